@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import math
 from functools import partial
@@ -101,16 +102,21 @@ def _made(
     floor = problem.floor if schedule_share is not None else None
     quick = Greedy() if isinstance(strategy, Solving) else strategy, Priority() if isinstance(scheduler, Solving) else scheduler
     problem = _with_fastest_recompute(problem, *quick, schedule_share)
-    found = []
-    # What a solver decides without a schedule is not always faster with one: the ladder's choice is tried, too.
-    for each in (problem.decided(), *([problem] * (problem.recomputes and isinstance(strategy, Solving)))):
-        plan, cap = _proposed(each, strategy, scheduler, schedule_share, floor)
+
+    def planned(problem: PlanningProblem) -> Plan:
+        plan, cap = _proposed(problem, strategy, scheduler, schedule_share, floor)
         if cap is not None:
             plan = fastest_repair(plan, cap)
-            if problem.recomputes and schedule_share is None:  # a share limits activations, too
+            if is_open and schedule_share is None:  # a share limits activations, too
                 plan = refined(plan)
             check(plan)
-        found.append(_predicted(plan, strategy.name))
+        return _predicted(plan, strategy.name)
+
+    is_open = problem.recomputes
+    found = [planned(problem.decided())]
+    if is_open and isinstance(strategy, Solving):  # what a solver decides without the schedule may be slower with it
+        with contextlib.suppress(PlanError):
+            found.append(planned(problem))
     return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction else math.inf)
 
 

@@ -128,7 +128,7 @@ def _measured(
 def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[int, ...]) -> None:
     """Write the plan, and a profile with the identity of the job of this batch."""
     folder.mkdir(parents=True, exist_ok=True)
-    profile = planned.plan.profile
+    profile = planned.plan.job.profile
     if profiled:
         from mdcs.model.inputs import INPUTS  # late: importing torch takes seconds
 

@@ -162,7 +162,7 @@ class PlannedInLoop(Parallel):
             print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)
         plan = make(profile=known)
         if known is None and self.rank == 0:
-            cache.keep(plan.profile, path)
+            cache.keep(plan.job.profile, path)
         return plan
 
     def replan(self) -> None:

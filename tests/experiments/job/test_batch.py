@@ -16,6 +16,7 @@ from experiments.job.profiles import Profiles
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.profile.schema import Profile
+from tests.mdcs.profiles import recomputable
 
 FOUR = Profile.from_json((Path(__file__).parents[1] / "profile.json").read_text())
 QUIET = Console(file=io.StringIO())
@@ -38,17 +39,14 @@ def composed(*overrides: str) -> Config:
         return checks.compose_config(["strategy=greedy", *overrides])
 
 
-PLAIN = composed()
-
-
 def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> tuple[batch.Found, str, Config]:
     """What the job finds when these profiles are known, by `of_N`."""
-    known = Profiles()
+    known, base = Profiles(), composed(*(each for each in overrides if each.startswith("recompute=")))
     for name, profile in profiles.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "profile.json").write_text(profile.to_json())
         size = int(name.removeprefix("of_"))
-        known.keep(dataclasses.replace(PLAIN, data=dataclasses.replace(PLAIN.data, batch_size=size)), tmp_path / name)
+        known.keep(dataclasses.replace(base, data=dataclasses.replace(base.data, batch_size=size)), tmp_path / name)
     config = composed("batch.find=largest", f"budget.gib={budget / 2**30!r}", *overrides)
     return *batch.find(config, tmp_path / "job", QUIET, known=known), config
 
@@ -71,6 +69,16 @@ def test_the_job_goes_on_with_the_batch_and_its_profile(tmp_path):
     made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
     assert made.prediction == batches.largest.plan.prediction
     assert made.profile.about["calculated"] == "from batches of 4 and 16" and "inputs" not in made.profile.about
+
+
+def test_a_batch_with_room_by_recomputation_goes_on_with_all_that_its_profile_knows(tmp_path):
+    profiles = {f"of_{n}": recomputable(of_batch(n), 0, freed=20 * n, seconds=0.01) for n in (4, 16)}
+    batches, reason, config = found(tmp_path, floor_bytes(of_batch(11)), "recompute=planned", **profiles)
+    largest = batches.largest
+    assert reason == "" and largest.batch > 11 and "full" in largest.plan.recompute
+    assert jobs.plan(batch.with_batch(config, batches, tmp_path / "job"), tmp_path / "planned", QUIET) == ""
+    made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
+    assert (made.recompute, made.prediction) == (largest.plan.recompute, largest.plan.prediction)
 
 
 def test_a_batch_between_checks_the_rule(tmp_path):

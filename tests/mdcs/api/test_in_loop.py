@@ -444,7 +444,7 @@ def recomputing(recompute: str | None, options: dict[str, Any], replans: bool = 
         model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
     else:
         parallel = mdcs.parallelize(
-            model, optimizer, recompute=recompute, seconds=0.2, progress=False, timeout_s=30, profiles=False, **options
+            model, optimizer, recompute=recompute, seconds=0.2, progress=False, timeout_s=30, **options
         )
     losses = []
     for step in range(STEPS):
@@ -468,6 +468,8 @@ def as_ddp_recomputing(recompute: str, options: dict[str, Any], replans: bool) -
     losses, state = recomputing(None, {})
     found, ours, plans, peak = recomputing(recompute, options, replans)
     last = plans[-1]
+    [kept] = map(Path.read_text, Path(options["profiles"]).iterdir())
+    assert mdcs.Profile.from_json(kept).slots == plans[0].job.profile.slots != plans[0].profile.slots
     return {
         "differs": [name for name, value in state.items() if not torch.equal(value, ours[name])] + ["losses"] * (losses != found),
         "choices": {*last.recompute}, "plans": len({plan.hash for plan in plans}), "peak": peak, "budget": last.budget,
@@ -482,7 +484,8 @@ def as_ddp_recomputing(recompute: str, options: dict[str, Any], replans: bool) -
         ("planned", {"budget": "70%", "batches": [torch.rand(1500, 8)]}, False),
     ],
 )  # fmt: skip
-def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(measured, recompute, options, replans):
+def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(measured, recompute, options, replans, tmp_path):
+    options |= {"profiles": str(tmp_path)}
     for rank in measured.run(as_ddp_recomputing, recompute, options, replans, timeout_s=200.0):
         assert rank["differs"] == [] and "full" in rank["choices"] and rank["plans"] == 1 + replans
         assert rank["budget"] is None or rank["peak"] <= rank["budget"]

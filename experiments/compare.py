@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def trains(self) -> tuple[Any, ...]:
-        """What the losses depend on."""
+        """Options that the losses depend on."""
         model, run, cluster = dataclasses.replace(self.config.model, wrap="block"), self.config.run, self.config.cluster
         return model, self.config.data, self.config.optimizer, cluster.ranks, run.seed, run.steps, run.accumulation, run.precision
 

@@ -20,7 +20,7 @@ from mdcs.sizes import MIB
 
 PROGRAM = "mdcs train"
 PERIODS = 8
-"""How many of the best runs are shown slot by slot; more would make the page large."""
+"""Number of the best runs that are shown slot by slot; more would make the page large."""
 
 COLUMNS: tuple[tuple[str, str, str, float], ...] = (
     ("workload", "workload", "", 0),

@@ -1,4 +1,4 @@
-"""What the steps of a run did otherwise than its plan, and what it cost."""
+"""Departures of a run's steps from its plan, and their costs."""
 
 from __future__ import annotations
 

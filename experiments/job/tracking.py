@@ -1,4 +1,4 @@
-"""Where a run's metrics go: to metrics.jsonl, always, and to a tracker if the config has one.
+"""Write a run's metrics: to metrics.jsonl, always, and to a tracker if the config has one.
 
 Rank 0 writes one JSON object per line and flushes every line, so a killed run can be read to its last step
 (`JsonLines`). The parent process follows the file to show progress (`analysis.events.Tail`) and passes the events to

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel and accelerate put around a model and its optimizer, taken off."""
+"""Take off the wrappers that DistributedDataParallel and accelerate put around a model and its optimizer."""
 
 from __future__ import annotations
 

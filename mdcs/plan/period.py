@@ -129,3 +129,9 @@ class Period:
         s = self.slots[slot % self.length]
         micro = f"/{s.micro}" if self.micro_steps > 1 else ""
         return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"
+
+    def in_words(self, slot: int) -> str:
+        """Return a slot in the words of a loop, as in ``the backward of block.3``."""
+        s = self.slots[slot % self.length]
+        micro = f" in micro-step {s.micro + 1}" if self.micro_steps > 1 else ""
+        return f"the {'forward' if s.phase == 'F' else 'backward'} of {self.profile.units[s.unit].name}{micro}"

@@ -1,4 +1,4 @@
-"""Which units recompute their activations: the same for all, drawn, or decided with the plan.
+"""Choose the units that recompute their activations: the same for all, drawn, or decided with the plan.
 
 A rule that is decided with the plan (:class:`Planned`) tries the steps of a :func:`ladder`: from no recomputation to the
 floor, each step frees most bytes in the slots that need most, per second that it adds.

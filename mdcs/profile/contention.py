@@ -1,4 +1,4 @@
-"""What messages cost where they share cores with compute."""
+"""Costs of messages that share cores with compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a backend executes messages: declared by the backend, stored in the profile, replayed by the simulator."""
+"""Execution of messages by a backend: declared by the backend, stored in the profile, replayed by the simulator."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 CHOICES = NONE, FULL, SELECTIVE
-"""What a unit keeps between forward and backward: all activations, its inputs only, or its inputs and the outputs of
+"""Choices of activations that a unit keeps between forward and backward: all, its inputs only, or its inputs and the outputs of
 matrix products and attention."""
 
 

@@ -52,7 +52,7 @@ _DEPTHS, _NEARLY = (1, 2, 4), 1.05
 _IN_NODES = Kind.RS_N, Kind.AG_F_N
 
 Sender = tuple[Collectives, tuple[Kind, ...]]
-"""Who sends a train: the collectives, and the kinds of messages that take turns in it."""
+"""Senders of a train: the collectives, and the kinds of messages that take turns in it."""
 
 
 class MeasuredLink(NamedTuple):

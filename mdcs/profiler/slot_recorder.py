@@ -25,7 +25,7 @@ from mdcs.torch_compat import backward_pass
 
 
 class Measures(NamedTuple):
-    """Which measurements of a pass are kept: seconds, bytes."""
+    """Measurements of a pass that are kept: seconds, bytes."""
 
     seconds: bool
     bytes: bool

@@ -33,7 +33,7 @@ class ActivationExcess:
     def __init__(self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes, *, raises: bool = False) -> None:
         self._raises = raises
         self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
-        self._names = [plan.period.name(q) for q in range(plan.period.length)]
+        self._names = [plan.period.in_words(q) for q in range(plan.period.length)]
         self._profiled = from_words(plan.profile.about.get(INPUTS, ""))
         self._seen = [0] * len(slots)
         self._over: set[int] = set()  # slots that have been above the budget
@@ -102,14 +102,14 @@ class ActivationExcess:
         sizes = None if self._batch.sizes is None else in_words(self._batch.sizes)
         said = f"rank {self._rank}, step {step}: {above / MIB:.2f} MiB above the budget of {self.budget / MIB:.2f} MiB"
         if slot >= 0:
-            said += f" in slot {self._names[slot]}"
+            said += f" in {self._names[slot]}"
         if activations >= 0:
-            said += f", where activations take {activations / MIB:.2f} MiB; profiled: {self._slots[slot].peak / MIB:.2f} MiB"
+            said += f", where activations take {activations / MIB:.2f} MiB; measured: {self._slots[slot].peak / MIB:.2f} MiB"
         if self.is_larger and self._profiled is not None:
-            said += f". The batch is {sizes}, the profiled one was {in_words(self._profiled)}: profile the largest batch"
+            said += f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
         else:
             said += (
-                f" ({'the batch' if sizes is None else f'a batch of {sizes}'}). The loop keeps what the profiled step does not, "
+                f" ({'the batch' if sizes is None else f'a batch of {sizes}'}). The loop keeps what the measured step does not, "
                 "such as outputs that a variable holds until the next step: delete it before backward()"
             )
         more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"

@@ -216,7 +216,7 @@ class Engine:
     def check(self, call: str, *, needs_ranks: bool = False) -> None:
         """Raise the error of a thread, and refuse this ``call`` of the loop where it cannot be. Side passes end."""
         if needs_ranks and self.options.emulate is not None:
-            raise RunError(f"rank {self.rank}: {call} of an emulated world would be made up: no rank has sent anything")
+            raise RunError(f"rank {self.rank}: {call} of an emulated world would be made up: the other ranks are not there")
         self.transport.check()
         self.refuse_if_exported(call)
         if self.sequencer.side.is_open:
@@ -236,7 +236,8 @@ class Engine:
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
             problem = validation.changed_training(self.storages)
-            raise place.error(problem or f"step() needs {self.plan.micro_steps} forward and backward passes before it")
+            needs = f"step() needs {self.plan.micro_steps} forward and backward passes before it"
+            raise place.error(problem or f"{needs}; parallel.abandon() ends a batch that has none")
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
         problem = validation.find_unseen_change(self.updates, self.storages, self.buffers, self.plan.world)
@@ -268,7 +269,7 @@ class Engine:
         """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step."""
         self.check(call, needs_ranks=needs_ranks)
         if not self.sequencer.at_turn:
-            raise self.place.error(f"{call} inside an iteration, between its forward pass and step(): call it after")
+            raise self.place.error(f"{call} inside an iteration, between its forward pass and step(): call it after step()")
         self.excess.skips = True
         with self.place.during(call):
             problem = disagreement(self.groups.agree_on_call(call, self.sequencer.step))

@@ -109,5 +109,5 @@ class Evaluation:
             } - {_NONE}
         if len(wanted) > 1:
             parts = " and ".join(self._units[u].name for u in sorted(wanted))
-            raise self._place.error(f"ranks evaluate different parts of the model: {parts}")
+            raise self._place.error(f"ranks evaluate different parts of the model: {parts}. Run the same layers on every rank")
         return wanted.pop() if wanted else None

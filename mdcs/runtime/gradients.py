@@ -39,7 +39,7 @@ class Gradients:
         """
         limit = self._options.clip_norm
         if norm_type != 2:
-            raise RunError(f"clip_grad_norm_(norm_type={norm_type}): plans clip the 2-norm alone")
+            raise RunError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is clipped; leave norm_type out")
         self._check("clip_grad_norm_", "clip_norm", max_norm, limit, ", and a plan with cross_iteration=False")
         norm = self._reduced_norm()
         return torch.tensor(math.nan if norm is None else norm)
@@ -96,7 +96,7 @@ class Gradients:
         named = {s.name: u for u, s in enumerate(self._engine.storages) if s.trainable}
         for name in units:
             if name not in named:
-                raise ValueError(f"the plan has no trainable unit {name}: {', '.join(named)}")
+                raise ValueError(f"watch_gradients({name!r}): give one of {', '.join(named)}")
         self._engine.updates.captured_gradients = {named[name]: {} for name in units}
 
     @torch.inference_mode(False)

@@ -53,7 +53,7 @@ class Lending:
                 heard = self._words.peer_failure()
                 if heard or time.monotonic() >= deadline:
                     raise place.error(
-                        f"{storage.name} was used after it had been freed, and rank {peer} did not send its part"
+                        f"{storage.name} is used once more than in the measured step, and rank {peer} did not send its part of it"
                         f"{f' ({heard})' if heard else f' in {self._timeout_s:g} s'}"
                     )
                 time.sleep(_POLL_S)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
+from mdcs.profile.link import Kind
 from mdcs.runtime.byte_account import ByteAccount
 from mdcs.runtime.collective_ops import CollectiveOps, Transfer
 from mdcs.runtime.errors import ErrorContext, RunError
@@ -31,6 +32,11 @@ from mdcs.runtime.storage import UnitStorage
 
 Gradients = tuple[tuple[int, int], ...]
 """(unit, bytes of its full gradients) pairs."""
+
+_IN_WORDS = {
+    Kind.AR: "all-reduce", Kind.RS: "reduce-scatter", Kind.AG_F: "all-gather before the forward",
+    Kind.AG_B: "all-gather before the backward",
+}  # fmt: skip
 
 
 @dataclass
@@ -169,8 +175,8 @@ class MessageRunner:
         """Return the message in words."""
         i = index % self.n
         m = self.plan.messages[i]
-        parts = ", ".join(f"{self.storages[u].name}[{b}]" for u, b in m.parts)
-        return f"message {i} ({m.kind} of {parts})"
+        names = ", ".join(dict.fromkeys(self.storages[u].name for u, _ in m.parts))
+        return f"message {i} ({_IN_WORDS[m.kind.plain]} of {names})"
 
     @contextmanager
     def errors_of(self, index: int) -> Iterator[None]:

@@ -43,7 +43,7 @@ class OptimizerDicts:
         self._engine.drain("load_optimizer_state_dict()")
         dicts = optimizer_state.as_list(saved)
         if len(dicts) != len(self.optimizers):
-            raise ValueError(f"there are {len(self.optimizers)} optimizers, and {len(dicts)} state dicts")
+            raise ValueError(f"there are {len(self.optimizers)} optimizers, and {len(dicts)} state dicts: give one for each")
         self._load_state_dicts(list(zip(self.optimizers, dicts, strict=True)), {})
 
     def _load_state_dicts(

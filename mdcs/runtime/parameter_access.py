@@ -41,7 +41,9 @@ class ParameterAccess:
                 "load a state dict into a plain model"
             )
         if sequencer is None:
-            return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
+            return self._place.error(
+                f"the initialisation of a module used {name} ({what}), which is of another unit: let each initialise its own"
+            )
         if what == GRADIENT:
             if not sequencer.has_gradients:
                 return None
@@ -57,8 +59,8 @@ class ParameterAccess:
             hooks.used_outside(unit)
             return None
         return self._place.error(
-            f"{name} cannot be used here ({what}): outside of its unit's forward and backward it is in pieces, or being "
-            "updated; use parallel.state_dict(), or with parallel.full_parameters()"
+            f"{name} cannot be used here ({what}): outside of its layer's forward and backward it is in pieces, or updated: "
+            "use parallel.state_dict(), or put these lines into a block: with parallel.full_parameters(): …"
         )
 
 

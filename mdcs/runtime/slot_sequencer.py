@@ -310,12 +310,12 @@ class SlotSequencer(SlotPosition):
     def _enter(self) -> None:
         """Wait for the messages and bytes that the slot at ``next_slot`` needs, then let compute go on."""
         q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
-        name = self.period.name(q)
+        name = self.period.in_words(q)
         with lock:
-            self.transport.wait_for(self.periods * self.queue.n + self.limits.required_through[q], f"what slot {name} needs")
+            self.transport.wait_for(self.periods * self.queue.n + self.limits.required_through[q], f"what {name} needs")
             beyond = self.excess.entered(q)
             self.queue.excess = beyond + self.departures.bytes if self.departures.outside else beyond
-            self.transport.admit(slot.allocated + slot.peak, f"slot {name}")
+            self.transport.admit(slot.allocated + slot.peak, name)
             for u, _ in slot.gradients:
                 if not self.storages[u].gradients:  # else one came before this slot
                     self._allocate_gradient(u)

@@ -172,7 +172,7 @@ class StreamTransport:
 
     def _assert_fits(self, size: int, what: str) -> None:
         if not self.queue.fits(size):
-            raise self.runner.place.error(f"{what} do not fit, and nothing is left to wait for")
+            raise self.runner.place.error(f"the budget has no room for {what}: plan with a larger budget, or more reserve")
 
     def _wait_oldest_on_compute(self) -> None:
         """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used."""

@@ -25,6 +25,7 @@ from mdcs.sizes import MIB
 
 LISTEN_SECONDS = 0.5
 """Seconds between checks, while waiting, whether another rank has left."""
+_LEFT_ALONE = "Another rank has not come so far: let all ranks run equally many steps, or give parallelize() a longer timeout_s="
 _LARGE_BYTES = MIB // 4
 """Wire bytes from which on the starter starts a message. Estimated: at 0.4 ms per MiB as long as a wake-up."""
 
@@ -106,7 +107,7 @@ class ThreadTransport:
                 raise self.runner.place.error(
                     f"waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "
                     f"the first message that is not done: {first} ({queue.issued - queue.done} issued, "
-                    f"{queue.started - queue.done} of them started){f' ({heard})' if heard else ''}"
+                    f"{queue.started - queue.done} of them started){f' ({heard})' if heard else f'. {_LEFT_ALONE}'}"
                 )
         self.check()
 

@@ -132,10 +132,12 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
             raise PlanError(f"an emulated world has no nodes, and {within} shards within one")
         return
     if processes != plan.world:
-        raise PlanError(f"the plan is for {plan.world} ranks, the process group has {processes}")
+        raise PlanError(
+            f"the plan is for {plan.world} ranks, the process group has {processes}: start as many, or make a new plan"
+        )
     planned_backend = plan.profile.collectives.backend
     if processes > 1 and backend != planned_backend:
-        raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
+        raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}: make a new plan")
     if processes > 1 and plan.profile.collectives.algorithm == "ring" and device.type != "cpu":
         raise PlanError("the plan has rings, which gloo has for CPUs alone: plan with Collectives('native', 'gloo') on a GPU")
 
@@ -144,7 +146,7 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     """Raise PlanError or ValueError if clipping, loss scale or optimizers are not those that the plan was made for."""
     for given, what in ((options.clip_norm, "clipping the global norm"), (options.loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
-            raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
+            raise PlanError(f"{what} needs all gradients before the first update: plan with cross_iteration=False")
     for name, limit in (("clip_norm", options.clip_norm), ("clip_value", options.clip_value)):
         if limit is not None and not limit > 0:
             raise ValueError(f"{name} must be > 0, got {limit}")
@@ -262,6 +264,7 @@ def agree_on_validation(
         if theirs != answers[0][2]:
             raise UnsupportedModel(
                 f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape, strides or type"
+                ": build the same model on every rank"
             )
         if state != answers[0][3]:
             raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")
@@ -269,7 +272,7 @@ def agree_on_validation(
 
 # ---- during the loop
 
-THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
+THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, and parallelize() anew"
 
 
 def find_unseen_change(
@@ -279,7 +282,7 @@ def find_unseen_change(
     """
     optimizers = updates.optimizers
     if len(optimizers.param_groups) != updates.groups:
-        return "the optimizer got another parameter group: close(), then partition and plan with it"
+        return "the optimizer got another parameter group: close(), and parallelize() anew with it"
     changed = updates.changed_option()
     if changed is not None:
         return (
@@ -317,7 +320,7 @@ def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
             except AttributeError:
                 is_there = False
             if not is_there:
-                return f"{name} was replaced or removed while a plan runs: close(), then partition and plan again"
+                return f"{name} was replaced or removed while a plan runs: close(), and parallelize() anew"
             if not storage.parameters[i].requires_grad:
                 return THAWED.format(name)
     return None

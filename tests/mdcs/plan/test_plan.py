@@ -47,12 +47,14 @@ def test_a_period_begins_with_the_first_backward_slot() -> None:
     period = Period(chain(8, 4), 1)
     assert names(period) == "B:b B:a F:a F:b"
     assert (period.turn, period.length) == (2, 4)
+    assert period.in_words(0) == "the backward of b" and period.in_words(2) == "the forward of a"
 
 
 def test_a_period_of_several_micro_steps_begins_with_the_last_backward_pass() -> None:
     period = Period(chain(8, 4), 2)
     assert names(period) == "B/1:b B/1:a F/0:a F/0:b B/0:b B/0:a F/1:a F/1:b"
     assert (period.turn, period.length) == (2, 8)
+    assert period.in_words(0) == "the backward of b in micro-step 2"
     assert period.forward(1, 1) == (7, 7)
     assert period.backward(1, 1) == (8, 8)  # unrolled: slot 0 of the next period
 

@@ -101,8 +101,8 @@ def test_a_longer_batch_is_said_once_with_sizes_and_bytes_and_counted(measured: 
     for found in measured.run(run, [SAMPLES, SAMPLES, larger, larger, SAMPLES, larger]):
         [said] = found["said"]
         above = found["over"][2] / MIB
-        assert f"step 3: {above:.2f} MiB above the budget of {found['budget'] / MIB:.2f} MiB in slot " in said
-        assert f"The batch is {larger} x {WIDTH}, the profiled one was {SAMPLES} x {WIDTH}: profile the largest batch" in said
+        assert f"step 3: {above:.2f} MiB above the budget of {found['budget'] / MIB:.2f} MiB in the " in said
+        assert f"The batch is {larger} x {WIDTH}, the measured one was {SAMPLES} x {WIDTH}: measure the largest batch" in said
         assert [size > 0 for size in found["over"]] == [False, False, True, True, False, True]
         assert [slots > 0 for slots in found["slots"]] == [False, False, True, True, False, True]
         assert found["peak"] == found["budget"] + max(found["over"])
@@ -222,7 +222,7 @@ def test_where_reading_takes_long_the_first_steps_and_larger_batches_are_read():
                 break
     assert counts == [(0, 0)] * 5 + [(1, 300)] and meter.totals == []
     [warning] = map(str, (each.message for each in said))
-    assert "step 6: 0.00 MiB above the budget" in warning and "The batch is 3 x 4, the profiled one was 2 x 4" in warning
+    assert "step 6: 0.00 MiB above the budget" in warning and "The batch is 3 x 4, the measured one was 2 x 4" in warning
 
 
 def test_sizes_are_those_of_the_first_module_s_largest_tensor():

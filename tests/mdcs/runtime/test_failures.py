@@ -309,7 +309,7 @@ def test_a_rank_that_dies(ranks: Ranks, how):
     survivor, dead = errors(ranks, fail_on_rank_one, how)
     assert dead.exit_code == 17
     assert survivor.kind == "RunError" and "rank 0, step 3: " in survivor.message
-    assert "message" in survivor.message and " of " in survivor.message  # e.g. "message 4 (RS of blocks.0[0])"
+    assert re.search(r"message \d+ \((reduce-scatter|all-gather before the (for|back)ward) of ", survivor.message)
     assert survivor.message.endswith("(rank 1 is gone without a word: killed, or cut off)")
 
 

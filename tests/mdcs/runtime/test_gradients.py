@@ -104,7 +104,7 @@ def test_limits_that_the_run_does_not_have_are_refused(two: Ranks):
         assert "that is none: parallelize(…, clip_norm=1), and a plan with cross_iteration=False" in no_norm
         assert "that is none: parallelize(…, clip_value=0.5)" in no_value
         assert "clip_grad_norm_(2): updates begin in backward" in other_norm and "that is 1: parallelize" in other_norm
-        assert "plans clip the 2-norm alone" in other_kind
+        assert "only the 2-norm is clipped" in other_kind
         assert "comes between backward and step()" in too_early
         assert "that is 0.1: parallelize(…, clip_value=1)" in other_value
         assert "clip_value must be > 0" in negative

@@ -1,4 +1,4 @@
-"""What no linter holds of the tree's shape; who may import whom is in pyproject.toml, and `make lint` checks it."""
+"""Shape of the tree, as far as no linter holds it; who may import whom is in pyproject.toml, and `make lint` checks it."""
 
 from pathlib import Path
 

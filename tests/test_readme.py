@@ -43,7 +43,7 @@ def names(cell: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """What the marked blocks print, run in order in a folder that has the programs and nothing else."""
+    """Output of the marked blocks, run in order in a folder that has the programs and nothing else."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("experiments", "examples"):
         (folder / name).symlink_to(ROOT / name)
@@ -75,7 +75,7 @@ def test_one_job_its_plan_and_its_pictures(done):
 
 
 def sessions() -> list[tuple[str, list[str]]]:
-    """What documents show somebody typing in one shell, and lines of what is said to it, with single spaces."""
+    """Input of one shell in the documents, and lines of its output, with single spaces."""
     blocks = [block for text in TEXT.values() for block in re.findall(r"^```console\n(.*?)^```", text, re.S | re.M)]
     typed = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.M)
     return [

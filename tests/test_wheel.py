@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def said_by(*command: str | Path, cwd: Path, **env: str) -> str:
-    """What a command prints; it is not told where the checkout is."""
+    """Output of a command, which is not told where the checkout is."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     ran = subprocess.run(command, cwd=cwd, env=inherited | env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"

@@ -53,7 +53,7 @@ class Page:
             time.sleep(0.02)
 
     def value(self, expression):
-        """What the expression is in the page, awaited if it is a promise."""
+        """Value of the expression in the page, awaited if it is a promise."""
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def run(name, monkeypatch, source=None):
-    """What a notebook has made, from its own example or from `source`."""
+    """Outputs of a notebook, from its own example or from `source`."""
     monkeypatch.delenv("RUNS", raising=False)
     if source is not None:
         monkeypatch.setenv("RUNS", str(source))

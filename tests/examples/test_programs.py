@@ -56,7 +56,7 @@ def losses_of(program: str) -> list[float]:
 
 @contextmanager
 def torchrun() -> Iterator[None]:
-    """What accelerate finds where torchrun has started a rank; it forgets it again."""
+    """Variables that accelerate finds where torchrun has started a rank; it forgets it again."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "TORCHELASTIC_RUN_ID": "test"}
     with patch.dict(os.environ, given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # their imports take seconds
 
 @contextmanager
 def torchrun() -> Iterator[None]:
-    """What a rank finds in its environment where torchrun has started it; its process group is there already."""
+    """Environment of a rank where torchrun has started it; its process group is there already."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "TORCHELASTIC_RUN_ID": "test"}
     given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -45,7 +45,7 @@ def run(
 def call(
     program: ModuleType, folder: Path, *arguments: str, worker: str | None = None, start: Callable[..., Outcome] = run
 ) -> subprocess.CompletedProcess[str]:
-    """What a program does with this command line in this folder. The ranks' module is `worker`, and `start` starts them."""
+    """Run a program with this command line in this folder. The ranks' module is `worker`, and `start` starts them."""
     out, err = io.StringIO(), io.StringIO()
     terminate = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):

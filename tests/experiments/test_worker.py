@@ -145,7 +145,7 @@ class Ran:
 
     @property
     def start(self):
-        """What was asked for, and the plan."""
+        """Return the request and the plan."""
         return self.events[0] | self.events[1]
 
     @property

@@ -90,7 +90,7 @@ def test_jobs_over_both_nodes_plan_with_the_one_profile_that_was_measured_before
 
 
 def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str:
-    """What one of SLURM's commands says in the cluster."""
+    """Output of one of SLURM's commands in the cluster."""
     env = {**os.environ, "SLURM_CONF": str(folder / "slurm/slurm.conf")}
     entered = ["nsenter", f"--target={running.pid}", "--net", "--mount", *command]
     return subprocess.run(entered, env=env, check=True, capture_output=True, text=True).stdout

@@ -137,7 +137,7 @@ def accepted(tmp_path, monkeypatch):
 
 
 def hand_in(folder: Path, *overrides: str) -> tuple[str, int]:
-    """What a sweep that nobody waits for says, and how many runs its folder has."""
+    """Output of a sweep that nobody waits for, and the number of runs in its folder."""
     asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *overrides)
     done = one_process.call(train, folder, *common(folder), *asked)
     assert done.returncode == 0, done.stderr

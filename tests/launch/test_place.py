@@ -1,4 +1,4 @@
-"""What torchrun and srun say of a rank, and what is no place to be: nothing is ever taken for this machine."""
+"""Places of ranks, as torchrun and srun say them, and what is none: nothing is ever taken for this machine."""
 
 import pytest
 

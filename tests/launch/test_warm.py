@@ -11,7 +11,7 @@ from tests.launch.test_elastic import CLUSTER, assert_nothing_left
 
 
 def told(warm: Warm, folder: Path, env: dict[str, str]) -> list[list[str]]:
-    """Of each rank: who has forked it, whether the module was there, whether an earlier job has changed its environment."""
+    """By rank: who has forked it, whether the module was there, whether an earlier job has changed its environment."""
     assert warm.run(folder, CLUSTER, env, module="tests.launch.ranks.imports", arguments=[str(folder)]).ok
     return [(folder / f"told{rank}").read_text().split() for rank in (0, 1)]
 

@@ -6,34 +6,51 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 
-class Lion(optim.Optimizer):
-    """As in its repository, with a count of its own, and with options that have no defaults."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+class ByHand(optim.Optimizer):
+    """Updates parameter by parameter, with :meth:`update`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(exp_avg=torch.zeros_like(p), count=0)
-                state["count"] += 1
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_((state["exp_avg"] * group["betas"][0] + p.grad * (1 - group["betas"][0])).sign_(), alpha=-group["lr"])
-                state["exp_avg"].lerp_(p.grad, 1 - group["betas"][1])
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Averaging(ByHand):
+    """Keeps a moving average of gradients, and a count of its own."""
+
+    def begun(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state.update(exp_avg=torch.zeros_like(p), count=0)
+        state["count"] += 1
+        average: Tensor = state["exp_avg"]
+        return average
+
+
+class Lion(Averaging):
+    """As in its repository, with options that have no defaults."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        average, (near, far) = self.begun(p, state), group["betas"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_((average * near + gradient * (1 - near)).sign_(), alpha=-group["lr"])
+        average.lerp_(gradient, 1 - far)
 
 
 class Warming(optim.AdamW):
     """AdamW whose first steps are shorter."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
@@ -43,62 +60,40 @@ class Warming(optim.AdamW):
             group["lr"] = rate
 
 
-class Lamb(optim.Optimizer):
+class Lamb(Averaging):
     """Its step is as long as the parameter is."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(exp_avg=torch.zeros_like(p), count=0)
-                state["count"] += 1
-                state["exp_avg"].lerp_(p.grad, 0.1)
-                scale = float(p.norm() / (state["exp_avg"].norm() + 1e-6))
-                p.add_(state["exp_avg"], alpha=-group["lr"] * scale)
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        average = self.begun(p, state).lerp_(gradient, 0.1)
+        p.add_(average, alpha=-group["lr"] * float(p.norm() / (average.norm() + 1e-6)))
 
 
-class Shampoo(optim.Optimizer):
+class Shampoo(ByHand):
     """Matrices are multiplied from both sides, by what it keeps of their rows and columns."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                g, state = p.grad, self.state[p]
-                if not state:
-                    state.update(left=torch.eye(p.shape[0]).to(p), right=torch.eye(p.shape[1]).to(p))
-                state["left"] += g @ g.T
-                state["right"] += g.T @ g
-                p.sub_(torch.linalg.solve(state["left"], g) @ torch.linalg.inv(state["right"]), alpha=group["lr"])
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(left=torch.eye(p.shape[0]).to(p), right=torch.eye(p.shape[1]).to(p))
+        state["left"] += gradient @ gradient.T
+        state["right"] += gradient.T @ gradient
+        p.sub_(torch.linalg.solve(state["left"], gradient) @ torch.linalg.inv(state["right"]), alpha=group["lr"])
 
 
-class ByRow(optim.SGD):
+class ByRow(ByHand):
     """Matrices of groups with ``by_row`` get no gradient that moves the mean of a row."""
 
     def __init__(self, params: Any, lr: float = 1e-3, by_row: bool = False) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group.setdefault("by_row", by_row)
+        super().__init__(params, {"lr": lr, "by_row": by_row})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = p.grad.mean(1, keepdim=True) if group["by_row"] and p.dim() > 1 else 0
-                    p.sub_(p.grad - mean, alpha=group["lr"])
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = gradient.mean(1, keepdim=True) if group["by_row"] and p.dim() > 1 else 0
+        p.sub_(gradient - mean, alpha=group["lr"])
 
 
 class Joint(optim.SGD):

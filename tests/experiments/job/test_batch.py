@@ -40,7 +40,7 @@ def composed(*overrides: str) -> Config:
 
 
 def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> tuple[batch.Found, str, Config]:
-    """What the job finds when these profiles are known, by `of_N`."""
+    """Result of the job when these profiles are known, by `of_N`."""
     known, base = Profiles(), composed(*(each for each in overrides if each.startswith("recompute=")))
     for name, profile in profiles.items():
         (tmp_path / name).mkdir()

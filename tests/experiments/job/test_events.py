@@ -1,4 +1,4 @@
-"""What a run says of itself: whether its predictions are to be believed."""
+"""Words of a run about itself: whether its predictions are to be believed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def composed(*overrides: str) -> Config:
 
 @pytest.fixture
 def folder(tmp_path):
-    """What a job leaves that has measured a profile."""
+    """Folder of a job that has measured a profile."""
     text = json.loads(PROFILE.read_text())
     assert any(slot["peak"] for slot in text["slots"])
     (tmp_path / "profile.json").write_text(json.dumps(text))

@@ -1,4 +1,4 @@
-"""What is told of training beside the records of its steps."""
+"""Words about training beside the records of its steps."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a job trains, without ranks."""
+"""Workloads of jobs, without ranks."""
 
 import re
 from pathlib import Path

@@ -81,7 +81,7 @@ class Slots:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the clock was asked to wait for, which nobody does."""
+    """Seconds that the clock was asked to wait for, which nobody does."""
     asked: list[float] = []
     monkeypatch.setattr(waiting.Clock, "wait", lambda self, seconds: asked.append(seconds))
     return asked

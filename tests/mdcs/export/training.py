@@ -1,4 +1,4 @@
-"""What a rank does in these tests: train a model with torch's DDP, and with FSDP2 as a plan says."""
+"""Training by a rank in these tests: a model with torch's DDP, and with FSDP2 as a plan says."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def planned(made: Setup, how: How) -> Plan:
 
 
 def losses(made: Setup, model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[Any]:
-    """Of every step, with the norm of its gradients."""
+    """Loss of every step, with the norm of its gradients."""
     out = []
     for step in range(steps):
         loss = made.loss(model, made.batch(step, 0, dist.get_rank()))

@@ -18,7 +18,7 @@ from mdcs.model.units import ByClass, ByLeaf, ModelUnit, UnsupportedModel, WrapP
 
 
 class Log:
-    """What a listener is told: ``a(`` and ``)`` around a forward, ``a*`` backward, ``a+`` a gradient, ``a~``
+    """Events that a listener is told: ``a(`` and ``)`` around a forward, ``a*`` backward, ``a+`` a gradient, ``a~``
     recomputed, ``end``. In side passes with a ``-``."""
 
     def __init__(self, units: list[ModelUnit]) -> None:

@@ -1,4 +1,4 @@
-"""What others have put around a model and its optimizer is taken off, and does nothing any more."""
+"""Wrappers of others around a model and its optimizer are taken off, and do nothing any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every plan, whoever made it: a sweep over random jobs × strategies × schedulers × budgets."""
+"""Properties of every plan, whoever made it: a sweep over random jobs × strategies × schedulers × budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a unit's strategy costs and buys, by hand for two units, and what fills the memory."""
+"""Costs and gains of a unit's strategy, by hand for two units, and the contents of the memory."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.mdcs.profiles import chain, link
 
 
 def moved(move: Move | PlanMove, plan: Plan, rng: random.Random) -> Plan | None:
-    """What a move makes of a plan. Raises PlanError where that cannot be run."""
+    """Return the plan after a move. Raises PlanError where that cannot be run."""
     if move in PLAN_MOVES:
         return move(plan, rng)
     among = Candidates(plan.job, None)

@@ -1,4 +1,4 @@
-"""What every algorithm sends and holds, by the formulas of the literature."""
+"""Bytes that every algorithm sends and holds, by the formulas of the literature."""
 
 from __future__ import annotations
 

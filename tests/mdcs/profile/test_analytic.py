@@ -23,7 +23,7 @@ DGX = Network(128, 8, 2e-6, 1 / 250e9, 5e-6, 1 / 25e9)
 
 
 def seconds(network: Network, group: str, kind: Kind, size: int) -> float:
-    """Of one message of ``size`` bytes, as the simulator takes it."""
+    """Seconds of one message of ``size`` bytes, as the simulator takes it."""
     link = network.link(group)
     return link.end(kind, COLLECTIVES.sent(kind, size, network.group_size(group)), 0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""What a profile accepts, what it refuses by name, and that it survives JSON."""
+"""Profiles: values accepted, and refused by name; a way through JSON and back."""
 
 from __future__ import annotations
 

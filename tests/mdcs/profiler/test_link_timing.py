@@ -1,4 +1,4 @@
-"""What trains come to, from times made by hand; sent between real ranks in tests/mdcs/runtime/test_communicator.py, too."""
+"""Costs of trains, from times made by hand; sent between real ranks in tests/mdcs/runtime/test_communicator.py, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of bytes before anything is measured: a budget that nothing fits is refused, and what measuring holds is said."""
+"""Bytes known before anything is measured: a budget that nothing fits is refused, and what measuring holds is said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of slots and of the gradients that come in them."""
+"""Measurements of slots and of the gradients that come in them."""
 
 from __future__ import annotations
 

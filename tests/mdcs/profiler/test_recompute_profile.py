@@ -1,4 +1,4 @@
-"""What units free, and what it costs, if they compute their activations again: measured with the shim, to the byte."""
+"""Bytes that units free, and what it costs, if they compute their activations again: measured with the shim, to the byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What copies and updates cost on a device that is behind its host."""
+"""Costs of copies and updates on a device that is behind its host."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Device(TorchDispatchMode):
                 self.free(memory)
 
     def memory(self, tensor: Tensor) -> Memory | None:
-        """Of a tensor; what the device has not seen yet has the values that it has on the host."""
+        """Values of a tensor; what the device has not seen yet has the values that it has on the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             with _disable_current_modes(), torch.inference_mode(False):
@@ -269,7 +269,7 @@ class Device(TorchDispatchMode):
             self.allocate(storage, size)
 
     def address(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What a kernel knows of a tensor, whatever becomes of that on the host."""
+        """Return all that a kernel knows of a tensor, whatever becomes of that on the host."""
         memory = self.memory(tensor)
         if memory is None:  # the host's: its value goes with the kernel
             value = tensor.detach().clone()
@@ -359,7 +359,7 @@ class Device(TorchDispatchMode):
         return (type(shapes)(outs) if several else outs[0]) if outs else None
 
     def talking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What hosts tell each other, on tensors that are theirs. While one waits for another its device goes on."""
+        """Messages between hosts, on tensors that are theirs. While one waits for another its device goes on."""
 
         def outside(*arguments: Any, **options: Any) -> Any:
             self.come_to_all()
@@ -397,7 +397,7 @@ def _is_view(schema: Any) -> bool:
 
 
 def _meta(x: Any) -> Any:
-    """Of tensors their shapes, on no device."""
+    """Return the shapes of tensors, on no device."""
     if isinstance(x, torch.device):
         return "meta"
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x

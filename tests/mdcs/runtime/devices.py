@@ -1,4 +1,4 @@
-"""What the tests of CPU and CUDA share: the executor's contract, training on one rank, emulated worlds, for any device."""
+"""Parts that the tests of CPU and CUDA share: the executor's contract, training on one rank, emulated worlds, for any device."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ HOWS = [
 
 @dataclass
 class Emulated:
-    """What a rank of an emulated world did: ``sent`` are (round, index) of messages in the order in which they were done."""
+    """Actions of a rank of an emulated world: ``sent`` are (round, index) of messages in the order in which they were done."""
 
     plan: mdcs.Plan
     memory: dict[str, Any]

@@ -37,7 +37,7 @@ PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "transformers.mode
 
 @dataclass
 class Outcome:
-    """What one rank's call came to: a value, an error, or the exit code of a process that is gone."""
+    """Result of one rank's call: a value, an error, or the exit code of a process that is gone."""
 
     value: Any = None
     kind: str = ""  # class of the exception
@@ -78,7 +78,7 @@ class Ranks:
         return [o.value for o in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Outcome]:
-        """What became of every rank. Raises AssertionError with all stacks when the deadline passes.
+        """Results of every rank. Raises AssertionError with all stacks when the deadline passes.
 
         Rarely gloo does not connect on a busy machine: then new ranks try once more.
         """

@@ -91,7 +91,7 @@ def train(
 
 
 def wrong(plan: mdcs.Plan, wanted: Trained, orders: Sequence[Any] = ORDERS) -> list[str]:
-    """What is wrong with training by this plan, in any order of execution."""
+    """Faults in training by this plan, in any order of execution."""
     found = []
     for order in orders:
         device = Device(order)

@@ -124,7 +124,7 @@ JOB = Job("line-8-16-4", double=True)
 
 
 def losses(root: str, strategy: str, numbers: range) -> list[float]:
-    """Of the steps, of all ranks together: each takes its part of the same twelve samples."""
+    """Losses of the steps, of all ranks together: each takes its part of the same twelve samples."""
     rank, world = dist.get_rank(), dist.get_world_size()
     how_ = dataclasses.replace(how(strategy), scheduler="joint") if strategy == "joint" else how(strategy)
     with parallel_for(JOB, how_, None if numbers.start == 0 else other_start(JOB)) as (made, parallel, _):

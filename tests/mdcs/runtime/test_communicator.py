@@ -176,7 +176,7 @@ def test_a_world_of_one_has_a_link_that_takes_no_time() -> None:
 
 
 def warned_of() -> list[tuple[str, str]]:
-    """What a loop that warns from one line, and sends between, says; and what sending says."""
+    """Warnings of a loop that warns from one line and sends between, and those of sending."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # each once for a line of code
         communicator = Communicator(Collectives.default("nccl"), None)

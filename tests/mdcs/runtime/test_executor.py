@@ -94,7 +94,7 @@ class FakeStream:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the executor asks of torch.cuda, without a device: 8 GB, and an allocator that has tried again three times."""
+    """A torch.cuda for the executor, without a device: 8 GB, and an allocator that has tried again three times."""
     said, compute = SimpleNamespace(fractions=[], emptied=0), FakeStream()
 
     def empty() -> None:

@@ -58,7 +58,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def errors(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
-    """What the ranks raised, none of them after waiting for another's process group to time out."""
+    """Errors that the ranks raised, none of them after waiting for another's process group to time out."""
     outcomes = ranks.outcomes(function, *arguments, timeout_s=HANG_S)
     assert all(o.kind or o.exit_code is not None for o in outcomes), outcomes
     for o in outcomes:
@@ -436,7 +436,7 @@ def test_a_drain_that_another_rank_does_not_join(ranks: Ranks):
 
 
 def leftovers() -> dict[str, Any]:
-    """What a job leaves: threads, process groups, shared memory, file descriptors, hooks."""
+    """Leftovers of a job: threads, process groups, shared memory, file descriptors, hooks."""
     shared, create = list[Path](), Pacer.create
     made = setup("tied")
     wanted = {"hooks": hook_count(made.model)}

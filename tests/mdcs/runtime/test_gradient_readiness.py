@@ -148,7 +148,7 @@ class Detached(nn.Module):
 
 
 def train_detached(strategy: str, told: bool) -> list[str]:
-    """What differs from a plain loop, or what was raised."""
+    """Differences to a plain loop, or the error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Detached())
 

@@ -178,7 +178,7 @@ def start_bytes(plan: mdcs.Plan, together: list[list[int]]) -> int:
 
 
 def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
-    """What the allocator gave at most from the call of parallelize to its return, what was predicted, buffers, and the whole
+    """Most bytes that the allocator gave from the call of parallelize to its return, what was predicted, buffers, and the whole
     model.
     """
     _, plan = planned(strategy, half, dist.get_rank(), "plain sgd")  # state would hide what is whole at first
@@ -236,7 +236,7 @@ class Meddling(nn.Linear):
 
 
 def start(kind: str) -> Any:
-    """What starting such a model raises, on a rank that is alone."""
+    """Error that starting such a model raises, on a rank that is alone."""
     with torch.device("meta"):
         second = {"bare": Bare, "forgetful": Forgetful, "meddling": Meddling}[kind]()
         model = nn.Sequential(nn.Linear(3, 3), second)

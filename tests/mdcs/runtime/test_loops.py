@@ -1,4 +1,4 @@
-"""What loops of others do: it works as with DistributedDataParallel, or is refused in a sentence that says what to do.
+"""Habits of others' loops: each works as with DistributedDataParallel, or is refused in a sentence that says what to do.
 
 One test per line of docs/loops.md.
 """
@@ -56,7 +56,7 @@ def one_step(made: Setup, parallel: mdcs.Parallel, number: int = 0) -> float:
 
 
 def said(function: Callable[[], object]) -> str:
-    """What it raises; nothing if it does not."""
+    """Text of the error that a call raises; "" if it does not."""
     try:
         function()
     except Exception as e:

@@ -564,7 +564,7 @@ def plan_of(case: Case, model: nn.Module, units: list[mdcs.ModelUnit], optimizer
 
 
 def trained_with_ddp(case: Case) -> dict[str, Tensor]:
-    """What DDP makes of it, without its wrapper, for it knows no call but forward: gradients are averaged, buffers rank 0's."""
+    """State after DDP, without its wrapper, for it knows no call but forward: gradients are averaged, buffers rank 0's."""
     model, optimizer = case.build()
     group = dist.new_group()
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""What the ledger says is what the allocator gave, to the byte; and no rank ever goes above its budget.
+"""The ledger says to the byte what the allocator gave; and no rank ever goes above its budget.
 
 The ranks run with the memory shim. ``predicted`` is the ledger as it ran, ``planned`` the simulator's replay, which for
 the sequential schedule, whose memory no timing can change, must agree as well.
@@ -115,7 +115,7 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured_in(measured: Ranks) -> Callable[[tuple[str, str, str]], list[dict[str, Any]]]:
-    """What every rank measured in a combination; it is run when it is first asked for."""
+    """Measurements of every rank in a combination, which is run when it is first asked for."""
 
     @cache
     def measured_in(combination: tuple[str, str, str]) -> list[dict[str, Any]]:

@@ -490,7 +490,7 @@ def plan_of(case: Case, how: str, model: nn.Module, units: list[mdcs.ModelUnit],
 
 
 def with_ddp(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """What DDP makes of it, without its wrapper, which knows no call but forward."""
+    """Losses and state with DDP's averages, without its wrapper, which knows no call but forward."""
     model, optimizer = case.build()
     group, losses = dist.new_group(), []
     for step in range(STEPS):

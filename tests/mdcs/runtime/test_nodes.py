@@ -89,7 +89,7 @@ def test_the_ledger_is_right_to_the_byte(counted: Ranks, strategy, collectives):
 
 
 def saved(root: str) -> list[float]:
-    """Of the weights and the optimizer's state, what differs once another plan has gone on from the checkpoint."""
+    """Differences of weights and optimizer state once another plan has gone on from the checkpoint."""
     job = Job("tied", double=True)
     with parallel_for(job, How("random", "random", seed=5, per_node=2)) as (made, parallel, _):
         assert {"hsdp_no_reshard", "hsdp"} <= {str(k) for k in parallel.plan.strategies}

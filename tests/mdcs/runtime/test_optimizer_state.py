@@ -35,7 +35,7 @@ def of_ddp(job: Job) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[Any]:
-    """Where two state dicts of optimizers are not the same, bit for bit."""
+    """Places in which two state dicts of optimizers differ, bit for bit."""
     if found["param_groups"] != wanted["param_groups"] or found["state"].keys() != wanted["state"].keys():
         return ["param_groups", found["state"].keys() ^ wanted["state"].keys()]
     return [

@@ -1,4 +1,4 @@
-"""What goes over the wire: the plan's messages, in the plan's order, each one collective."""
+"""Messages over the wire: the plan's, in the plan's order, each one collective."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_public_loops_train_as_with_ddp(two: Ranks, name, strategy):
 
 
 def losses_after_an_example(how: str) -> Losses:
-    """Of an epoch with shuffling and dropout: DDP's, or a plan's, whose example batch was taken from the loader."""
+    """Losses of an epoch with shuffling and dropout: DDP's, or a plan's, whose example batch was taken from the loader."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

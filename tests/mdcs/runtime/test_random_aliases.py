@@ -268,7 +268,7 @@ class Training:
 
 
 def with_ddp(training: Training) -> tuple[list[float], dict[str, Tensor]]:
-    """What DDP makes of it: gradients are averaged, whatever shares memory with a weight follows it."""
+    """State after DDP's training: gradients are averaged, whatever shares memory with a weight follows it."""
     model, optimizer = training.build()
     losses = []
     group = dist.new_group()

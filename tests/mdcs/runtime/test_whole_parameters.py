@@ -152,7 +152,7 @@ def test_its_state_is_in_the_ledger(measured: Ranks, name: str):
 
 
 def habits() -> list[str]:
-    """What the loop calls, and what it is told."""
+    """Calls of the loop, and the errors that they raise."""
     said: list[str] = []
 
     def tried(work: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a rank does in the tests: build a small model, train it with torch's DDP and with a plan, compare.
+"""Training by a rank in the tests: build a small model, train it with torch's DDP and with a plan, compare.
 
 Every model is a function of its name, every batch of (step, micro-step, rank), so a reference run is made once per
 process and serves all plans.
@@ -282,7 +282,7 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. ``halve_at`` is the step from which the learning rate is halved; ``half`` the precision of compute
+    """A training. ``halve_at`` is the step from which the learning rate is halved; ``half`` the precision of compute
     where masters are float32, of gradients as well unless they are ``wide_gradients``. With ``exact_norm`` DDP clips by a norm
     that is summed in float64.
     """
@@ -300,7 +300,7 @@ class Job:
 
     @property
     def mixed(self) -> dict[str, Any]:
-        """What a profile is told of the precision."""
+        """Arguments for a profile of this precision."""
         return {
             "master_dtype": torch.float32 if self.half else None,
             "grad_dtype": torch.float32 if self.wide_gradients else None,

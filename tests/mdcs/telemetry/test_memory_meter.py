@@ -33,7 +33,7 @@ STORIES: dict[str, Story] = {}
 
 
 class Change:
-    """What the meter reads, less what was live when the story began."""
+    """Readings of the meter, less the bytes live when the story began."""
 
     def __init__(self) -> None:
         self.meter = ShimMeter()

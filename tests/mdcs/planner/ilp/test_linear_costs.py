@@ -1,4 +1,4 @@
-"""What messages cost, spread over the bytes of a block."""
+"""Costs of messages, spread over the bytes of a block."""
 
 from __future__ import annotations
 

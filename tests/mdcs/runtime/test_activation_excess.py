@@ -122,7 +122,7 @@ def test_what_the_loop_keeps_and_nothing_makes_room_for_is_said(measured: Ranks)
     for found in measured.run(run, [SAMPLES] * 6, "zero2", keeps):
         [said] = found["said"]
         assert "step 1: 0.13 MiB above the budget" in said and f"(a batch of {SAMPLES} x {WIDTH})" in said
-        assert "The loop keeps what the profiled step does not" in said and "delete it before backward(), or plan with" in said
+        assert "The loop keeps what the measured step does not" in said and "delete it before backward(), or plan with" in said
         assert found["over"] == [keeps] * 6 and found["peak"] == found["budget"] + keeps
 
 

@@ -24,6 +24,7 @@ from mdcs.sizes import MIB
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
 _COARSE, _COARSE_RECOMPUTING = 24, 48  # bins of the first relaxation; choices rounded from 24 bins make slow plans
+_DECODED_RECOMPUTING = 0.6  # fraction of the time at which the messages of decisions with recomputation are made
 SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
 
 
@@ -131,6 +132,8 @@ def decode(request: SearchRequest, decisions: Sequence[SlotDecision]) -> list[Ev
     The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight.
     """
     until = time.monotonic() + DECODING * request.seconds
+    if request.problem.recomputes:  # the decisions of one solution differ by some percent
+        until = max(until, request.at(_DECODED_RECOMPUTING))
     made: list[tuple[EvaluatedPlan, SlotDecision]] = []
     for decision in decisions:
         sizes = (*([COARSER * request.block_bytes] * request.coarser), request.block_bytes, 0)

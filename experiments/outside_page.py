@@ -97,8 +97,10 @@ def summary(groups: Predictions, undisturbed: Predictions) -> list[str]:
     name, mark = "difference of memory", MEMORY_MARK
     lines.append(_row(name, f"± {mark * 100:.0f} %", len(errors), within, f"{median(errors) * 100:.1f} %", "", ""))
     every = [each for _, told in groups for each in told]
-    right = sum(each.fits == each.case.fits for each in every)
-    return [*lines, _row("fits or runs out of memory", "all", len(every), right, "", "", "")]
+    for name, fits in (("fits", True), ("runs out of memory", False)):
+        alike = [each for each in every if each.case.fits == fits]
+        lines.append(_row(name, "all", len(alike), sum(each.fits == fits for each in alike), "", "", ""))
+    return lines
 
 
 def _worst(groups: Predictions) -> list[str]:

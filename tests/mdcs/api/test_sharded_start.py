@@ -168,8 +168,8 @@ def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]
         ("shuffled", {}, []),
         ("skipping", {}, []),
         ("queried", {}, ["queries"]),
-        ("tied", {"budget": 0.9}, ["first"]),
-        ("methods", {"budget": 0.9}, []),
+        pytest.param("tied", {"budget": 0.9}, ["first"], marks=pytest.mark.slow),
+        pytest.param("methods", {"budget": 0.9}, [], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_whole_trains_as_with_ddp(two, name, options, aliased):
@@ -208,8 +208,8 @@ def measured_bytes(share: float) -> dict[str, Any]:
         with parallel:
             peaks.clear()
             for step in range(4):
-                x = torch.rand(32, 256, generator=torch.Generator().manual_seed(step))
-                model(x).square().mean().backward()
+                # No variable keeps the batch while the next one is made: two at a time are not in the profile.
+                model(torch.rand(32, 256, generator=torch.Generator().manual_seed(step))).square().mean().backward()
                 parallel.step()
             plan = parallel.plan
             parallel.drain()
@@ -220,7 +220,7 @@ def measured_bytes(share: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [0.48, 0.6, 0.8])
+@pytest.mark.parametrize("share", [0.48, 0.6, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_it_takes_fewer_bytes_than_the_budget_while_it_is_measured_and_handed_over(measured, share):
     for rank, found in enumerate(measured.run(measured_bytes, share, timeout_s=100.0)):
         assert found["activations"] > 0 and found["seconds"] > 0

@@ -23,7 +23,7 @@ from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.sizes import MIB
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
-_COARSE, _COARSE_RECOMPUTING = 24, 48  # bins of the first relaxation; choices rounded from 24 bins make slow plans
+_COARSE, _COARSE_RECOMPUTING = 24, 96  # bins of the first relaxation; choices rounded from few bins make slow plans
 _DECODED_RECOMPUTING = 0.6  # fraction of the time at which the messages of decisions with recomputation are made
 SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
 

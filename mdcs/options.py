@@ -75,7 +75,7 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(map(str, value))}}}"
+        return f"{{{','.join(f'{key}:{shown(each)}' for key, each in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 

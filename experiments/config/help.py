@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -43,7 +43,7 @@ def text(about: str, arguments: Sequence[str]) -> str:
         }  # fmt: skip
         lines += [""] if own else []
         for key, (value, leaf) in own.items():
-            lines += _entry(f"{key}={shown(value)}", meaning(leaf), _INDENT)
+            lines += _entry(f"{key}={shown([*value] if isinstance(value, Mapping) else value)}", meaning(leaf), _INDENT)
     more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
     return "\n".join([*lines, "", more])
 

@@ -13,7 +13,7 @@ import functools
 import importlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -40,13 +40,17 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
         given = OmegaConf.to_container(given, resolve=True)
     if not isinstance(given, dict) or TARGET not in given:
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
-    cls = load(group, str(given[TARGET]))
+    cls = load(group, str(given[TARGET]), list(given))
     declared = options(cls)
     values = {str(key): value for key, value in given.items() if key != TARGET}
     for name in values:
         if name not in declared:
             raise _unknown_key(f"{group}.{name}", list(declared), f"{group}={choice}" if choice else cls.__name__)
     values = {name: _typed(f"{group}.{name}", cls, name, value) for name, value in values.items()}
+    if missing := [name for name, field in declared.items() if "needed" in field.metadata and name not in values]:
+        raise ConfigError(f"{group}.{missing[0]}", f"is an argument that {given[TARGET]} needs")
+    if not values.get("name") and hasattr(cls, "builder"):
+        values["name"] = cls.__name__
     try:
         for name, value in values.items():
             check_value(name, value, declared[name].metadata)
@@ -60,17 +64,28 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
     return made
 
 
-def load(group: str, target: str) -> type:
-    """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError."""
+def load(group: str, target: str, given: Iterable[str] = ()) -> type:
+    """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError.
+
+    For a model, any other callable is one that builds it (:mod:`experiments.tasks.own`). given: names of the config's
+    keys.
+    """
     module, _, name = target.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        found = _at(module, name)
     except ModuleNotFoundError as error:
         raise ConfigError(group, f"{TARGET} {target}: no module {error.name}; is it installed, or on PYTHONPATH?") from error
     except Exception as error:  # the module is foreign code: its import may raise anything
         raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if found is None:
         raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
+    if group == "model" and callable(found) and not dataclasses.is_dataclass(found):
+        from experiments.tasks.own import class_of
+
+        try:
+            return class_of(found, target, {*given} - {TARGET})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(group, f"{TARGET} {target}: {error}") from error
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         raise ConfigError(group, f"{TARGET} {target} is no dataclass")
     if not any(hasattr(found, method) for method in _METHODS[group]):
@@ -82,12 +97,24 @@ def load(group: str, target: str) -> type:
     return found
 
 
+def _at(module: str, name: str) -> Any:
+    """The object of this name in a module, or in a class of a module; None if the module has no such name."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        outer, _, inner = module.rpartition(".")
+        if error.name != module or not outer or not hasattr(importlib.import_module(outer), inner):
+            raise
+        return getattr(getattr(importlib.import_module(outer), inner), name, None)
+
+
 def plain(made: Any) -> dict[str, Any] | None:
     """The mapping from which `make` makes an equal object, with every option. None for None."""
     if made is None:
         return None
     values = {name: getattr(made, name) for name in options(made)}
-    return {TARGET: f"{type(made).__module__}.{type(made).__qualname__}"} | {
+    target = getattr(made, "target", f"{type(made).__module__}.{type(made).__qualname__}")
+    return {TARGET: target} | {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }
 
@@ -122,6 +149,8 @@ def _typed(key: str, cls: type, name: str, value: Any) -> Any:
     except OmegaConfBaseException as error:
         got = shown(value) if value != "" else "nothing"
         raise ConfigError(key, f"must be {wanted(kind, options(cls)[name].metadata)}, got {got}") from error
+    if isinstance(made, DictConfig):
+        return OmegaConf.to_container(made)
     if not isinstance(made, ListConfig):
         return made
     return tuple(made) if "tuple" in str(kind) else list(made)

@@ -16,6 +16,7 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
+from mdcs.model.blocks import block_roots
 from mdcs.planner.recompute import KEEP
 from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_rank_zero
@@ -69,7 +70,7 @@ class Workload:
         """The modules that the wrap policy names, in the model's order. Where they nest, inner modules come first."""
         named = {name: module for name, module in self.model.named_modules() if name}
         policy = wrap_policy(self.config, self.task.block_classes)
-        chosen = policy.roots(self.model)
+        chosen = block_roots(self.model) if policy is None else policy.roots(self.model)
         if not chosen:  # no roots: the modules that have a unit of their own
             units = mdcs.partition(self.model, policy)
             owners = {u.modules[0] for u in units if len(u.modules) == 1}
@@ -174,10 +175,13 @@ def widen_norms(model: nn.Module) -> None:
             module.float()
 
 
-def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf:
+def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf | None:
+    """The policy that chooses units; None: repeated blocks are found (:func:`mdcs.partition`)."""
     if config.model.wrap == "size":
         return mdcs.BySize(config.model.wrap_min_params)
-    return mdcs.ByLeaf() if config.model.wrap == "leaf" else mdcs.ByClass(block_classes)
+    if config.model.wrap == "leaf":
+        return mdcs.ByLeaf()
+    return mdcs.ByClass(block_classes) if block_classes else None
 
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -49,7 +49,8 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     transformers' own losses cast logits to float32, which rounds a float64 model's logits. Here only half precision is
     widened, so runs compared in float64 are float64 throughout.
     """
-    output = model(**{key: value for key, value in batch.items() if key != "labels"})
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    output = model(**inputs) if len(inputs) > 1 else model(*inputs.values())
     logits = output if isinstance(output, Tensor) else output.logits
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()

@@ -1,0 +1,33 @@
+"""examples/own_model/: models of one's own train as with DDP, and are planned, without a line in this repository."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import compare, tradeoff
+from tests.experiments import one_process
+
+CONF = Path(__file__).resolve().parents[2] / "examples/own_model/conf"
+SHORT = ("run.steps=4", "run.warmup_steps=1", "run.profile_iterations=1", "cluster.threads=1", "hydra.run.dir=out")
+GPT2 = ("model=own", "model._target_=examples.own_model.gpt2.build_model", "model.layers=3")
+POINTS = ("--config-dir", str(CONF), "model=points", "data=synthetic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [GPT2, POINTS], ids=("transformers", "plain"))
+def test_losses_are_those_of_ddp(tmp_path, warm, chosen):
+    asked = ("strategy=fsdp", "compare.only=[mdcs,ddp]", "compare.rounds=1")
+    done = one_process.call(compare, tmp_path, *chosen, *SHORT, *asked, start=warm.run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = json.loads((tmp_path / "out/comparison.json").read_text())["losses"]
+    assert losses["equal"] and losses["differences"]["ddp"] == 0
+
+
+@pytest.mark.slow
+def test_a_model_to_its_curve(tmp_path, warm):
+    asked = ("strategy=greedy", "scheduler=priority", "budget.over_floor=0.2", "tradeoff.shares=3", "tradeoff.budgets=[0.0]")
+    done = one_process.call(tradeoff, tmp_path, *GPT2, *SHORT, *asked, "tradeoff.measure=stop", start=warm.run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
+    assert [point["measured"]["status"] for point in points if point["stop_point"]] == ["ok"]

@@ -64,7 +64,7 @@ def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Co
         return app.run(
             app.Program(
                 train, adapt=adapt, on_sweep_end=lambda session: sweep.report(session, started), on_earlier=profiles.adopt,
-                freeze=frozen.Freezer(),
+                objective=lambda folder: float(analysis.load_run(folder).row()["step_s"]), freeze=frozen.Freezer(),
             )
         )  # fmt: skip
 

@@ -17,6 +17,6 @@ def build_model(layers: int = 2, width: int = 64, heads: int = 4, vocab: int = 2
         return AutoModelForCausalLM.from_pretrained(weights, local_files_only=True)
     config = GPT2Config(
         vocab_size=vocab, n_layer=layers, n_embd=width, n_head=heads, n_positions=1024, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=None, eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

@@ -9,12 +9,13 @@ run. A repeated sweep runs only the jobs that have not ended well.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -96,6 +97,7 @@ class Program:
     - adapt: changes a composed config to the ranks that exist. Raises ConfigError.
     - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
+    - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
     - freeze: (config, job's folder, settings of the launcher, sweep's folder); writes into the job's folder the files
       from which the job can run later. None: jobs cannot be handed in.
     """
@@ -104,6 +106,7 @@ class Program:
     adapt: Callable[[Config], Config] = lambda config: config
     on_sweep_end: Callable[[Session], None] | None = None
     on_earlier: Callable[[Config, Path], object] | None = None
+    objective: Callable[[Path], float] | None = None
     freeze: Callable[[Config, Path, Mapping[str, Any], Path], None] | None = None
 
 
@@ -123,8 +126,12 @@ def _run(session: Session, program: Program) -> int:
     MdcsSweeper.begin = staticmethod(lambda config: _begin(session, program, config))
     MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, program, compose, overrides))
 
-    def task(composed: DictConfig) -> None:
+    def task(composed: DictConfig) -> float | None:
         _run_job(session, program, composed)
+        if program.objective is None:
+            return None
+        ended = session.results[-1]
+        return program.objective(ended.folder) if ended.status == record.OK and ended.folder is not None else math.inf
 
     # Hydra takes flags before or after all overrides, but not between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
@@ -187,6 +194,8 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
     # Nothing may be raised to Hydra: it would print its own message, and end a sweep at the first failure.
     settings = HydraConfig.get()
     overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
+    if session.sweep is None and settings.mode == RunMode.MULTIRUN:  # a sweeper of Hydra's or of others, which judges no jobs
+        session.sweep = Path(str(settings.sweep.dir)).resolve()
     launcher = _launcher(settings)
     if composed.sweep.fail_fast and any(result.status == "failed" for result in session.results):
         session.results.append(JobResult("left out", overrides))
@@ -213,6 +222,8 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
             session.results.append(JobResult(record.HANDED_IN, overrides, reason, folder))
             return
         reason = program.job(config, folder)
+        with suppress(OSError):  # a full disk, which is no reason for anything by now
+            _write_hydra(folder, composed, settings)
     except ConfigError as error:
         session.results.append(JobResult("invalid", overrides, str(error)))
         print(error, file=sys.stderr)
@@ -222,6 +233,15 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
     session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr)
+
+
+def _write_hydra(folder: Path, composed: DictConfig, settings: Any) -> None:
+    """Write `.hydra/` into the folder of a job that has run. Hydra itself would write before the folder is the job's."""
+    own = folder / ".hydra"
+    own.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(composed, own / "config.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": settings}), own / "hydra.yaml")
+    OmegaConf.save(settings.overrides.task, own / "overrides.yaml")
 
 
 def _launcher(settings: Any) -> dict[str, Any] | None:

@@ -15,19 +15,18 @@ POINTS = ("--config-dir", str(CONF), "model=points", "data=synthetic")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [GPT2, POINTS], ids=("transformers", "plain"))
-def test_losses_are_those_of_ddp(tmp_path, warm, chosen):
+def test_a_model_of_transformers_trains_as_with_ddp(tmp_path, warm):
     asked = ("strategy=fsdp", "compare.only=[mdcs,ddp]", "compare.rounds=1")
-    done = one_process.call(compare, tmp_path, *chosen, *SHORT, *asked, start=warm.run)
+    done = one_process.call(compare, tmp_path, *GPT2, *SHORT, *asked, start=warm.run)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = json.loads((tmp_path / "out/comparison.json").read_text())["losses"]
     assert losses["equal"] and losses["differences"]["ddp"] == 0
 
 
 @pytest.mark.slow
-def test_a_model_to_its_curve(tmp_path, warm):
+def test_a_model_of_plain_pytorch_comes_to_its_curve(tmp_path, warm):
     asked = ("strategy=greedy", "scheduler=priority", "budget.over_floor=0.2", "tradeoff.shares=3", "tradeoff.budgets=[0.0]")
-    done = one_process.call(tradeoff, tmp_path, *GPT2, *SHORT, *asked, "tradeoff.measure=stop", start=warm.run)
+    done = one_process.call(tradeoff, tmp_path, *POINTS, *SHORT, *asked, "tradeoff.measure=stop", start=warm.run)
     assert done.returncode == 0, done.stdout + done.stderr
     points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
     assert [point["measured"]["status"] for point in points if point["stop_point"]] == ["ok"]

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def test_every_command_composes(document):
         for name, value in settings.items():
             rest = rest.replace(f"${name}", value)
         elsewhere = ("-", "hydra.", "profile.path=", "engine.plan=")
-        words = [word for word in rest.split() if "=" in word and not word.startswith(elsewhere)]
+        words = [word for word in shlex.split(rest, comments=True) if "=" in word and not word.startswith(elsewhere)]
         if "--config-dir" not in rest:
             with checks.composing():
                 checks.compose_config([re.sub(r"^((?!.*\[).*?=[^,]*),.*", r"\1", word) for word in words])

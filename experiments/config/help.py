@@ -43,7 +43,7 @@ def text(about: str, arguments: Sequence[str]) -> str:
         }  # fmt: skip
         lines += [""] if own else []
         for key, (value, leaf) in own.items():
-            lines += _entry(f"{key}={shown([*value] if isinstance(value, Mapping) else value)}", meaning(leaf), _INDENT)
+            lines += _entry(f"{key}={'{…}' if isinstance(value, Mapping) and value else shown(value)}", meaning(leaf), _INDENT)
     more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
     return "\n".join([*lines, "", more])
 

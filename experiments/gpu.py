@@ -342,17 +342,19 @@ def picture(results: Sequence[Result], path: Path) -> bool:
         ends = [min(r["predicted_s"] for r in worlds) * 1e3, max(r["predicted_s"] for r in worlds) * 1e3]
         left.plot(ends, ends, "--", color="grey", label="as predicted")
         left.legend()
-    left.set(xlabel="step time, predicted (ms)", ylabel="step time, measured (ms)", title="emulated worlds")
+    left.set(xlabel="step time, predicted (ms)", ylabel="step time, measured (ms)", title="GPT-2 350 M: steps of emulated worlds")
     curve = rows.get("curve", []) + rows.get("recompute", [])
     for i, name in enumerate(dict.fromkeys(row["planner"] for row in curve)):
-        own = sorted((row for row in curve if row["planner"] == name), key=lambda row: row["budget"])
-        budgets = [row["budget"] / GIB for row in own]
+        own = sorted((row for row in curve if row["planner"] == name), key=lambda row: row["peak_bytes"])
+        peaks = [row["peak_bytes"] / GIB for row in own]
         measured, predicted = ([row[key] * 1e3 for row in own] for key in ("measured_s", "predicted_s"))
-        right.plot(budgets, measured, "o-", color=f"C{i}", label=f"{name}, measured")
-        right.plot(budgets, predicted, "o--", color=f"C{i}", mfc="none", label=f"{name}, predicted")
+        right.plot(peaks, measured, "o-", color=f"C{i}", label=f"{name}, measured")
+        right.plot(peaks, predicted, "o--", color=f"C{i}", mfc="none", label=f"{name}, predicted")
     if curve:
-        right.legend()
-    right.set(xlabel="budget (GiB)", ylabel="step time (ms)", title="step time over memory")
+        right.set_xlim(left=0)
+        right.legend(loc="upper center", fontsize="small")
+    title = f"GPT-2 XL, {curve[0]['world']} ranks, emulated: over budgets" if curve else ""
+    right.set(xlabel="measured peak memory (GiB)", ylabel="step time (ms)", title=title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True

@@ -33,6 +33,7 @@ PROGRAMS = {
 """File of each command, from the checkout's root."""
 
 DEV = {
+    "departures": "experiments/dev/departures.py",
     "messages": "experiments/dev/messages.py",
     "planners": "experiments/planners.py",
     "replays": "experiments/dev/replays.py",

@@ -61,8 +61,9 @@ def find(
     The folders `largest` and `fastest` of the job's folder get their profiles and plans, and a folder `profile-N` each profile
     that is measured, of N samples.
     """
+    profiled, errors = tuple[int, ...](), dict[int, ScalingError]()
     if config.profile.name == "analytic":
-        profile_of, profiled, errors = _calculated(config), (), dict[int, ScalingError]()
+        profile_of = _calculated(config)
     else:
         measured, reason = _measured(config, folder, console, known or Profiles(), module)
         if reason:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -95,6 +96,27 @@ def test_a_backward_pass_has_a_number_and_an_end() -> None:
     assert seen[0] != -1
     assert torch_compat.has_gradient_hooks(x)  # type: ignore[arg-type]
     assert not torch_compat.has_gradient_hooks(nn.Parameter(torch.ones(1)))
+
+
+def test_reentrant_checkpoints_are_seen_and_no_grad_is_none() -> None:
+    seen: list[bool] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(torch_compat.in_function_forward())
+        return x * 2
+
+    x = torch.ones(1, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=True)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            body(x)
+    assert seen == [True, False, False]
+    y.register_hook(lambda grad: seen.append(torch_compat.may_hold_checkpoints()))
+    y.backward()
+    z = x * 2
+    z.register_hook(lambda grad: seen.append(torch_compat.may_hold_checkpoints()))
+    torch.autograd.grad(z, x)
+    assert seen[3:] == [True, False, False]  # the second is the body, which runs again with gradients
 
 
 def test_transforms_are_named() -> None:

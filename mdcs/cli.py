@@ -35,6 +35,7 @@ PROGRAMS = {
 DEV = {
     "departures": "experiments/dev/departures.py",
     "messages": "experiments/dev/messages.py",
+    "peaks": "experiments/dev/peaks.py",
     "planners": "experiments/planners.py",
     "replays": "experiments/dev/replays.py",
 }

@@ -41,6 +41,7 @@ from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
+from mdcs.profiler.unit_tensors import UnitTensors
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
 from mdcs.sizes import aligned
@@ -311,9 +312,11 @@ def _watch(recorder: SlotRecorder, model: nn.Module, step: Callable[[], Tensor])
     """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
     handle = register_module_forward_pre_hook(lambda module, args: _note_rerun(recorder, module))
     try:
-        with AliasTracker(recorder.model_units, recorder.used) as watch:
+        with AliasTracker(recorder.model_units, recorder.used) as watch, UnitTensors(recorder.model_units) as tensors:
             recorder.begin(Measures(False, False))
-            step().backward()
+            loss = step()
+            recorder.shared, recorder.outputs = tensors.shared_inputs(), tensors.outputs()
+            loss.backward()
             watch.check(model)
     finally:
         handle.remove()

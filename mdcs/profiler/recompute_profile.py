@@ -7,6 +7,7 @@ matrix products. The numbers of each unit are differences to the run in which al
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -78,19 +79,26 @@ def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choic
     forward_slots = sum(phase == "F" for _, phase in base.order)
     less = [before - now for before, now in zip(base.live, found.live, strict=True)]
     after = [*less[1:], 0]
-    out = []
-    for u in able:
-        uses = []
-        for (unit, forward, backward), seconds in sorted(found.recomputations.items()):
-            if unit == u:
-                freed = min(after[forward] - less[forward], less[backward] - after[backward])
-                peak = found.peak[backward] - found.live[backward]
-                higher = found.peak[forward] - base.peak[forward] + less[forward]  # others free bytes in this slot, too
-                uses.append(
-                    RecomputeUse(
-                        forward, backward - forward_slots, max(0, freed), statistics.median(seconds), max(0, peak), higher
-                    )
-                )
-        if any(use.freed for use in uses):
-            out.append(RecomputeOption(u, choice, tuple(uses)))
-    return out
+    uses = defaultdict[int, list[RecomputeUse]](list)
+    early = {use: after[use[1]] - less[use[1]] for use in found.recomputations if use[0] in able}
+    freed: dict[tuple[int, int, int], int] = {}
+    for use in sorted(early, key=lambda use: use[2], reverse=True):  # the last backward first: few units are still to come
+        unit, forward, backward = use
+        others = [other for other in freed if other[1] < backward <= other[2]]
+        freed[use] = max(0, min(early[use] - base.shared.get(unit, 0), less[backward] - sum(freed[other] for other in others)))
+        # Its output, which the next unit keeps until its own backward is over, and nobody after that.
+        output = less[backward] - early[use] - sum(early[other] for other in others)
+        output = min(max(0, output), base.outputs.get(unit, 0))
+        uses[unit].append(
+            RecomputeUse(
+                forward, backward - forward_slots, freed[use], statistics.median(found.recomputations[use]),
+                peak=max(0, found.peak[backward] - found.live[backward] - output),
+                # Others free bytes in this slot, too.
+                forward_peak=found.peak[forward] - base.peak[forward] + less[forward],
+            )
+        )  # fmt: skip
+    return [
+        RecomputeOption(u, choice, tuple(sorted(uses[u], key=lambda use: use.forward)))
+        for u in able
+        if any(use.freed for use in uses[u])
+    ]

@@ -54,6 +54,8 @@ class SlotRecorder:
     came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
     rerun: set[nn.Module] = field(default_factory=set)  # modules whose forward a checkpoint of the model's own runs again
     recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)  # (unit, slot, slot again): seconds
+    shared: dict[int, int] = field(default_factory=dict)  # by unit: bytes of inputs that only recomputation would keep
+    outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
 
     def begin(self, kept: Measures) -> None:
         """Begin a pass over the model, which has no gradients."""

@@ -63,6 +63,15 @@ def test_the_innermost_dispatch_mode_is_known() -> None:
         assert torch_compat.innermost_dispatch_mode() is outer
 
 
+def test_a_weak_reference_tells_whether_memory_is_still_held() -> None:
+    tensor = torch.zeros(4)
+    view, held = tensor[:2], torch_compat.StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    assert not held.expired()
+    del view
+    assert held.expired()
+
+
 def test_writes_are_counted_and_views_know_their_base() -> None:
     whole = torch.zeros(4)
     view = whole[:2]

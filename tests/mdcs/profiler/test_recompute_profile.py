@@ -57,9 +57,9 @@ def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(measured: Ran
         for found, predicted in rank:
             if name in ("gpt2", "bert"):
                 assert predicted == found
-            else:  # blocks that keep one tensor together (a Llama's rotary embedding): to free it takes all of them
-                assert max(found) == pytest.approx(max(predicted), rel=0.02)
-                assert all(f <= 1.002 * p for f, p in zip(found, predicted, strict=True))
+            else:  # a Llama's blocks share the positions, and each is charged
+                assert max(found) == pytest.approx(max(predicted), rel=0.005)
+                assert all(f <= p for f, p in zip(found, predicted, strict=True))
 
 
 class Parts(nn.Module):

@@ -1,0 +1,61 @@
+"""Inputs and outputs of units in one step: which bytes are held because a unit computes its activations again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.model.units import ModelUnit
+from mdcs.torch_compat import StorageWeakRef
+
+
+class UnitTensors:
+    """Context that listens to the forward calls of units."""
+
+    def __init__(self, units: Sequence[ModelUnit]) -> None:
+        self._units = {module: u for u, unit in enumerate(units) for module in unit.modules}
+        self._inputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}  # by unit and storage: the storage, its bytes
+        self._outputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}
+
+    def __enter__(self) -> UnitTensors:
+        self._handles = [
+            *(m.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True) for m in self._units),
+            *(m.register_forward_hook(ModuleHook(self._returned)) for m in self._units),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def shared_inputs(self) -> dict[int, int]:
+        """Return the bytes, by unit, of the inputs that other units have too and that nobody holds now.
+
+        A unit that recomputes keeps them (a Llama's positions). One such unit is enough, so a profile charges each of them.
+        """
+        gone = {u: {s: size for s, (storage, size) in of.items() if storage.expired()} for u, of in self._inputs.items()}
+        users = Counter(s for of in gone.values() for s in of)
+        return {u: sum(size for s, size in of.items() if users[s] > 1) for u, of in gone.items()}
+
+    def outputs(self) -> dict[int, int]:
+        """Return the bytes, by unit, of the outputs of its modules."""
+        return {u: sum(size for _, size in of.values()) for u, of in self._outputs.items()}
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs.setdefault(self._units[module], {}).update(_storages([*args, *kwargs.values()]))
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._outputs.setdefault(self._units[module], {}).update(_storages(output))
+
+
+def _storages(values: Any) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
+    for tensor in _tensors(values):
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            held = StorageWeakRef(storage)
+            yield held.cdata, (held, storage.nbytes())

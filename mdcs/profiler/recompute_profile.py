@@ -81,17 +81,17 @@ def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choic
     after = [*less[1:], 0]
     uses = defaultdict[int, list[RecomputeUse]](list)
     early = {use: after[use[1]] - less[use[1]] for use in found.recomputations if use[0] in able}
-    freed: dict[tuple[int, int, int], int] = {}
+    freed: dict[tuple[int, int, int], int] = {}  # negative: units that keep more, as the random state does
     for use in sorted(early, key=lambda use: use[2], reverse=True):  # the last backward first: few units are still to come
         unit, forward, backward = use
         others = [other for other in freed if other[1] < backward <= other[2]]
-        freed[use] = max(0, min(early[use] - base.shared.get(unit, 0), less[backward] - sum(freed[other] for other in others)))
+        freed[use] = min(early[use] - base.shared.get(unit, 0), less[backward] - sum(freed[other] for other in others))
         # Its output, which the next unit keeps until its own backward is over, and nobody after that.
         output = less[backward] - early[use] - sum(early[other] for other in others)
         output = min(max(0, output), base.outputs.get(unit, 0))
         uses[unit].append(
             RecomputeUse(
-                forward, backward - forward_slots, freed[use], statistics.median(found.recomputations[use]),
+                forward, backward - forward_slots, max(0, freed[use]), statistics.median(found.recomputations[use]),
                 peak=max(0, found.peak[backward] - found.live[backward] - output),
                 # Others free bytes in this slot, too.
                 forward_peak=found.peak[forward] - base.peak[forward] + less[forward],

@@ -3,10 +3,12 @@
     mdcs curve strategy=greedy scheduler=priority budget.over_floor=0.2 profile.path=outputs/…/profile.json
     mdcs curve 'tradeoff.strategies=[greedy,zero2]' 'tradeoff.schedulers=[dear,priority]' …
     mdcs curve … tradeoff.measure=stop
+    mdcs curve … recompute=planned tradeoff.plane=9 tradeoff.measure=plane
 
 With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point; a search finds the
-stop point with a part of the plans. For `tradeoff.budgets`, it makes the front of step time over memory. Times are
-predicted by replay. `tradeoff.measure` also trains the jobs of some points.
+stop point with a part of the plans. `tradeoff.plane` divides the budget in three, for schedule, activations and
+strategies. For `tradeoff.budgets`, it makes the front of step time over memory. Times are predicted by replay.
+`tradeoff.measure` also trains the jobs of some points.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +38,9 @@ from rich.table import Table
 
 import analysis
 import mdcs
+from analysis.pictures.style import save
+from analysis.pictures.three_shares import SHARES, three_shares
+from analysis.questions import budget_words
 from analysis.table import WIDTH, milliseconds
 from experiments.config.budgets import on_front
 from experiments.config.checks import compose_config
@@ -62,16 +68,18 @@ class Planner:
     def label(self) -> str:
         return " · ".join(planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None)
 
-    def job(self, budget: int, share: float | None) -> Config:
-        divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
+    def job(self, budget: int, share: float | None, activations: float | None = None) -> Config:
+        divided = BudgetConfig(
+            gib=budget / GIB, schedule_share=share, activation_share=activations, reserve_mib=self.config.budget.reserve_mib
+        )
         return dataclasses.replace(self.config, budget=divided)
 
     @cached_property
     def planned_for(self) -> mdcs.Job:
         return planning.job_of(self.config, self.profile)
 
-    def make(self, budget: int, share: float | None) -> mdcs.Plan:
-        return planning.make_plan(self.job(budget, share), self.planned_for, self.floor)
+    def make(self, budget: int, share: float | None, activations: float | None = None) -> mdcs.Plan:
+        return planning.make_plan(self.job(budget, share, activations), self.planned_for, self.floor)
 
 
 @dataclass(frozen=True)
@@ -80,14 +88,20 @@ class Entry:
 
     planner: Planner
     point: Point
-    part: str  # "curve" or "front"
+    part: str  # "curve", "plane" or "front"
     is_stop: bool = False
     found: str = ""  # for a stop point: the result of the search
     run: Path | None = None
 
     @property
-    def planned_for(self) -> tuple[int, float | None]:
-        return self.point.planned_for or self.point.budget, self.point.share
+    def planned_for(self) -> tuple[int, float | None, float | None]:
+        return self.point.planned_for or self.point.budget, self.point.share, self.point.activations
+
+    @property
+    def division(self) -> tuple[float, float, float]:
+        """Shares of the slack for schedule, activations and strategies, of a point of the plane."""
+        schedule, activations = self.point.share or 0.0, self.point.activations or 0.0
+        return schedule, (1 - schedule) * activations, (1 - schedule) * (1 - activations)
 
     def row(self) -> dict[str, Any]:
         """A row for :mod:`analysis`: the prediction and the measurements."""
@@ -127,7 +141,8 @@ def main(module: str = jobs.WORKER) -> int:
         failed = measure(entries, path, folder, console, module)
         write(entries, folder)
         show(entries, console)
-        written = analysis.write_report(analysis.table_of([entry.row() for entry in entries]), folder)
+        rows = [entry.row() for entry in entries if entry.part != "plane"]
+        written = [*analysis.write_report(analysis.table_of(rows), folder), *draw_planes(entries, folder)]
         names = ", ".join(["tradeoff.json", *(file.name for file in written)])
         console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
@@ -170,6 +185,10 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
         for p in points:
             is_stop = p is stop and p.plan is not None
             out.append(Entry(planner, p, "curve", is_stop, words if is_stop else ""))
+        if asked.plane:
+            points = tradeoff.plane(make, budget, asked.plane)
+            stop = tradeoff.best(points)
+            out += [Entry(planner, p, "plane", p is stop and p.plan is not None) for p in points]
     budgets = [on_front(budget).bytes(planner.floor) for budget in asked.budgets]
     return out + [Entry(planner, p, "front") for p in tradeoff.front(make, filter(None, budgets), of)]
 
@@ -181,9 +200,10 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console,
     """
     what = entries[0].planner.config.tradeoff.measure if entries else "none"
     runs: dict[tuple[Any, ...], Path] = {}
-    failed = []
+    failed, few = [], landmarks(entries)
     for i, entry in enumerate(entries):
         wanted = entry.is_stop if what == "stop" else what in (entry.part, "all")
+        wanted = wanted and (entry.part != "plane" or entry.is_stop or i in few)
         if not wanted or entry.point.plan is None:
             continue
         key = entry.planner.label, *entry.planned_for
@@ -199,6 +219,16 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console,
     keep_fastest(entries)
     write(entries, folder)
     return failed
+
+
+def landmarks(entries: Sequence[Entry]) -> set[int]:
+    """Indices of each plane's corners and middle."""
+    found = set()
+    for label in {entry.planner.label for entry in entries if entry.part == "plane"}:
+        on_plane = [i for i, entry in enumerate(entries) if entry.part == "plane" and entry.planner.label == label]
+        for place in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1 / 3, 1 / 3, 1 / 3)):
+            found.add(min(on_plane, key=lambda i: math.dist(place, entries[i].division)))
+    return found
 
 
 def keep_fastest(entries: list[Entry]) -> None:
@@ -226,7 +256,8 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
         points.append(
             {
                 "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"],
-                "budget_bytes": point.budget, "schedule_share": point.share, "stop_point": entry.is_stop,
+                "budget_bytes": point.budget, "schedule_share": point.share, "activation_share": point.activations,
+                "stop_point": entry.is_stop,
                 "planned_for_bytes": entry.planned_for[0], "plan_hash": point.plan.hash if point.plan else None,
                 "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
                 "measured": None if entry.run is None else {
@@ -244,14 +275,38 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
     (folder / "tradeoff.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
+def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
+    """Draw the plane of each planner. Return the files."""
+    files = []
+    for label in dict.fromkeys(entry.planner.label for entry in entries if entry.part == "plane"):
+        of_plane = [entry for entry in entries if entry.part == "plane" and entry.planner.label == label]
+        rows = [entry.row() for entry in of_plane]
+        points = [
+            {"schedule": entry.division[0], "activations": entry.division[1], "strategies": entry.division[2],
+             "predicted_step_s": row["predicted_step_s"], "step_s": row["step_s"], "is_stop": entry.is_stop}
+            for entry, row in zip(of_plane, rows, strict=True)
+        ]  # fmt: skip
+        title = " · ".join([rows[0]["model"], label, budget_words(of_plane[0].point.budget)])
+        suffix = f"-{len(files)}" if files else ""
+        if any(point["predicted_step_s"] is not None for point in points):
+            files.append(save(three_shares(pd.DataFrame(points), title), folder / f"plane{suffix}.png"))
+    return files
+
+
 def show(entries: Sequence[Entry], console: Console) -> None:
-    """Print a table for the curve and one for the front, then each planner's stop point."""
-    for part, title in (("curve", "curve over budget.schedule_share"), ("front", "front over budgets")):
-        rows = [entry for entry in entries if entry.part == part]
+    """Print a table for each part, then each planner's stop point. Of a plane only its landmarks are shown."""
+    few = landmarks(entries)
+    for part, title in (("curve", "curve over budget.schedule_share"), ("plane", "plane of both shares"),
+                        ("front", "front over budgets")):  # fmt: skip
+        rows = [e for i, e in enumerate(entries) if e.part == part and (part != "plane" or i in few or e.is_stop or e.run)]
         if rows:
-            console.print(_table(rows, f"{title} (* is the stop point)" if part == "curve" else title))
+            console.print(_table(rows, title if part == "front" else f"{title} (* is the stop point)"))
     for entry in entries:
-        if entry.is_stop:
+        if entry.is_stop and entry.part == "plane":
+            parts = ", ".join(f"{part:.0%} {name}" for part, name in zip(entry.division, SHARES, strict=True))
+            at = f"{parts}, step {entry.point.step_s * 1e3:.1f} ms predicted"
+            console.print(f"stop point of {entry.planner.label} on the plane: {at}", markup=False, highlight=False)
+        elif entry.is_stop:
             at = f"schedule_share {entry.point.share:.3g}, step {entry.point.step_s * 1e3:.1f} ms predicted"
             console.print(f"stop point of {entry.planner.label}: {at}; {entry.found}", markup=False, highlight=False)
 
@@ -265,7 +320,9 @@ def _table(entries: Sequence[Entry], title: str) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in entries:
         point, row = entry.point, entry.row()
-        share = "–" if point.share is None else f"{point.share:.3g}{' *' if entry.is_stop else ''}"
+        share = "–" if point.share is None else f"{point.share:.3g}"
+        share += "" if point.activations is None else f" / {point.activations:.3g}"
+        share += " *" if entry.is_stop else ""
         cells = [entry.planner.label, f"{point.budget / MIB:.1f}", share]
         if point.plan is None:
             table.add_row(*cells, "infeasible")

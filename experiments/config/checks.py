@@ -40,7 +40,7 @@ from experiments.config.schema import (
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.recompute import KEEP
+from mdcs.planner.recompute import KEEP, Planned
 from mdcs.planner.registry import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
@@ -91,7 +91,7 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
     choices: the chosen option of each group, for errors. If `composed` has Hydra's own part, its choices are used
     instead.
 
-    With a strategy that also decides the schedule, the scheduler and `budget.schedule_share` become None.
+    With a strategy that also decides the schedule, the scheduler and the budget's shares become None.
     """
     if "hydra" in composed:
         choices = composed.hydra.runtime.choices
@@ -114,7 +114,7 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
     config = Config(**made, **groups)  # type: ignore[arg-type]
     if decides_schedule(config.strategy):
         config.scheduler = None
-        config.budget = dataclasses.replace(config.budget, schedule_share=None)
+        config.budget = dataclasses.replace(config.budget, schedule_share=None, activation_share=None)
     elif config.scheduler is None:
         raise ConfigError("scheduler", f"is needed with strategy={config.strategy.name}, got null")
     check(config)
@@ -200,10 +200,16 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             "budget.schedule_share", "needs a budget to divide: set budget.gib or budget.over_floor"
         )
+    if budget.activation_share is not None and budget.schedule_share is None:
+        raise ConfigError("budget.activation_share", "divides what budget.schedule_share leaves: set both")
+    if budget.activation_share is not None and config.recompute != Planned():
+        raise ConfigError("budget.activation_share", f"needs recompute=planned, got {config.recompute.name}")
     if budget.gib is not None and budget.reserve_mib >= budget.gib * 1024:
         raise ConfigError(
             "budget.reserve_mib", f"must be below the budget of {shown(budget.gib)} GiB, got {shown(budget.reserve_mib)}"
         )
+    if 0 < config.tradeoff.plane < 3:
+        raise ConfigError("tradeoff.plane", f"must be 0 or >= 3, got {config.tradeoff.plane}")
     for asked in config.tradeoff.budgets:
         try:
             on_front(asked)

@@ -59,6 +59,10 @@ class BudgetConfig:
     schedule_share: float | None = option(
         None, "share of the slack kept for the schedule; null: no division", at_least=0, at_most=1
     )
+    activation_share: float | None = option(
+        None, "share of what the schedule leaves that is kept for activations (recompute=planned); null: no division",
+        at_least=0, at_most=1,
+    )
     reserve_mib: float = option(0.0, "part of the budget that is kept free", at_least=0)
     exceeded: str = option(
         "warn", "a step that takes more, as of a larger batch: warn once and go on, or raise on every rank",
@@ -246,7 +250,13 @@ class TradeoffConfig:
     budgets: list[Any] = option(
         [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: shares of the floor beyond it, or bytes (300MiB, 1.5GiB)"
     )
-    measure: str = option("none", "what to train as well", choices=("none", "stop", "curve", "front", "all"))
+    plane: int = option(
+        0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane", at_least=0
+    )
+    measure: str = option(
+        "none", "what to train as well; plane: its corners, its middle and its stop point",
+        choices=("none", "stop", "curve", "front", "plane", "all"),
+    )
 
 
 @dataclass

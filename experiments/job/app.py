@@ -345,7 +345,7 @@ def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
     if not decides_schedule(config.strategy):
         return []
     return [each for each in overrides if each.partition("=")[0].partition(".")[0] == "scheduler"
-            or each.startswith("budget.schedule_share=") and not each.endswith("=null")]  # fmt: skip
+            or each.startswith(("budget.schedule_share=", "budget.activation_share=")) and not each.endswith("=null")]  # fmt: skip
 
 
 def _exit_code(session: Session) -> int:
@@ -360,7 +360,7 @@ def _exit_code(session: Session) -> int:
 
 _NAMED = (
     "model", "strategy", "scheduler", "engine", "budget", "budget.gib", "budget.over_floor", "budget.schedule_share",
-    "cluster.ranks", "run.name",
+    "budget.activation_share", "cluster.ranks", "run.name",
 )  # fmt: skip
 """Keys that a run's name contains in any case."""
 

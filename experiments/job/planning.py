@@ -33,7 +33,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     try:
         return mdcs.make_plan(
             job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share,
-            recompute=config.recompute,
+            activation_share=config.budget.activation_share, recompute=config.recompute,
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
         key = "budget.over_floor" if config.budget.gib is None else "budget.gib"

@@ -352,6 +352,7 @@ def _name(config: Config) -> str:
         plan = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
         plan += "" if config.recompute == KEEP else f" recompute={config.recompute.name}"
         plan += "" if budget.schedule_share is None else f" s={budget.schedule_share:g}"
+        plan += "" if budget.activation_share is None else f" a={budget.activation_share:g}"
     parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
     if budget.gib is not None:
         parts.append(f"{budget.gib:g} GiB")

@@ -42,6 +42,7 @@ class Timed(Model):
     activations_mib: float = option(0.0, "MiB that a block keeps from forward to backward", at_least=0)
     profile: str | None = option(None, "a profile.json whose units and slots are stood in for, instead of blocks", profiled=False)
     divisor: float = option(1.0, "profile: its elements and activations are divided by it, as rates of links are to be", above=0)
+    checkpointing: bool = option(False, "every unit recomputes its activations in backward, by torch's checkpoint")
     tensors: int = option(4, "parameters that a unit is made of, where it has so many elements", at_least=1)
 
     def __post_init__(self) -> None:
@@ -89,4 +90,4 @@ class Timed(Model):
         from experiments.tasks.task import Task
         from experiments.tasks.waiting import Waiting, squared_error
 
-        return Task(Waiting(self.shape, self.tensors), squared_error, ("Block",), self.inputs)
+        return Task(Waiting(self.shape, self.tensors, self.checkpointing), squared_error, ("Block",), self.inputs)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from experiments.tasks.stand_in import Shape, Use, count
 
@@ -48,8 +49,9 @@ class Clock:
 class Block(nn.Module):
     """A unit: its parameters, and a forward for each of its uses."""
 
-    def __init__(self, numel: int, tensors: int, clock: Clock, *, trainable: bool) -> None:
+    def __init__(self, numel: int, tensors: int, clock: Clock, *, trainable: bool, checkpointing: bool = False) -> None:
         super().__init__()
+        self._checkpointing = checkpointing
         sizes = [numel // tensors + (i < numel % tensors) for i in range(tensors)]
         self._names = [f"weight{i}" for i, size in enumerate(sizes) if size]
         for name, size in zip(self._names, sizes, strict=False):
@@ -58,6 +60,13 @@ class Block(nn.Module):
 
     def forward(self, total: Tensor, inputs: Tensor, use: Use, rest: Sequence[Block], first: int) -> Tensor:
         """The total plus the terms of this use, with input `first`, and of its inner uses. `rest` has all blocks."""
+        arguments = total, inputs, use, rest, first
+        if not self._checkpointing:
+            return self._terms(*arguments)
+        out: Tensor = checkpoint(self._terms, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    def _terms(self, total: Tensor, inputs: Tensor, use: Use, rest: Sequence[Block], first: int) -> Tensor:
         kept = _bytes(use.kept, total)
         workspace = _bytes(use.forward_workspace, total)
         self._clock.wait(use.forward_s)
@@ -82,10 +91,12 @@ def run(uses: Sequence[Use], blocks: Sequence[Block], total: Tensor, inputs: Ten
 class Waiting(nn.Module):
     """The stand-in of a shape: [batch, uses] → [batch]."""
 
-    def __init__(self, shape: Shape, tensors: int) -> None:
+    def __init__(self, shape: Shape, tensors: int, checkpointing: bool = False) -> None:
         super().__init__()
         clock = Clock()
-        self.blocks = nn.ModuleList(Block(unit.numel, tensors, clock, trainable=unit.trainable) for unit in shape.units)
+        self.blocks = nn.ModuleList(
+            Block(unit.numel, tensors, clock, trainable=unit.trainable, checkpointing=checkpointing) for unit in shape.units
+        )
         self._uses = shape.uses
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -22,6 +23,9 @@ Make = Callable[[int, float | None], Plan]
 Share None: the slack is not divided. Raises InfeasibleBudget.
 """
 
+MakeDivided = Callable[[int, float, float], Plan]
+"""(budget in bytes, schedule_share, activation_share) -> plan with its prediction. Raises InfeasibleBudget."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -29,6 +33,7 @@ class Point:
 
     - ``budget``: bytes.
     - ``share``: part of the slack for the schedule. None: not divided.
+    - ``activations``: part of what the schedule leaves that is for activations. None: not divided.
     - ``plan``: the plan, or None.
     - ``reason``: why there is no plan.
     - ``planned_for``: the budget that the plan was made for, if smaller than ``budget``.
@@ -39,6 +44,7 @@ class Point:
     plan: Plan | None
     reason: str = ""
     planned_for: int | None = None
+    activations: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -64,6 +70,28 @@ def point(make: Make, budget: int, share: float | None) -> Point:
 def curve(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
     """Return a point for every share."""
     return [point(make, budget, share) for share in of]
+
+
+def plane(make: MakeDivided, budget: int, count: int) -> list[Point]:
+    """Return a point for each division of the slack into ``count`` - 1 equal parts: for schedule, activations, strategies.
+
+    Raises ValueError for fewer than two parts.
+    """
+    if count < 3:
+        raise ValueError(f"a plane has three shares or more, got {count}")
+    parts, found = count - 1, []
+    for schedule in range(count):
+        rest = parts - schedule
+        for activations in range(rest + 1):
+            share, part = schedule / parts, activations / rest if rest else 0.0
+            made = point(partial(_divided, make, part), budget, share)
+            found.append(dataclasses.replace(made, activations=part))
+    return found
+
+
+def _divided(make: MakeDivided, activations: float, budget: int, share: float | None) -> Plan:
+    assert share is not None
+    return make(budget, share, activations)
 
 
 def search(make: Make, budget: int, of: Sequence[float]) -> list[Point]:

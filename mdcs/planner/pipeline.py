@@ -18,7 +18,7 @@ from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.portfolio import COARSER
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import Planned, RecomputeRule, fastest, recompute_named, refined
+from mdcs.planner.recompute import Planned, RecomputeRule, fastest, least_within, recompute_named, refined
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
@@ -50,6 +50,7 @@ def make_plan(
     *,
     budget: int | None = None,
     schedule_share: float | None = None,
+    activation_share: float | None = None,
     recompute: str | RecomputeRule | None = None,
 ) -> Plan:
     """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
@@ -60,6 +61,9 @@ def make_plan(
       floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
       sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
       rest.
+    - ``activation_share``: part a in [0, 1] of what ``schedule_share`` leaves, (1 - s)·slack, that is for activations. As
+      little is recomputed as fits floor + a·(1 - s)·slack beside the leanest strategies. The strategies may use the rest.
+      None: what is recomputed is what makes the plan fastest.
     - ``recompute``: the rule that says which units recompute their activations, or its name
       (:mod:`mdcs.planner.recompute`). None: as the job says. With ``planned`` the floor is that with recomputation, and
       without a budget nothing is recomputed.
@@ -72,8 +76,10 @@ def make_plan(
     if schedule_share is not None and budget is None:
         raise ValueError("schedule_share divides a budget: set one")
     problem = _problem(Job.of(job), budget, recompute)
+    if activation_share is not None:
+        _require_divisible(problem, schedule_share, activation_share)
     try:
-        return _made(problem, strategy, scheduler, schedule_share)
+        return _made(problem, strategy, scheduler, schedule_share, activation_share)
     except InfeasibleBudget as e:
         if problem.recomputes or problem.job.recompute or not problem.job.profile.recompute or e.smallest is None:
             raise
@@ -88,6 +94,7 @@ def _made(
     strategy: StrategyPlanner | JointPlanner,
     scheduler: Scheduler | None,
     schedule_share: float | None,
+    activation_share: float | None,
 ) -> Plan:
     if decides_schedule(strategy):
         if scheduler is not None or schedule_share is not None:
@@ -101,7 +108,10 @@ def _made(
         raise ValueError(f"strategy {strategy.name} needs a scheduler")
     floor = problem.floor if schedule_share is not None else None
     quick = Greedy() if isinstance(strategy, Solving) else strategy, Priority() if isinstance(scheduler, Solving) else scheduler
-    problem = _with_fastest_recompute(problem, *quick, schedule_share)
+    if activation_share is None:
+        problem = _with_fastest_recompute(problem, *quick, schedule_share)
+    else:
+        problem = _with_least_recompute(problem, cast(float, schedule_share), activation_share)
 
     def planned(problem: PlanningProblem) -> Plan:
         plan, cap = _proposed(problem, strategy, scheduler, schedule_share, floor)
@@ -118,6 +128,24 @@ def _made(
         with contextlib.suppress(PlanError):
             found.append(planned(problem))
     return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction else math.inf)
+
+
+def _require_divisible(problem: PlanningProblem, schedule_share: float | None, activation_share: float) -> None:
+    """Raise ValueError unless a plan can divide its memory between strategies and activations."""
+    if not 0 <= activation_share <= 1:
+        raise ValueError(f"activation_share must be in [0, 1], got {activation_share}")
+    if schedule_share is None:
+        raise ValueError("activation_share divides what schedule_share leaves: set both")
+    if not problem.recomputes:
+        raise ValueError("activation_share needs recompute=planned, and a profile that says what recomputation frees")
+
+
+def _with_least_recompute(problem: PlanningProblem, schedule_share: float, activation_share: float) -> PlanningProblem:
+    """Return the problem with the least recomputation within the activations' share of the slack."""
+    assert problem.budget is not None
+    slack = max(0, problem.budget - problem.floor)
+    limit = problem.floor + int(activation_share * (1 - schedule_share) * slack)
+    return PlanningProblem(least_within(problem.job, limit), problem.budget)
 
 
 def _with_fastest_recompute(

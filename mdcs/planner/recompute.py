@@ -128,6 +128,14 @@ def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job]
     return steps[best]
 
 
+def least_within(job: Job, limit: int) -> Job:
+    """Return the first step of the job's :func:`ladder` that fits ``limit`` bytes beside the leanest strategies, or the last.
+    """
+    steps = ladder(job)
+    first = bisect.bisect_left(range(len(steps) - 1), True, key=lambda k: PlanningProblem(steps[k], None).floor <= limit)
+    return steps[first]
+
+
 def refined(plan: Plan) -> Plan:
     """Return the plan with other choices of single units, with the same messages, as long as its replay gets faster.
 

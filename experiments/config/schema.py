@@ -251,7 +251,8 @@ class TradeoffConfig:
         [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: shares of the floor beyond it, or bytes (300MiB, 1.5GiB)"
     )
     plane: int = option(
-        0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane", at_least=0
+        0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane",
+        at_least=0,
     )
     measure: str = option(
         "none", "what to train as well; plane: its corners, its middle and its stop point",

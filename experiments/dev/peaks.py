@@ -34,7 +34,7 @@ from rich.table import Table
 
 import mdcs
 from analysis.table import WIDTH
-from experiments.config.checks import compose_config, load, parse_with_overrides, run_composing
+from experiments.config.checks import compose_config, load, run_composing
 from experiments.job import run as jobs
 from experiments.job.planning import floor_of, job_of
 from experiments.job.worker import start
@@ -71,7 +71,7 @@ def main(module: str = "experiments.dev.peaks") -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="all rows, as JSON")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. scheduler=dear")
-    arguments = parse_with_overrides(parser, sys.argv[1:])
+    arguments = parser.parse_intermixed_args()
     return run_composing(lambda: run(arguments, module))
 
 
@@ -120,7 +120,7 @@ def measure(folder: Path, budgets: int = BUDGETS) -> None:
                 job, config.strategy, config.scheduler, budget=budget, recompute=config.recompute
             )
         )
-        rows.append(under(plan, workload))
+        rows.append(under(plan, workload) | {"floor": low, "kept_floor": mdcs.floor_bytes(job, "none")})
     if workload.writes:
         (folder / FILE).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
@@ -172,7 +172,8 @@ def is_right(row: Row) -> bool:
 def show(rows: list[Row]) -> None:
     """Print a row per run."""
     table = Table(title="peak of a rank in MiB, two ranks", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("model", "budget", "units", "recomputed", "replay", "ledger", "measured", "of the ledger", "registered off by"):
+    numbers = ("replay", "ledger", "measured", "of the ledger", "registered off by")
+    for heading in ("model", "budget", "units", "recomputed", *numbers):
         table.add_column(heading, justify="left" if heading in ("model", "units", "recomputed") else "right")
     for row in rows:
         sizes = (f"{row[name] / MIB:.2f}" for name in ("replay", "ledger", "measured"))
@@ -183,7 +184,11 @@ def show(rows: list[Row]) -> None:
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else WIDTH
     console.print(table)
-    console.print(f"{sum(map(is_right, rows))} of {len(rows)} right: at most budget and ledger, registered bytes exact, all within 0.5 %")
+    for model, row in {row["model"]: row for row in rows}.items():
+        floors = f"{row['kept_floor'] / MIB:.1f} to {row['floor'] / MIB:.1f} MiB ({row['floor'] / row['kept_floor'] - 1:+.0%})"
+        console.print(f"{model}: the smallest feasible budget falls from {floors} by recomputation")
+    right = f"{sum(map(is_right, rows))} of {len(rows)} right"
+    console.print(f"{right}: at most budget and ledger, registered bytes exact, all within 0.5 %")
 
 
 if __name__ == "__main__":

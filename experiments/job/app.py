@@ -345,7 +345,8 @@ def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
     if not decides_schedule(config.strategy):
         return []
     return [each for each in overrides if each.partition("=")[0].partition(".")[0] == "scheduler"
-            or each.startswith(("budget.schedule_share=", "budget.activation_share=")) and not each.endswith("=null")]  # fmt: skip
+            or each.startswith(("budget.schedule_share=", "budget.activation_share="))
+            and not each.endswith("=null")]  # fmt: skip
 
 
 def _exit_code(session: Session) -> int:

@@ -85,7 +85,9 @@ def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choic
     for use in sorted(early, key=lambda use: use[2], reverse=True):  # the last backward first: few units are still to come
         unit, forward, backward = use
         others = [other for other in freed if other[1] < backward <= other[2]]
-        freed[use] = min(early[use] - base.shared.get(unit, 0), less[backward] - sum(freed[other] for other in others))
+        at_start = less[backward] - sum(freed[other] for other in others)
+        late = less[backward] - after[backward]  # none: what came free in its forward is another unit's output
+        freed[use] = min(early[use] - base.shared.get(unit, 0), at_start if late > 0 else late)
         # Its output, which the next unit keeps until its own backward is over, and nobody after that.
         output = less[backward] - early[use] - sum(early[other] for other in others)
         output = min(max(0, output), base.outputs.get(unit, 0))

@@ -5,11 +5,13 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.load import load_sweep
 from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import shortened
+from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import share_curves
 from mdcs.telemetry.timeline import SlotMemory, Timeline
 
@@ -286,3 +288,20 @@ def test_values_that_are_no_numbers_stand_before_them_and_budgets_apart(run_writ
 def test_without_a_swept_number_there_is_no_such_picture(sweep):
     with pytest.raises(ValueError, match="no swept number"):
         step_time_over_setting(load_sweep(sweep))
+
+
+def test_a_plane_of_three_shares_has_contours_measured_points_and_its_stop_point():
+    rows = [
+        {"schedule": s / 4, "activations": a / 4, "strategies": (4 - s - a) / 4, "predicted_step_s": 0.3 + 0.1 * s - 0.02 * a,
+         "step_s": 0.412 if s == 1 and a == 1 else None, "is_stop": s == 0 and a == 4}
+        for s in range(5) for a in range(5 - s)
+    ]  # fmt: skip
+    rows[-1]["predicted_step_s"] = None
+    figure = drawn(three_shares(pd.DataFrame(rows), "a job"))
+    [axes, scale] = figure.axes
+    assert {text.get_text() for text in axes.texts} >= {"412", "all slack to the schedule"}
+    assert scale.get_ylabel() == "time per iteration, ms predicted"
+    assert legend_of(figure) == [
+        "planned", "measured, ms", "infeasible", "stop point, 220 ms predicted: 0 % schedule, 100 % activations, 0 % strategies",
+    ]  # fmt: skip
+    assert SHARES == ("schedule", "activations", "strategies")

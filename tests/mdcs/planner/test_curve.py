@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from mdcs.plan.plan import Plan
-from mdcs.planner.curve import Make, Point, best, curve, front, lowest, point, search, shares
+from mdcs.planner.curve import Make, Point, best, curve, front, lowest, plane, point, search, shares
+from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.dear import Dear
@@ -137,3 +138,19 @@ def test_a_plan_of_a_smaller_budget_stands_in_for_a_worse_one() -> None:
     assert points[1].plan is points[0].plan
     assert (points[1].budget, points[1].planned_for) == (large, small)
 
+
+
+def test_a_plane_has_every_division_in_equal_parts_once() -> None:
+    asked: list[tuple[float, float]] = []
+
+    def make(budget: int, schedule: float, activations: float) -> Plan:
+        asked.append((schedule, activations))
+        raise InfeasibleBudget(budget, None, "nothing")
+
+    points = plane(make, 100, 5)
+    assert len(points) == len(set(asked)) == 15
+    divided = {(schedule, round((1 - schedule) * activations, 9)) for schedule, activations in asked}
+    assert divided == {(i / 4, j / 4) for i in range(5) for j in range(5 - i)}
+    assert all("nothing" in p.reason for p in points)
+    with pytest.raises(ValueError, match="three shares or more, got 2"):
+        plane(make, 100, 2)

@@ -169,6 +169,37 @@ def test_a_share_divides_what_is_above_the_lower_floor() -> None:
     assert PlanningProblem(plan.job, None).peak(plan.strategies) <= low
 
 
+def test_a_second_share_divides_what_the_schedule_leaves() -> None:
+    floor = floor_bytes(DEEP, Planned())
+    slack = unsharded_bytes(DEEP) - floor
+    budget = floor + slack
+    plans = {
+        a: make_plan(DEEP, Greedy(), Priority(), budget=budget, schedule_share=0.25, activation_share=a, recompute="planned")
+        for a in (0.0, 0.5, 1.0)
+    }
+    for a, plan in plans.items():
+        least = PlanningProblem(plan.job, None).floor
+        assert least <= floor + int(a * 0.75 * slack)
+        steps = [step for step in ladder(Job(DEEP)) if PlanningProblem(step, None).floor <= floor + int(a * 0.75 * slack)]
+        assert steps[0] == plan.job  # as little is recomputed as fits
+        assert plan.prediction is not None and plan.prediction.peak_bytes <= budget
+    recomputed = [sum(choice != "none" for choice in plan.recompute) for plan in plans.values()]
+    assert recomputed[0] > recomputed[-1]
+
+
+@pytest.mark.parametrize(
+    ("shares", "complaint"),
+    [
+        ({"schedule_share": 0.5, "activation_share": 1.5}, r"activation_share must be in \[0, 1\], got 1.5"),
+        ({"activation_share": 0.5}, "activation_share divides what schedule_share leaves: set both"),
+        ({"schedule_share": 0.5, "activation_share": 0.5, "recompute": "all"}, "activation_share needs recompute=planned"),
+    ],
+)
+def test_a_second_share_that_divides_nothing_is_refused(shares, complaint) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        make_plan(DEEP, Greedy(), Priority(), budget=10**6, **{"recompute": "planned"} | shares)
+
+
 def test_joint_plans_with_recomputation_within_the_budget() -> None:
     budget = (floor_bytes(DEEP, Planned()) + floor_bytes(DEEP)) // 2
     plan = make_plan(DEEP, Joint(seconds=2), budget=budget, recompute=Planned())

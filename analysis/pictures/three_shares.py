@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -49,10 +50,10 @@ def three_shares(points: pd.DataFrame, title: str) -> Figure:
         handles.append(Line2D([], [], color="none", marker="x", mec=style.GREY, mew=1.4, label="infeasible"))
     for i in points.index[points["is_stop"]]:
         words = ", ".join(f"{points[name][i] * 100:.0f} % {name}" for name in SHARES)
-        star = {"mfc": "#FFD700", "mec": style.INK, "mew": 0.8, "ms": 14}
+        star: dict[str, Any] = {"mfc": "#FFD700", "mec": style.INK, "mew": 0.8, "ms": 14}
         axes.plot(x[i], y[i], "*", zorder=5, **star)
         label = f"stop point, {_milliseconds(times[i])} ms predicted: {words}"
-        handles.append(Line2D([], [], color="none", marker="*", label=label, **star))  # type: ignore[arg-type]
+        handles.append(Line2D([], [], color="none", marker="*", label=label, **star))
     style.legend_below(figure, handles)
     return figure
 

@@ -98,7 +98,9 @@ def resnet(scale: Scale, folder: Path) -> list[Row]:
         for strategy, scheduler in ((Uniform("dp"), Wfbp()), (Uniform("fsdp"), Priority())):
             torch.manual_seed(0)
             with scale.device:
-                model = ResNetForImageClassification(ResNetConfig(depths=depths, hidden_sizes=sizes, num_labels=1000)).to(dtype)
+                config = ResNetConfig(depths=depths, hidden_sizes=sizes, num_labels=1000)  # type: ignore[call-arg]
+                model: nn.Module = ResNetForImageClassification(config)
+                model = model.to(dtype)
                 images, labels = torch.randn(16, 3, 80, 80, dtype=dtype), torch.randint(0, 1000, (16,))
 
             def loss(model: nn.Module = model, images: Tensor = images, labels: Tensor = labels) -> Tensor:

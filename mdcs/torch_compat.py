@@ -261,3 +261,11 @@ def pause_kernel(cuda: Any = torch.cuda) -> Callable[[float, Any], None] | None:
 def gather_on_cpu_ahead(module: nn.Module) -> None:
     """Let FSDP2 gather asynchronously on a CPU: without streams the host would wait where a gather is launched."""
     module._set_unshard_async_op(True)  # type: ignore[operator]
+
+
+def checkpoint_wrapper(module: nn.Module, contexts: Callable[[], Any]) -> nn.Module:
+    """Return the module in torch's wrapper that recomputes its activations, of which state dicts show nothing."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    wrapped: nn.Module = wrappers.checkpoint_wrapper(module, context_fn=contexts)
+    return wrapped

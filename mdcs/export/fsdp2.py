@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from mdcs.model.recompute import checkpoint_contexts
 from mdcs.plan.plan import Plan
 from mdcs.profile.recompute import SELECTIVE
 from mdcs.sizes import aligned
-from mdcs.torch_compat import gather_on_cpu_ahead
+from mdcs.torch_compat import checkpoint_wrapper, gather_on_cpu_ahead
 
 
 def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
@@ -66,7 +65,7 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
 def _wrap(model: nn.Module, module: nn.Module, selective: bool) -> None:
     """Put the module into a checkpoint_wrapper, wherever the model has it."""
     places = [(outer, name) for outer in model.modules() for name, inner in outer._modules.items() if inner is module]
-    wrapper = checkpoint_wrapper(module, context_fn=functools.partial(checkpoint_contexts, module, selective))
+    wrapper = checkpoint_wrapper(module, functools.partial(checkpoint_contexts, module, selective))
     for outer, name in places:
         outer.register_module(name, wrapper)
 

@@ -43,7 +43,7 @@ from rich.console import Console
 
 import mdcs
 from analysis import load_run, pictures
-from analysis.comparison import Row, lines, loss_differences
+from analysis.comparison import lines, loss_differences
 from experiments.compare_tables import show
 from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config
@@ -152,11 +152,12 @@ class Comparison:
 
     def run(self) -> str:
         """Run all rounds, show and write the results. Return the reason of a failure, empty if there is none."""
-        floor = None
+        floor: int | None = None
         if any(budget.over_floor is not None or budget.gib for budget in self.budgets):
-            floor = self._floor()
-            if isinstance(floor, str):
-                return floor
+            found = self._floor()
+            if isinstance(found, str):
+                return found
+            floor = found
             self._leave_out_below(floor)
         interrupted = False
         try:
@@ -218,6 +219,7 @@ class Comparison:
     # ---- what is written and shown
 
     def document(self, floor: int | None) -> dict[str, Any]:
+        budgets: Sequence[Budget | None] = self.budgets or [None]
         config, whole = self.config, max(1, self.rounds)  # an interrupted first round counts with its runs so far
         complete = {name: rows[:whole] for name, rows in self.runs.items() if len(rows) >= whole}
         ended = [each for each in self.candidates if str(each) in self.runs]
@@ -237,10 +239,10 @@ class Comparison:
                 "equal": all(difference <= self.asked.tolerance for difference in differences.values()),
             },
             "left_out": self.left_out, "failed": self.failed,
-            "budgets": [self._under(budget, floor, complete) for budget in self.budgets or [None]],
+            "budgets": [self._under(budget, floor, complete) for budget in budgets],
         }  # fmt: skip
 
-    def _under(self, budget: Budget | None, floor: int | None, complete: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    def _under(self, budget: Budget | None, floor: int | None, complete: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The candidates under one of the budgets, beside those without one."""
         here = [each for each in self.candidates if each.budget in (None, budget) and str(each) in complete]
         plans = {each.name: plan for each in here if (plan := _plan(complete[str(each)][0]["folder"])) is not None}

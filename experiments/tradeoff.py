@@ -277,7 +277,7 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
 
 def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
     """Draw the plane of each planner. Return the files."""
-    files = []
+    files: list[Path] = []
     for label in dict.fromkeys(entry.planner.label for entry in entries if entry.part == "plane"):
         of_plane = [entry for entry in entries if entry.part == "plane" and entry.planner.label == label]
         rows = [entry.row() for entry in of_plane]

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,7 @@ def measure(folder: Path, budgets: int = BUDGETS) -> None:
         status.set(phase=f"budget {i + 1} of {budgets}")
         budget = low + (high - low) * i // max(1, budgets - 1)
         plan = on_rank_zero(
-            lambda budget=budget: mdcs.make_plan(
-                job, config.strategy, config.scheduler, budget=budget, recompute=config.recompute
-            )
+            partial(mdcs.make_plan, job, config.strategy, config.scheduler, budget=budget, recompute=config.recompute)
         )
         rows.append(under(plan, workload) | {"floor": low, "kept_floor": mdcs.floor_bytes(job, "none")})
     if workload.writes:

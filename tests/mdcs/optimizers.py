@@ -17,16 +17,17 @@ class ByHand(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
+                    self.update(p, p.grad, group)
 
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
 class Averaging(ByHand):
     """Keeps a moving average of gradients, and a count of its own."""
 
-    def begun(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+    def begun(self, p: Tensor) -> Tensor:
+        state = self.state[p]
         if not state:
             state.update(exp_avg=torch.zeros_like(p), count=0)
         state["count"] += 1
@@ -40,8 +41,8 @@ class Lion(Averaging):
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        average, (near, far) = self.begun(p, state), group["betas"]
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        average, (near, far) = self.begun(p), group["betas"]
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_((average * near + gradient * (1 - near)).sign_(), alpha=-group["lr"])
         average.lerp_(gradient, 1 - far)
@@ -66,8 +67,8 @@ class Lamb(Averaging):
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        average = self.begun(p, state).lerp_(gradient, 0.1)
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        average = self.begun(p).lerp_(gradient, 0.1)
         p.add_(average, alpha=-group["lr"] * float(p.norm() / (average.norm() + 1e-6)))
 
 
@@ -77,7 +78,8 @@ class Shampoo(ByHand):
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
 
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
         if not state:
             state.update(left=torch.eye(p.shape[0]).to(p), right=torch.eye(p.shape[1]).to(p))
         state["left"] += gradient @ gradient.T
@@ -91,7 +93,7 @@ class ByRow(ByHand):
     def __init__(self, params: Any, lr: float = 1e-3, by_row: bool = False) -> None:
         super().__init__(params, {"lr": lr, "by_row": by_row})
 
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         mean = gradient.mean(1, keepdim=True) if group["by_row"] and p.dim() > 1 else 0
         p.sub_(gradient - mean, alpha=group["lr"])
 

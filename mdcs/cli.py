@@ -36,12 +36,12 @@ DEV = {
     "departures": "experiments/dev/departures.py",
     "messages": "experiments/dev/messages.py",
     "peaks": "experiments/dev/peaks.py",
-    "planners": "experiments/planners.py",
+    "planners": "experiments/dev/planners.py",
     "replays": "experiments/dev/replays.py",
 }
 """The same of `mdcs dev NAME`, which measures mdcs itself."""
 
-RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "messages", "ranks", "replays")}
+RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "messages", "planners", "ranks", "replays")}
 """Old names, each answered with the new command."""
 
 

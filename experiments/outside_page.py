@@ -16,7 +16,7 @@ _HEAD = f"""# Published runs, predicted
 
 <!-- Written by `mdcs outside` from experiments/published.yaml. Change these, not this page. -->
 
-Steps and memory that others have measured on clusters of 4 to 256 GPUs, beside what mdcs predicts of them. mdcs measured
+Steps and memory that others have measured on clusters of 1 to 256 GPUs, beside what mdcs predicts of them. mdcs measured
 nothing here. All runs that were collected are shown.
 
 **How.** A profile is calculated from a model, layer by layer: parameters, operations, bytes that are kept. A link is calculated
@@ -163,7 +163,7 @@ def _verdicts(groups: Predictions) -> list[str]:
 
 
 def _collectives() -> list[str]:
-    about = "Single collectives on eight devices. Rings know no sums in the switch, as H200 do them. Not judged:"
+    about = "Single collectives on eight devices. Rings know no sums in the switch, as H200s do. Not judged:"
     lines = ["## Collectives", "", about, ""]
     lines += _head("collective", "device", "MiB", "published µs", "predicted µs", "error")
     for each in read_collectives():

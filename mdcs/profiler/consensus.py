@@ -164,9 +164,11 @@ def merge_profiles(profile: Profile, link: Link | None = None) -> Profile:
         spread[name] = min(low for low, _ in found), max(high for _, high in found)
     units = tuple(_merge_units(versions) for versions in zip(*(p.units for p in alike), strict=True))
     options = _merge_options(profiles) if len(alike) == len(profiles) else ()
+    host_s = statistics.median(p.execution.host_seconds_per_message for p in profiles)
     return dataclasses.replace(
-        first, units=units, slots=tuple(slots), link=link or first.link, spread=spread, recompute=options
-    )
+        first, units=units, slots=tuple(slots), link=link or first.link, spread=spread, recompute=options,
+        execution=dataclasses.replace(first.execution, host_seconds_per_message=host_s),
+    )  # fmt: skip
 
 
 def _order(profile: Profile) -> list[tuple[int, str]]:

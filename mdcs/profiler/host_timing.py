@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 
@@ -29,8 +30,15 @@ NO_TIME = Link.uniform(1e6, 0.0, depth=1, emulated=True)
 
 def tiny(device: torch.device) -> tuple[nn.Linear, torch.optim.Optimizer, list[ModelUnit]]:
     """Return a model whose blocks are sent in no time, its optimizer and its unit."""
-    model = nn.Linear(_WIDTH, _WIDTH, bias=False, device=device)
+    model = nn.utils.skip_init(nn.Linear, _WIDTH, _WIDTH, bias=False, device=device)  # draws no random number
+    nn.init.ones_(model.weight)
     return model, torch.optim.SGD(model.parameters(), lr=0.0), partition(model, ByClass(("Linear",)))
+
+
+@functools.lru_cache(maxsize=1)
+def _alone(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a group of this rank; None without ranks. There is one, for torch cannot make such a group again."""
+    return None if world is None else dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def forward(model: nn.Linear) -> Tensor:
@@ -44,12 +52,11 @@ def seconds_per_message(profile: Profile, device: torch.device) -> float:
 
     ``profile``: of a :func:`tiny` model in an emulated world. A kernel stands for the collective.
     """
-    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True) if dist.is_initialized() else None
-    found = []
+    world, found = dist.group.WORLD if dist.is_initialized() else None, []
     for blocks in _BLOCKS:
         model, optimizer, units = tiny(device)
         plan = make_plan(Job(profile), Uniform("zero2"), Partitioning(block_mib=_WIDTH * _WIDTH * 4 / MIB / blocks))
-        with parallelize(model, optimizer, plan, units, group=group, emulate=Emulation(0, plan.world)) as parallel:
+        with parallelize(model, optimizer, plan, units, group=_alone(world), emulate=Emulation(0, plan.world)) as parallel:
             ends = [time.perf_counter()]
             for _ in range(_STEPS):
                 forward(model).backward()

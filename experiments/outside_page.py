@@ -215,7 +215,7 @@ _RECOMPUTED = {"none": "", "half": ", half recomputed", "full": ", recomputed", 
 
 
 def _run(case: Case) -> str:
-    """What the run does, in words."""
+    """Return the run in words."""
     words = [case.strategy, f"batch {case.batch}"]
     words += [f"× {case.micro_steps}"] if case.micro_steps > 1 else []
     words += [f"of {case.sequence:,}"] if case.sequence else []

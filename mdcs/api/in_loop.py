@@ -327,10 +327,12 @@ class PlannedInLoop(Parallel):
 
     def close(self, *, whole: bool = True) -> None:
         """End the run."""
-        if self._first is None:
-            super().close(whole=whole)
-        else:
+        if self._first is not None:
             self._stop(self._first)
+            return
+        if self._running is not None:
+            self._running.give_up()
+        super().close(whole=whole)
 
     def tell(self, error: BaseException) -> None:
         """Send the other ranks an error."""

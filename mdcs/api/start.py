@@ -82,7 +82,8 @@ def parallelize(
     - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
       True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
     - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
-    - ``micro_steps``: backward passes of a step, for a model that is sharded from the start (None: 1); else they are counted.
+    - ``micro_steps``: backward passes of a step, for a model that is sharded from the start (None: 1). Else they are counted,
+      or the plan has them.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
       "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
@@ -113,6 +114,8 @@ def parallelize(
     )
     if replan_after is not None and replan_after < 1:
         raise ValueError(f"replan_after must be >= 1, got {replan_after}")
+    if micro_steps is not None and micro_steps < 1:
+        raise ValueError(f"micro_steps must be >= 1, got {micro_steps}")
     if plan is not None:
         if limit is not None:
             raise ValueError("the plan has a budget already: give plan= or budget=")
@@ -120,6 +123,8 @@ def parallelize(
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
         if rule != KEEP:
             raise ValueError("recompute= is for a plan that is made here: mdcs.autoplan(recompute=)")
+        if micro_steps is not None:
+            raise ValueError("micro_steps= is for a plan that is made here: mdcs.autoplan(micro_steps=)")
         planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
         planning["recompute"] = Planned() if plan.recompute else KEEP  # of a later plan
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
@@ -130,6 +135,8 @@ def parallelize(
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
+    if micro_steps is not None and not sharded:
+        raise ValueError("micro_steps= is for a model that is sharded from the start: the first step of a whole one counts them")
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
     if batches is not None:
@@ -137,7 +144,8 @@ def parallelize(
     run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
     if progress and run.rank == 0:
         for line in (in_words([(u.name, u.modules) for u in units]), why):
-            print(f"mdcs: {line}", file=sys.stderr, flush=True) if line else None
+            if line:
+                print(f"mdcs: {line}", file=sys.stderr, flush=True)
     if sharded:
         if batches is not None:
             raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")

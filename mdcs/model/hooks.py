@@ -208,7 +208,7 @@ class Hooks:
                     )
                 begin(hooks)
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a parameter itself would keep the hook in later passes
                 tensor.register_hook(hook)
                 # Autograd rebuilds a view that is changed in place from its base; the view's own hook is lost.
@@ -324,7 +324,7 @@ _MOST_OBJECTS = 10_000  # objects looked into at most: one may refer to a whole 
 _OPAQUE = str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, nn.Module
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value: in containers, and in attributes of objects of any class."""
     seen: set[int] = set()  # objects may refer to themselves
     queue = deque([value])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.model.hooks import ModuleHook, tensors_in
 
 INPUTS = "inputs"
 """Key of a profile's ``about``: sizes of the profiled batch, in words."""
@@ -42,7 +42,7 @@ class BatchSizes:
         if self._first is None:
             self._first = module
         if module is self._first:
-            found = next(iter(_tensors([*args, *kwargs.values()])), None)
+            found = next(iter(tensors_in([*args, *kwargs.values()])), None)
             if found is not None and (self.sizes is None or found.numel() > math.prod(self.sizes)):
                 self.sizes = tuple(found.shape)
 

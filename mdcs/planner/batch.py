@@ -6,6 +6,7 @@ to be linear in the batch (a fixed part and a part per sample). All else is that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot
 
@@ -84,16 +86,20 @@ class BatchScaling:
         is_proportional = less == more
         part = batch / more if is_proportional else (batch - less) / (more - less)
 
+        def linear(small: float, large: float) -> float:
+            return part * large if is_proportional else small + part * (large - small)
+
         def at(small: float, large: float) -> float:
-            return max(0.0, part * large if is_proportional else small + part * (large - small))
+            return max(0.0, linear(small, large))
 
         def slot(a: Slot, b: Slot) -> Slot:
             live, peak = round(at(a.live, b.live)), round(at(a.peak, b.peak))
-            return dataclasses.replace(b, seconds=at(a.seconds, b.seconds), live=live, peak=peak)
+            return dataclasses.replace(b, seconds=at(a.seconds, b.seconds), live=live, peak=max(live, peak))
 
         def use(a: RecomputeUse, b: RecomputeUse) -> RecomputeUse:
             freed, peak = round(at(a.freed, b.freed)), round(at(a.peak, b.peak))
-            return dataclasses.replace(b, seconds=at(a.seconds, b.seconds), freed=freed, peak=peak)
+            forward_peak = round(linear(a.forward_peak, b.forward_peak))  # usually negative
+            return dataclasses.replace(b, seconds=at(a.seconds, b.seconds), freed=freed, peak=peak, forward_peak=forward_peak)
 
         known = {_uses(option): option for option in small.recompute}  # one may free too little of a small batch to be there
         options = tuple(
@@ -114,8 +120,13 @@ class BatchScaling:
 
 
 def _shape(profile: Profile) -> object:
-    units = [(unit.name, unit.segments, unit.sections) for unit in profile.units]
+    """Return what profiles of one job have in common: no number that is measured."""
+    units = [(unit.name, unit.segments, tuple(map(_unmeasured, unit.sections))) for unit in profile.units]
     return units, [(slot.unit, slot.phase) for slot in profile.slots], profile.world
+
+
+def _unmeasured(section: Section) -> Section:
+    return dataclasses.replace(section, parameters=tuple(WholeParameter(p.numel) for p in section.parameters))
 
 
 def _uses(option: RecomputeOption) -> object:
@@ -160,7 +171,8 @@ def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 1
 
     def ask(batch: int) -> None:
         if batch not in found:
-            found[batch] = PlannedBatch(batch, make(profile_of(batch)))
+            with contextlib.suppress(InfeasibleBudget):  # planners may fail on a batch although a larger one fits
+                found[batch] = PlannedBatch(batch, make(profile_of(batch)))
 
     for halved in range(1, largest.batch.bit_length()):
         ask(largest.batch >> halved)

@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """What a recomputation changes, [slots].
+    """Times and bytes of the slots with a recomputation, [slots].
 
     - ``seconds``, ``live``, ``peak``: as in :class:`~mdcs.simulator.kernel.PeriodArrays`.
     - ``grown``: seconds at the beginning of the slot in which it recomputes.
@@ -100,7 +100,7 @@ class Candidates:
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
         self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, budget, self._bytes(*mix))))
         self._shape: MessageTable | None = None  # of all messages known so far
-        self._shapes: dict[Any, MessageTable] = {}  # the same, completed for strategies and recomputation
+        self._completed = lru_cache(maxsize=256)(self._complete)  # the same, for strategies and recomputation
         self._activations = lru_cache(maxsize=1000)(self._slots_of)
         units = job.profile.units
         self._by_unit = {
@@ -236,18 +236,17 @@ class Candidates:
             )
             self._messages = for_loops(MessageArrays(*([0] * len(self.all) for _ in MessageArrays._fields)))
             self._track = for_loops(empty_replay(len(self.all), self.length))
-            self._shapes.clear()
-        if recompute and self.job.profile.has_gradient_times:
-            if (strategies, recompute) not in self._shapes:
-                shape = self._shape_for(strategies, ())
-                self._shapes[strategies, recompute] = shape._replace(early=self._early(recompute))
-            return self._shapes[strategies, recompute]
-        if strategies not in self._shapes:
-            rows = [unit_rows(self.job.period, u, k) for u, k in enumerate(strategies)]
-            full = [sum(r.bytes for r in rows[op.unit] if r.allocated and r.allocated.of == op) for op in self._buffers]
-            gradients = [sum(r.bytes for r in own if r.freed and isinstance(r.freed.of, Op)) for own in rows]
-            self._shapes[strategies] = self._shape._replace(
-                buffer_bytes=numbers(full), gradient_bytes=numbers(gradients),
-                replicated=numbers([int(k is Strategy.dp) for k in strategies]),
-            )  # fmt: skip
-        return self._shapes[strategies]
+            self._completed.cache_clear()
+        return self._completed(strategies, recompute if self.job.profile.has_gradient_times else ())
+
+    def _complete(self, strategies: tuple[Strategy, ...], recompute: tuple[str, ...]) -> MessageTable:
+        assert self._shape is not None
+        if recompute:
+            return self._completed(strategies, ())._replace(early=self._early(recompute))
+        rows = [unit_rows(self.job.period, u, k) for u, k in enumerate(strategies)]
+        full = [sum(r.bytes for r in rows[op.unit] if r.allocated and r.allocated.of == op) for op in self._buffers]
+        gradients = [sum(r.bytes for r in own if r.freed and isinstance(r.freed.of, Op)) for own in rows]
+        return self._shape._replace(
+            buffer_bytes=numbers(full), gradient_bytes=numbers(gradients),
+            replicated=numbers([int(k is Strategy.dp) for k in strategies]),
+        )  # fmt: skip

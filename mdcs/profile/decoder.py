@@ -19,7 +19,7 @@ log-probabilities; a third tensor of this size lives for a moment, in forward an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mdcs.profile.layers import Layer
 
@@ -122,7 +122,7 @@ class Decoder:
         logits = tokens * self.vocab
         return (
             Layer("root", (self.vocab + self.positions) * w, 0.0, output=_WIDTH * tokens * w),
-            *(_named(block, f"block.{i}") for i in range(self.layers)),
+            *(replace(block, unit=f"block.{i}") for i in range(self.layers)),
             Layer(
                 "root",
                 self._last_norm + (0 if self.tied else self.vocab * w),
@@ -131,7 +131,3 @@ class Decoder:
                 workspace=loss_bytes * logits,
             ),
         )
-
-
-def _named(layer: Layer, unit: str) -> Layer:
-    return Layer(unit, layer.parameters, layer.operations, layer.kept, layer.output, layer.cheap, layer.workspace)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.model.hooks import ModuleHook, tensors_in
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.profiler.job_identity import described
 from mdcs.runtime.buffers import broadcast
@@ -142,7 +142,7 @@ class FirstStep:
         self._before_loss = self._meter.live()
 
     def _keep_gradients(self, call: Call, output: Any) -> None:
-        outputs = [t for t in _tensors(output) if t.requires_grad]
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
         call.gradients = [None] * len(outputs)
         for i, tensor in enumerate(outputs):
             tensor.register_hook(self._gradient_of(call, i))
@@ -247,7 +247,7 @@ class FirstStep:
                 f"rank {self._rank}, step {self._step}: the loop calls parts of the model, so what they do with a batch is not "
                 "known: give functions that return its loss, batches=[lambda: loss_of(model, batch)]"
             )
-        outputs = [t for call in self._calls for t in _tensors(call.again(batch)) if t.requires_grad]
+        outputs = [t for call in self._calls for t in tensors_in(call.again(batch)) if t.requires_grad]
         gradients = [g for call in self._calls for g in call.gradients]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
         grown = sum(t.numel() for t, _ in pairs) / sum(g.numel() for _, g in pairs)

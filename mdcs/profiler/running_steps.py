@@ -33,7 +33,7 @@ from mdcs.torch_compat import base_of, innermost_dispatch_mode, without_torch_fu
 
 
 class _Open:
-    """In the place of a guard: the run's own guards say what may be used."""
+    """Stand-in for a guard: the run's own guards say what may be used."""
 
     def open(self) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.model.hooks import ModuleHook, tensors_in
 from mdcs.model.units import ModelUnit
 from mdcs.torch_compat import StorageWeakRef
 
@@ -54,7 +54,7 @@ class UnitTensors:
 
 
 def _storages(values: Any) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
-    for tensor in _tensors(values):
+    for tensor in tensors_in(values):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             held = StorageWeakRef(storage)

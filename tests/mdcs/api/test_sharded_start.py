@@ -254,6 +254,15 @@ def test_what_is_chosen_is_said():
     assert sharded and said == "the model is on the meta device: it is sharded from the start"
 
 
+def test_micro_steps_are_said_of_a_model_that_is_sharded_from_the_start_alone():
+    model = blocks()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="micro_steps= is for a model that is sharded from the start"):
+        mdcs.parallelize(model, optimizer, micro_steps=2, progress=False)
+    with pytest.raises(ValueError, match="micro_steps must be >= 1, got 0"):
+        mdcs.parallelize(model, optimizer, micro_steps=0, progress=False)
+
+
 @pytest.mark.parametrize("option", [{"batches": [torch.ones(2, 8)]}, {"recompute": "all"}])
 def test_what_is_measured_by_passes_of_its_own_needs_a_model_that_fits_whole(option):
     with torch.device("meta"):
@@ -272,6 +281,26 @@ def test_nothing_is_left_of_a_run_that_ends_before_its_plan():
         with pytest.raises(mdcs.RunError, match="cannot be used here"):
             model[0].weight.norm()  # type: ignore[operator]
     assert innermost_dispatch_mode() is None and not model[0]._forward_hooks
+
+
+def left_after_forward() -> list[str]:
+    """Parameters without a gradient or an update in a step of the plain loop that goes on after a first step was left."""
+    torch.manual_seed(0)
+    model = blocks()
+    before, optimizer = {k: v.clone() for k, v in model.state_dict().items()}, torch.optim.Adam(model.parameters())
+    limit = int(0.8 * whole_bytes(mdcs.partition(model), Optimizers(optimizer)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mdcs.parallelize(model, optimizer, budget=limit, progress=False, timeout_s=30):
+            texts(model, 0)
+    texts(model, 0).backward()
+    optimizer.step()
+    grads = {name for name, p in model.named_parameters() if p.grad is None}
+    return [name for name, v in model.state_dict().items() if name in grads or torch.equal(v, before[name])]
+
+
+def test_a_model_is_whole_again_after_a_loop_that_ends_after_a_forward_pass(two):
+    assert two.run(left_after_forward) == [[], []]
 
 
 class Keeping(nn.Module):

@@ -13,6 +13,7 @@ from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned, RecomputeRule
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.schema import Profile, Slot, Unit
 from tests.mdcs.profiles import FREE, chain, recomputable
 
@@ -24,7 +25,11 @@ def of_batch(batch: int) -> Profile:
     forward = [Slot(u, "F", seconds, saved * u, saved * (u + 1)) for u in (0, 1)]
     backward = [Slot(u, "B", seconds, saved * (u + 1), saved * (u + 1)) for u in (1, 0)]
     profile = Profile(units, (*forward, *backward), 2, FREE)
-    return recomputable(profile, 0, freed=saved, seconds=seconds, peak=saved)
+    profile = recomputable(profile, 0, freed=saved, seconds=seconds, peak=saved)
+    [option] = profile.recompute
+    [use] = option.uses
+    lower = 20 - 60 * batch  # of the forward slot's peak
+    return replace(profile, recompute=(replace(option, uses=(replace(use, forward_peak=lower),)),))
 
 
 SCALING = BatchScaling({2: of_batch(2), 6: of_batch(6)})
@@ -44,7 +49,7 @@ def test_slots_and_recomputation_are_linear_in_the_batch(batch: int) -> None:
     assert [(s.live, s.peak) for s in found.slots] == [(s.live, s.peak) for s in wanted.slots]
     assert [s.seconds for s in found.slots] == pytest.approx([s.seconds for s in wanted.slots])
     [a], [b] = found.recompute[0].uses, wanted.recompute[0].uses
-    assert (a.freed, a.peak) == (b.freed, b.peak) and a.seconds == pytest.approx(b.seconds)
+    assert (a.freed, a.peak, a.forward_peak) == (b.freed, b.peak, b.forward_peak) and a.seconds == pytest.approx(b.seconds)
 
 
 @pytest.mark.parametrize("batch", [1, 5, 37])
@@ -92,6 +97,31 @@ def test_one_profile_counts_as_proportional() -> None:
     found = BatchScaling({6: of_batch(6)}).profile(12)
     assert [s.peak for s in found.slots] == [2 * s.peak for s in of_batch(6).slots]
     assert found.slots[0].seconds == pytest.approx(3.2) and found.recompute[0].freed == 1300
+    assert found.recompute[0].uses[0].forward_peak == 2 * (20 - 60 * 6)
+
+
+def test_a_slot_never_peaks_below_the_bytes_that_it_begins_with() -> None:
+    """By the two lines alone it would: 50 bytes at its start, and a peak of 30."""
+
+    def of(live: int, peak: int) -> Profile:
+        profile = of_batch(1)
+        return replace(profile, slots=(*profile.slots[:1], replace(profile.slots[1], live=live, peak=peak), *profile.slots[2:]))
+
+    slot = BatchScaling({2: of(60, 60), 6: of(100, 180)}).profile(1).slots[1]
+    assert (slot.live, slot.peak) == (50, 50)
+
+
+def test_profiles_may_differ_in_what_is_measured_of_updates_of_whole_parameters() -> None:
+    def of(batch: int, numel: int = 10) -> Profile:
+        units = [
+            replace(unit, segments=(numel,), sections=(Section(numel, 4, 4, parameters=(WholeParameter(numel, seconds=batch),)),))
+            for unit in of_batch(batch).units
+        ]
+        return replace(of_batch(batch), units=tuple(units))
+
+    assert BatchScaling({2: of(2), 6: of(6)}).profile(4).units == of(6).units
+    with pytest.raises(ValueError, match="have other units or slots"):
+        BatchScaling({2: of(2, numel=12), 6: of(6)})
 
 
 def test_recomputation_that_frees_nothing_of_a_small_batch_is_left_out() -> None:
@@ -108,3 +138,13 @@ def test_batches_near_the_fastest_are_planned_too() -> None:
     found = batches_that_fit(jagged, made(10**9), at_most=32)
     assert [each.batch for each in found] == [1, 2, 4, 8, 12, 14, 16, 20, 24, 32]
     assert fastest_batch(jagged, made(10**9), at_most=32).batch == 20
+
+
+def test_a_half_without_a_plan_is_left_out() -> None:
+    def make(profile: Profile) -> Plan:
+        if profile == SCALING.profile(6):
+            raise InfeasibleBudget(10**9, None, "a batch of 6")
+        return made(10**9)(profile)
+
+    found = batches_that_fit(PROFILE_OF, make, at_most=12)
+    assert 6 not in (batches := [each.batch for each in found]) and batches[-1] == 12

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.curve import front
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named, refined
@@ -225,6 +228,24 @@ def test_the_strategy_ilp_decides_recomputation_and_is_never_slower_than_with_th
         assert plan.prediction is not None and ladders.prediction is not None
         assert plan.prediction.peak_bytes <= budget
         assert plan.prediction.step_s <= ladders.prediction.step_s * 1.001
+
+
+def test_two_solutions_take_the_seconds_of_one() -> None:
+    seconds: list[float] = []
+
+    @dataclass(frozen=True)
+    class Timed(Solving):
+        name = "timed"
+
+        def schedule(self, mix: StrategyAssignment) -> Plan:
+            seconds.append(self.seconds)
+            return Priority().schedule(mix)
+
+    budget = (floor_bytes(DEEP, Planned()) + floor_bytes(DEEP)) // 2
+    for strategy, wanted in ((Ilp(seconds=8), [3, 3]), (Greedy(), [6])):
+        seconds.clear()
+        make_plan(DEEP, strategy, Timed(seconds=6), budget=budget, recompute=Planned())
+        assert seconds == wanted
 
 
 TRANSFORMER = analytic_profile(

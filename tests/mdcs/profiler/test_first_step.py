@@ -197,6 +197,8 @@ def test_what_needs_a_plan_says_so() -> None:
         mdcs.parallelize(net, optimizer, budget="40 lbs")
     with pytest.raises(ValueError, match="the plan has a budget already"):
         mdcs.parallelize(net, optimizer, SimpleNamespace(), budget=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="micro_steps= is for a plan that is made here"):
+        mdcs.parallelize(net, optimizer, SimpleNamespace(), micro_steps=2)  # type: ignore[arg-type]
 
 
 def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_said(capsys: pytest.CaptureFixture[str]) -> None:

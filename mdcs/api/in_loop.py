@@ -57,6 +57,7 @@ class PlannedInLoop(Parallel):
         self._first_norm: float | None = None
         self._running: RunningSteps | None = None  # measures steps of a sharded model
         self._is_sharded = False  # from the start
+        self._micro_steps: int | None = None  # that the first step must have
         self._folder: Path | None = None  # of profiles, for the first step
         self._resumed_after = 0
         self._earlier = 0  # steps of this run before the present plan
@@ -137,6 +138,11 @@ class PlannedInLoop(Parallel):
     def _begin(self, first: FirstStep) -> None:
         """End the measured step, then profile it, plan, and shard the model with the optimizer's state."""
         first.finish()
+        if self._micro_steps not in (None, first.micro_steps):
+            raise RunError(
+                f"rank {self.rank}: the first step had {first.micro_steps} backward passes, and parallelize was given "
+                f"micro_steps={self._micro_steps}"
+            )
         self._calls.end()
         torch.compiler.reset()  # what was compiled in the first step has no units' hooks in it, and looks for none
         with torch.enable_grad():

@@ -82,8 +82,8 @@ def parallelize(
     - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
       True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
     - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
-    - ``micro_steps``: backward passes of a step, for a model that is sharded from the start (None: 1). Else they are counted,
-      or the plan has them.
+    - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A whole
+      one's first step counts them, and is an error if there are others; a given plan has them.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
       "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
@@ -135,8 +135,6 @@ def parallelize(
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
-    if micro_steps is not None and not sharded:
-        raise ValueError("micro_steps= is for a model that is sharded from the start: the first step of a whole one counts them")
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
     if batches is not None:
@@ -153,6 +151,7 @@ def parallelize(
             raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
         run._run_sharded(model, optimizers, micro_steps or 1)
         return run
+    run._micro_steps = micro_steps
     run._measure(model, optimizers)
     if profiles is not False and not any(map(callable, batches or ())):  # what a function does is not known before it is called
         run._folder = cache.cache_folder() if profiles is True else Path(profiles)

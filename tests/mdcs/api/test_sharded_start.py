@@ -254,13 +254,15 @@ def test_what_is_chosen_is_said():
     assert sharded and said == "the model is on the meta device: it is sharded from the start"
 
 
-def test_micro_steps_are_said_of_a_model_that_is_sharded_from_the_start_alone():
+def test_the_first_step_of_a_model_that_is_whole_has_as_many_micro_steps_as_were_given():
     model = blocks()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match="micro_steps= is for a model that is sharded from the start"):
-        mdcs.parallelize(model, optimizer, micro_steps=2, progress=False)
     with pytest.raises(ValueError, match="micro_steps must be >= 1, got 0"):
         mdcs.parallelize(model, optimizer, micro_steps=0, progress=False)
+    parallel = mdcs.parallelize(model, optimizer, micro_steps=2, progress=False, profiles=False)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(mdcs.RunError, match="the first step had 1 backward passes, and parallelize was given micro_steps=2"):
+        parallel.step()
 
 
 @pytest.mark.parametrize("option", [{"batches": [torch.ones(2, 8)]}, {"recompute": "all"}])

@@ -55,15 +55,19 @@ class Line:
     peak_bytes: float | None
 
 
-def lines(runs: Mapping[str, Sequence[Row]], base: str, budget_bytes: int | None) -> list[Line]:
-    """A line per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing."""
+def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int | None]) -> list[Line]:
+    """A line per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing.
+
+    limits: the budget of each engine in bytes; None, or no entry: no limit.
+    """
     made = []
     for engine, rows in runs.items():
         steps, peaks = [float(row["step_s"]) for row in rows], [row["peak_bytes"] for row in rows]
         of_base = [float(row["step_s"]) for row in runs.get(base, ())]
         ratios = [own / other for own, other in zip(steps, of_base, strict=False)]
         peak = None if any(p is None for p in peaks) else max(peaks)
-        fits = True if budget_bytes is None else None if peak is None else peak <= budget_bytes
+        limit = limits.get(engine)
+        fits = True if limit is None else None if peak is None else peak <= limit
         made.append(
             Line(
                 engine=engine,

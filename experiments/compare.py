@@ -8,8 +8,9 @@
 
 Every candidate of `compare.vary` is the job of the command line with some overrides. A value with commas makes several
 candidates. Every round runs each of them once, and starts with the next one. Candidates with a plan run once under each
-of `compare.budgets`: a budget is in GiB or MiB, a share of the floor on top of it (10%), or none. Other engines fit a
-budget if no rank ever exceeded it; overrides of strategy, scheduler, collectives and profile do not apply to them.
+of `compare.budgets`: a budget is in GiB or MiB, a share of the candidate's floor on top of it (10%), or none. Other
+engines fit a budget if no rank ever exceeded it, with the floor of the base; overrides of strategy, scheduler,
+collectives and profile do not apply to them.
 Ratios to `compare.base` are taken within a round. Losses are compared with those of the base. comparison.json,
 comparison.png and the runs are left in the folder. An interrupted session shows the rounds that ended.
 """
@@ -60,6 +61,8 @@ SCHEMA = 3
 BOUNDS_S = 20.0  # time limit of each of two solves
 PLANNED = ("strategy", "scheduler", "recompute", "collectives", "profile", "link", "budget", "run.cross_iteration")
 """Groups and a key of a plan: engines without one are composed without them."""
+LACKS = ("engine", "model.checkpointing")
+"""Keys of errors for which a candidate is left out: the machine lacks the engine, or the model the option."""
 USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=none", "collectives=auto", "profile=measured", "link=real")
 
 
@@ -76,9 +79,14 @@ class Candidate:
 
     @property
     def trains(self) -> tuple[Any, ...]:
-        """Options that the losses depend on."""
-        model, run, cluster = dataclasses.replace(self.config.model, wrap="block"), self.config.run, self.config.cluster
-        return model, self.config.data, self.config.optimizer, cluster.ranks, run.seed, run.steps, run.accumulation, run.precision
+        """Options that the losses depend on. Units and recomputed activations change no loss."""
+        model, run, cluster = self.config.model, self.config.run, self.config.cluster
+        declared = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        numbers = {name: value for name, value in declared.items() if name not in ("wrap", "checkpointing")}
+        return (
+            type(model), numbers, self.config.data, self.config.optimizer, cluster.ranks,
+            run.seed, run.steps, run.accumulation, run.precision,
+        )  # fmt: skip
 
 
 def main(module: str = jobs.WORKER) -> int:
@@ -102,11 +110,17 @@ class Comparison:
         self.known = Profiles()
         self.left_out: dict[str, str] = {}
         self.candidates = list(self._candidates())
+        if not self.candidates:
+            raise ConfigError("compare.vary", self._nobody())
+        over = [str(budget) for budget in self.budgets if budget.over_floor is not None]
+        if over and not any(each.config.engine.plans for each in self.candidates):
+            raise ConfigError("compare.budgets", f"{over[0]} is a share of a plan's floor, and no candidate has a plan")
         self.base = self.asked.base or self.candidates[0].name
         if self.base not in {each.name for each in self.candidates}:
             raise ConfigError("compare.base", f"no such candidate {self.base}")
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.failed: dict[str, str] = {}
+        self.floors: dict[str, int] = {}  # bytes, of candidates with a plan, by name; empty if no budget needs them
         self.solved: dict[tuple[mdcs.Job, int | None], tuple[float, float]] = {}
         self.rounds = 0  # rounds that have ended
 
@@ -132,7 +146,7 @@ class Comparison:
                     raise ConfigError("link.name", "an emulated link paces mdcs alone: engines are compared on a real one")
                 config.engine.require()
             except ConfigError as error:
-                if only or error.key != "engine":
+                if only or error.key not in LACKS:
                     raise
                 self.left_out[name] = str(error)
                 continue
@@ -152,13 +166,12 @@ class Comparison:
 
     def run(self) -> str:
         """Run all rounds, show and write the results. Return the reason of a failure, empty if there is none."""
-        floor: int | None = None
-        if any(budget.over_floor is not None or budget.gib for budget in self.budgets):
-            found = self._floor()
-            if isinstance(found, str):
-                return found
-            floor = found
-            self._leave_out_below(floor)
+        if any(budget != Budget() for budget in self.budgets):
+            if reason := self._find_floors():
+                return reason
+            self._leave_out_below_floors()
+            if not self.candidates:
+                return self._nobody()
         interrupted = False
         try:
             for number in range(self.asked.rounds):
@@ -167,9 +180,13 @@ class Comparison:
         except KeyboardInterrupt:
             interrupted = True
             self.console.print("interrupted: all ranks were ended; what was measured before:")
-        document = self.document(floor)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "comparison.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        document = self.write(bounded=False)
+        if not interrupted:
+            try:
+                document = self.write(bounded=True)
+            except KeyboardInterrupt:
+                interrupted = True
+                self.console.print("interrupted: without bounds:")
         if any(part["lines"] for part in document["budgets"]):
             pictures.save(pictures.engine_comparison(document), self.folder / "comparison.png")
         show(document)
@@ -186,27 +203,43 @@ class Comparison:
             if str(candidate) not in self.failed:
                 self._turn(number, candidate)
 
-    def _floor(self) -> int | str:
-        """The floor in bytes by the profile, which is measured if it is not known; the reason if that fails."""
-        folder = self.folder / "runs" / "profile"
-        config = next(each.config for each in self.candidates if each.config.engine.plans)
-        outcome = jobs.run(config, folder, self.console, known=self.known, only="profile", worker=self.module)
-        if not outcome.ok:
-            return f"no profile: {outcome.reason}"
-        profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-        return floor_of(config, job_of(config, profile))
+    def _find_floors(self) -> str:
+        """Find the floors of all plans by their profiles, measured if not known. Return the reason of a failure, or ""."""
+        for each in self.candidates:
+            if each.name in self.floors or not each.config.engine.plans:
+                continue
+            folder = self.folder / "runs" / f"profile-{_file_name(each.name)}"
+            if jobs.known_profile(each.config, folder, self.console, known=self.known) is None:
+                outcome = jobs.run(each.config, folder, self.console, known=self.known, only="profile", worker=self.module)
+                if not outcome.ok:
+                    return f"no profile of {each.name}: {outcome.reason}"
+            profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
+            self.floors[each.name] = floor_of(each.config, job_of(each.config, profile))
+        return ""
 
-    def _leave_out_below(self, floor: int) -> None:
-        """Leave out the candidates whose budget is below the floor."""
+    def _leave_out_below_floors(self) -> None:
+        """Leave out the candidates whose budget is below their own floor."""
         for each in [*self.candidates]:
-            limit = None if each.budget is None else each.budget.bytes(floor)
-            if limit is not None and limit < floor:
+            limit = self._limit(each.budget, each.name)
+            if limit is not None and limit < (floor := self.floors[each.name]):
                 self.left_out[str(each)] = f"the smallest feasible budget is {floor} bytes, got {limit}"
                 self.candidates.remove(each)
 
+    def _nobody(self) -> str:
+        return "no candidate is left: " + "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
+
+    @property
+    def floor(self) -> int | None:
+        """The floor for engines without a plan, in bytes: that of the base, or else of the first plan."""
+        return self.floors.get(self.base, next(iter(self.floors.values()), None))
+
+    def _limit(self, budget: Budget | None, name: str) -> int | None:
+        """Bytes of a budget per rank for the candidate of that name."""
+        return None if budget is None else budget.bytes(self.floors.get(name, self.floor or 0))
+
     def _turn(self, number: int, candidate: Candidate) -> None:
         name = str(candidate)
-        folder = self.folder / "runs" / f"{number}-{re.sub(r'[^a-z0-9.]+', '-', name.lower())}"
+        folder = self.folder / "runs" / f"{number}-{_file_name(name)}"
         outcome = jobs.run(candidate.config, folder, self.console, known=self.known, kind="compare", worker=self.module)
         if not outcome.ok:
             self.failed[name] = outcome.reason
@@ -218,7 +251,14 @@ class Comparison:
 
     # ---- what is written and shown
 
-    def document(self, floor: int | None) -> dict[str, Any]:
+    def write(self, *, bounded: bool) -> dict[str, Any]:
+        """Write comparison.json and return what it says. bounded: with the bounds, which may take a while."""
+        document = self.document(bounded)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "comparison.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        return document
+
+    def document(self, bounded: bool) -> dict[str, Any]:
         budgets: Sequence[Budget | None] = self.budgets or [None]
         config, whole = self.config, max(1, self.rounds)  # an interrupted first round counts with its runs so far
         complete = {name: rows[:whole] for name, rows in self.runs.items() if len(rows) >= whole}
@@ -232,35 +272,36 @@ class Comparison:
             "torch": importlib.metadata.version("torch"), "model": config.model.label, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
-            "rounds": whole, "overrides": self.given, "base": self.base, "floor_bytes": floor,
+            "rounds": whole, "overrides": self.given, "base": self.base, "floor_bytes": self.floor, "floors": self.floors,
             "losses": {
                 "base": base and str(base), "tolerance": self.asked.tolerance,
                 "differences": {name: value if math.isfinite(value) else None for name, value in differences.items()},
                 "equal": all(difference <= self.asked.tolerance for difference in differences.values()),
             },
             "left_out": self.left_out, "failed": self.failed,
-            "budgets": [self._under(budget, floor, complete) for budget in budgets],
+            "budgets": [self._under(budget, complete, bounded) for budget in budgets],
         }  # fmt: skip
 
-    def _under(self, budget: Budget | None, floor: int | None, complete: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def _under(self, budget: Budget | None, complete: Mapping[str, list[dict[str, Any]]], bounded: bool) -> dict[str, Any]:
         """The candidates under one of the budgets, beside those without one."""
         here = [each for each in self.candidates if each.budget in (None, budget) and str(each) in complete]
         plans = {each.name: plan for each in here if (plan := _plan(complete[str(each)][0]["folder"])) is not None}
-        bounds = {name: self._bounds(plan) for name, plan in plans.items()}
-        base = next((each for each in here if each.name == self.base and each.name in plans), None)
+        bounds = {name: self._bounds(plan) for name, plan in plans.items()} if bounded else {}
+        base = next((each for each in here if each.name == self.base and each.name in bounds), None)
         shared = bounds[base.name] if base is not None and len({*bounds.values()}) == 1 else None
         for each in here:  # engines stand beside the plans of the same training
             if base is not None and each.trains == base.trains:
                 bounds.setdefault(each.name, bounds[base.name])
         rows = {each.name: [row | {"bound_s": bounds.get(each.name, (None, None))[1]} for row in complete[str(each)]]
                 for each in here}  # fmt: skip
-        limit = None if budget is None or floor is None else budget.bytes(floor)
+        limit = self._limit(budget, self.base)
+        limits = {each.name: self._limit(budget, each.name) for each in here}
         plan = plans[base.name] if base is not None and shared is not None and limit is None else None
         return {
             "budget_bytes": limit, "over_floor": None if budget is None else budget.over_floor,
             "bounds": {} if shared is None else {"traffic": shared[0], "structural": shared[1]},
             "ideal_ddp_s": None if plan is None else ideal_ddp_s(plan.job.profile, plan.micro_steps),
-            "lines": [dataclasses.asdict(line) for line in lines(rows, self.base, limit)],
+            "lines": [dataclasses.asdict(line) for line in lines(rows, self.base, limits)],
         }  # fmt: skip
 
     def _bounds(self, plan: mdcs.Plan) -> tuple[float, float]:
@@ -292,6 +333,10 @@ def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
 
 def _group(override: str) -> str:
     return override.lstrip("+").partition("=")[0].partition(".")[0]
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower())
 
 
 def _plan(folder: Path) -> mdcs.Plan | None:

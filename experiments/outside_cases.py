@@ -216,7 +216,7 @@ def predict(case: Case, rate: float) -> Predicted:
 def calibrated(case: Case) -> float:
     """Return the rate of operations with which the predicted step of this run is the published one.
 
-    Without a published step any rate is as good: memory does not depend on it.
+    Without a published step any rate is as good: memory does not depend on it. Raises ValueError if no rate is found.
     """
     operations = predict(case, 1.0).alone_s
     if case.seconds is None:
@@ -225,9 +225,9 @@ def calibrated(case: Case) -> float:
     for _ in range(20):
         told = predict(case, rate)
         if abs(told.step_s - case.seconds) < 1e-4 * case.seconds:
-            break
+            return rate
         rate = operations / max(0.1 * case.seconds, case.seconds - (told.step_s - told.alone_s))
-    return rate
+    raise ValueError(f"{case.model} on {case.devices} devices: no rate predicts a step of {case.seconds:g} s")
 
 
 @dataclass(frozen=True)

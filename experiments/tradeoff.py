@@ -44,12 +44,13 @@ from analysis.questions import budget_words
 from analysis.table import WIDTH, milliseconds
 from experiments.config.budgets import on_front
 from experiments.config.checks import compose_config
-from experiments.config.schema import BudgetConfig, Config, ProfileConfig
+from experiments.config.schema import BudgetConfig, Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
+from mdcs.planner.recompute import Planned
 from mdcs.sizes import GIB, MIB
 
 SCHEMA = 2
@@ -69,8 +70,8 @@ class Planner:
         return " · ".join(planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None)
 
     def job(self, budget: int, share: float | None, activations: float | None = None) -> Config:
-        divided = BudgetConfig(
-            gib=budget / GIB, schedule_share=share, activation_share=activations, reserve_mib=self.config.budget.reserve_mib
+        divided = dataclasses.replace(
+            self.config.budget, gib=budget / GIB, over_floor=None, schedule_share=share, activation_share=activations
         )
         return dataclasses.replace(self.config, budget=divided)
 
@@ -158,8 +159,22 @@ def compared(config: Config) -> list[Config]:
         chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
         given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
         one = compose_config([*given, *(f"{group}={name}" for group, name in chosen.items())])
+        _check_plane(one)
         made += [one] if one not in made else []  # a strategy that decides the schedule gives equal configs
     return made
+
+
+def _check_plane(config: Config) -> None:
+    """Raise ConfigError if a plane is asked for and the job has nothing that can be divided in three."""
+    if not config.tradeoff.plane:
+        return
+    if config.budget.gib is None and config.budget.over_floor is None:
+        raise ConfigError("tradeoff.plane", "needs a budget to divide: set budget.gib or budget.over_floor")
+    if config.recompute != Planned():
+        raise ConfigError("tradeoff.plane", f"needs recompute=planned, got {config.recompute.name}")
+    if config.scheduler is None:
+        name = config.strategy.name
+        raise ConfigError("tradeoff.plane", f"has no effect with strategy={name}, which divides the budget itself")
 
 
 def _unlimited(config: Config) -> Config:

@@ -50,7 +50,8 @@ budgets, table = [], []
 for budget, of_budget in rows.groupby("budget_bytes", dropna=False):
     runs = names[of_budget.index].value_counts()
     limit = None if pd.isna(budget) else int(budget)
-    compared = lines({name: of.to_dict("records") for name, of in of_budget.groupby(names)}, base, limit)
+    by_name = {name: of.to_dict("records") for name, of in of_budget.groupby(names)}
+    compared = lines(by_name, base, dict.fromkeys(by_name, limit))
     budgets.append({"budget_bytes": limit, "over_floor": None, "bounds": {}, "lines": [dataclasses.asdict(x) for x in compared]})
     table += [
         {

@@ -10,6 +10,8 @@ backward is under way already.
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import sys
 import time
@@ -96,6 +98,12 @@ STEPS_OF: dict[str, tuple[Step, int]] = {
 
 def main() -> None:
     """Run all kinds and print the table on rank 0."""
+    parser = argparse.ArgumentParser(
+        prog="mdcs dev departures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("needs ranks: torchrun --nproc-per-node 2 --no-python mdcs dev departures")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     table = [f"{'ms a step':<52} {'processor':>9} {'plain':>6} {'more':>6} {'wall':>7} {'plain':>6} {'more':>6} {'counted':>8}"]

@@ -13,6 +13,7 @@ import yaml
 import mdcs
 from analysis.events import METRICS
 from experiments import compare
+from experiments.config.checks import compose_config, composing
 from experiments.config.files import CONF, groups
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
@@ -24,6 +25,7 @@ from mdcs.planner.strategies.uniform import Uniform
 
 PROFILE = Path(__file__).with_name("profile.json")
 MIB = 2**20
+BOUNDS = Bounds(0.05, 0.08, None)
 COMMON = ("model=mlp", "data=digits", "run.steps=3", "run.warmup_steps=1")
 STEP_S = {"mdcs": 0.1, "ddp": 0.15, "fsdp2": 0.4, "fairscale": 0.2}
 PEAK_MIB = {"mdcs": 1, "ddp": 8, "fsdp2": 1, "fairscale": 8}
@@ -62,7 +64,7 @@ def ranks(monkeypatch, tmp_path):
         return Outcome(True)
 
     monkeypatch.setattr(jobs, "run", run)
-    monkeypatch.setattr(compare, "bounds_of", lambda plan, seconds: Bounds(0.05, 0.08, None))
+    monkeypatch.setattr(compare, "bounds_of", lambda plan, seconds: BOUNDS)
     monkeypatch.chdir(tmp_path)
     return calls, wrong
 
@@ -141,9 +143,27 @@ def test_what_was_measured_before_an_interruption_is_shown(ranks, monkeypatch, c
     assert asked(monkeypatch, "compare.rounds=3", only("ddp", "fsdp2")) == 130
     document = json.loads(Path("results/compare/comparison.json").read_text())
     assert (document["rounds"], len(calls)) == (rounds, at)
+    assert document["budgets"][0]["bounds"] == {}  # nobody waits for a solver
     assert {line["engine"] for line in document["budgets"][0]["lines"]} == engines
     printed = capsys.readouterr()
     assert "interrupted: all ranks were ended" in printed.err and "medians of 1 rounds" in printed.out
+
+
+def test_results_are_written_before_bounds_are_solved(ranks, monkeypatch, capsys):
+    written = Path("results/compare/comparison.json")
+
+    def bounds_of(plan, seconds):
+        [part] = json.loads(written.read_text())["budgets"]
+        assert [line["engine"] for line in part["lines"]] == ["mdcs", "ddp"] and part["bounds"] == {}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "bounds_of", bounds_of)
+    assert asked(monkeypatch, "compare.rounds=1", only("ddp")) == 130
+    printed = capsys.readouterr()
+    assert "interrupted: without bounds" in printed.err and "medians of 1 rounds" in printed.out
+    monkeypatch.setattr(compare, "bounds_of", lambda plan, seconds: BOUNDS)
+    assert asked(monkeypatch, "compare.rounds=1", only("ddp")) == 0
+    assert json.loads(written.read_text())["budgets"][0]["bounds"] == {"traffic": 0.05, "structural": 0.08}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +206,41 @@ def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, caps
     assert "left out: mdcs @ 1e-07 GiB: the smallest feasible budget is " in capsys.readouterr().out
 
 
+def test_a_budget_is_over_the_floor_of_each_plan(ranks, monkeypatch, capsys):
+    calls, _ = ranks
+    floors = {"none": MIB // 2, "planned": MIB}
+    monkeypatch.setattr(compare, "floor_of", lambda config, job: floors[config.recompute.name])
+    lean = "+compare.vary.lean='recompute=planned'"
+    assert asked(monkeypatch, "compare.rounds=1", only("lean"), "compare.budgets=[10%,0.75MiB]", lean) == 0
+    document = json.loads(Path("results/compare/comparison.json").read_text())
+    assert document["floors"] == {"mdcs": MIB // 2, "lean": MIB} and document["floor_bytes"] == MIB // 2
+    over, bytes_ = document["budgets"]
+    assert {line["engine"]: line["fits"] for line in over["lines"]} == {"mdcs": False, "lean": True}  # both take 1 MiB
+    assert [line["engine"] for line in bytes_["lines"]] == ["mdcs"] and len(calls) == 3
+    [(name, reason)] = document["left_out"].items()
+    assert name.startswith("lean @ ") and reason == f"the smallest feasible budget is {MIB} bytes, got {3 * MIB // 4}"
+
+
+def test_without_anybody_whose_budget_suffices_nothing_runs(ranks, monkeypatch, capsys):
+    calls, _ = ranks
+    assert asked(monkeypatch, "compare.only=[mdcs]", "compare.budgets=[1e-3MiB]") == 1
+    assert "no candidate is left: mdcs @ " in capsys.readouterr().err and calls == []
+
+
+def test_engines_without_a_plan_fit_a_budget_in_bytes(ranks, monkeypatch, capsys):
+    assert asked(monkeypatch, "compare.rounds=1", "compare.only=[ddp,fsdp2]", "compare.budgets=[4MiB]") == 0
+    assert "do not fit: ddp (8.0 MiB)" in capsys.readouterr().out
+
+
+def test_checkpointing_and_units_change_nothing_that_is_trained():
+    def trains(*overrides):
+        config = compose_config(["model=gpt2-tiny", "data=stdlib_bytes", *overrides])
+        return compare.Candidate("", config).trains
+
+    with composing():
+        assert trains() == trains("model.checkpointing=true") == trains("model.wrap=leaf") != trains("model.width=32")
+
+
 @pytest.mark.slow
 def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeypatch, capsys):
     find = importlib.util.find_spec
@@ -195,6 +250,7 @@ def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeyp
     assert asked(monkeypatch, "compare.rounds=1") == 0
     said = capsys.readouterr().out
     assert "left out: zero-3: engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
+    assert "left out: fsdp2-checkpointed: model.checkpointing: no such key of model=mlp" in said
     assert "left out: fairscale-fsdp: engine: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
     assert asked(monkeypatch, only("zero-3")) == 2
     assert capsys.readouterr().err == "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
@@ -216,6 +272,11 @@ def test_a_wrong_override_is_one_line_and_starts_nothing(ranks, monkeypatch, cap
     calls, _ = ranks
     assert asked(monkeypatch, argument) == 2
     assert capsys.readouterr().err == line + "\n" and calls == []
+
+
+def test_a_share_needs_a_plan_with_a_floor(ranks, monkeypatch, capsys):
+    assert asked(monkeypatch, "compare.only=[ddp,fsdp2]", "compare.budgets=[4MiB,10%]") == 2
+    assert capsys.readouterr().err == "compare.budgets: 10% is a share of a plan's floor, and no candidate has a plan\n"
 
 
 def test_a_budget_is_chosen_in_one_place(ranks, monkeypatch, capsys):

@@ -55,3 +55,9 @@ def test_memory_does_not_depend_on_how_fast_a_device_is():
     case = next(group.runs[0] for group in read() if group.runs[0].gib)
     rate = calibrated(case)
     assert predict(case, rate).reserved == predict(case, 2 * rate).reserved
+
+
+def test_a_step_that_is_shorter_than_its_messages_has_no_rate():
+    case = next(group.runs[0] for group in read() if group.runs[0].devices > 1)
+    with pytest.raises(ValueError, match="no rate predicts a step of 1e-06 s"):
+        calibrated(replace(case, seconds=1e-6))

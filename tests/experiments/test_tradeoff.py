@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import tradeoff as program
+from experiments.config.checks import compose_config, composing
+from experiments.config.schema import BudgetConfig
 from experiments.tradeoff import keep_fastest
 from tests.experiments import one_process
 
@@ -120,3 +122,24 @@ def test_an_unknown_option_is_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("scheduler: no such option deer; options: dear, ")
     assert not (tmp_path / "out/tradeoff.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["budget.over_floor=null"], "needs a budget to divide: set budget.gib or budget.over_floor"),
+        ([], "needs recompute=planned, got none"),
+        (["recompute=planned", "tradeoff.strategies=[greedy,joint]"],
+         "has no effect with strategy=joint, which divides the budget itself"),
+    ],
+)  # fmt: skip
+def test_a_plane_needs_something_to_divide(tmp_path, overrides, why):
+    done = tradeoff(tmp_path, "tradeoff.plane=3", *overrides)
+    assert (done.returncode, done.stderr) == (2, f"tradeoff.plane: {why}\n")
+
+
+def test_a_point_s_job_keeps_the_rest_of_the_budget():
+    with composing():
+        config = compose_config(["budget.over_floor=0.5", "budget.exceeded=raise", "budget.reserve_mib=3"])
+    job = program.Planner(config, None, 0).job(2**30, 0.25, 0.5)
+    assert job.budget == BudgetConfig(1.0, None, 0.25, 0.5, reserve_mib=3, exceeded="raise")

@@ -33,3 +33,16 @@ def test_what_departs_costs_time_that_the_run_counts(two: Ranks) -> None:
         assert len(found) == 3
         assert all(wall > 0 for wall, _ in found.values())
         assert {name for name, (_, counted) in found.items() if counted == 0} == {"nothing departs"}
+
+
+def test_the_command_line_needs_no_ranks_to_explain_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for arguments, code in (["--help"], 0), ([], 2):
+        monkeypatch.setattr("sys.argv", ["mdcs dev departures", *arguments])
+        with pytest.raises(SystemExit) as end:
+            departures.main()
+        assert end.value.code == code
+    printed = capsys.readouterr()
+    assert "departs from its plan" in printed.out and "needs ranks: torchrun" in printed.err

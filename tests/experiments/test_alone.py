@@ -13,7 +13,7 @@ def test_every_program_but_train_is_refused_as_one_of_several_tasks(tmp_path):
     programs = [path for path in files if '__name__ == "__main__"' in path.read_text()]
     assert len(programs) > 10
     for program in programs:
-        if program.name == "train.py":
+        if program.name in ("train.py", "departures.py"):  # they join ranks that others have started
             continue
         said = [
             subprocess.run(

@@ -89,9 +89,9 @@ def may_hold_checkpoints() -> bool:
     return bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
 
 
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the parameter has hooks for its accumulated gradient: the runtime's would take it away from them."""
-    return bool(parameter._post_accumulate_grad_hooks)
+def gradient_hooks(parameter: nn.Parameter) -> list[Any]:
+    """Return the parameter's hooks for its accumulated gradient: the runtime's would take the gradient away from others."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def transforms() -> list[str]:

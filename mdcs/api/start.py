@@ -27,7 +27,7 @@ from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.parallel import Parallel
-from mdcs.runtime.validation import RunOptions
+from mdcs.runtime.validation import RunOptions, refuse_parallelized
 from mdcs.sizes import budget_of
 
 
@@ -108,6 +108,7 @@ def parallelize(
     limit = budget_of(budget)
     rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     model, optimizers = without_ddp(model), Optimizers(optimizer)
+    refuse_parallelized(model)
     units = partition(model) if units is None else units
     options = RunOptions(
         clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget

@@ -24,10 +24,17 @@ The use is a torch function's name, GRADIENT or THAW.
 """
 
 
+_ASSIGNMENTS = ("__setitem__", ".data =")
+
+
+def changes(use: str) -> bool:
+    """Return whether a use writes to a parameter: an operation in place (``mul_``), or an assignment."""
+    return use.endswith("_") and not use.endswith("__") or use in _ASSIGNMENTS
+
+
 def only_reads(use: str) -> bool:
     """Return whether a use computes with a parameter, and neither changes nor copies the parameter itself."""
-    changes = use.endswith("_") and not use.endswith("__") or use in ("__setitem__", ".data =", GRADIENT, THAW)
-    return not (changes or use in ("deepcopy", "pickle"))
+    return not (changes(use) or use in (GRADIENT, THAW, "deepcopy", "pickle"))
 
 
 _TENSOR: Any = Tensor  # typed Any: its attributes are descriptors, and its annotations do not say so

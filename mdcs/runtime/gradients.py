@@ -40,7 +40,7 @@ class Gradients:
         limit = self._options.clip_norm
         if norm_type != 2:
             raise RunError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is clipped; leave norm_type out")
-        self._check("clip_grad_norm_", "clip_norm", max_norm, limit, ", and a plan with cross_iteration=False")
+        self._check("clip_grad_norm_", "clip_norm", max_norm, limit, "; a plan= of your own: make it with cross_iteration=False")
         norm = self._reduced_norm()
         return torch.tensor(math.nan if norm is None else norm)
 
@@ -70,10 +70,9 @@ class Gradients:
 
     def _check(self, call: str, option: str, value: float, limit: float | None, more: str = "") -> None:
         if limit is None or float(value) != limit:
-            so_far = "none" if limit is None else f"{limit:g}"
+            so_far = "was started without clipping" if limit is None else f"clips at {limit:g}"
             raise RunError(
-                f"{call}({value:g}): updates begin in backward, so the limit is one of the run, and "
-                f"that is {so_far}: parallelize(…, {option}={value:g}){more if limit is None else ''}"
+                f"{call}({value:g}): this run {so_far}: write parallelize(…, {option}={value:g}){more if limit is None else ''}"
             )
 
     @property

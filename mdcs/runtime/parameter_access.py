@@ -6,11 +6,13 @@ import weakref
 
 import torch
 
-from mdcs.model.guard import GRADIENT, THAW, only_reads
+from mdcs.model.guard import GRADIENT, THAW, changes, only_reads
 from mdcs.model.hooks import Hooks
 from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.validation import THAWED
+
+_CONVERSIONS = {"to", "cpu", "cuda", "type", "half", "bfloat16", "float", "double", "_to", "to_empty"}
 
 
 class ParameterAccess:
@@ -48,8 +50,8 @@ class ParameterAccess:
             if not sequencer.has_gradients:
                 return None
             return self._place.error(
-                f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "
-                "scale with parallel.scaler, read parallel.grad_norm after step(), and zero gradients only after it"
+                f"{name}.grad does not hold the gradient between backward and step(). Clip with parallelize(…, clip_norm=1.0), "
+                "read the norm in parallel.grad_norm, scale with parallel.scaler, call zero_grad() after step()"
             )
         if what == THAW:  # parameters may be frozen for some passes
             is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
@@ -59,9 +61,20 @@ class ParameterAccess:
             hooks.used_outside(unit)
             return None
         return self._place.error(
-            f"{name} cannot be used here ({what}): outside of its layer's forward and backward it is in pieces, or updated: "
-            "use parallel.state_dict(), or put these lines into a block: with parallel.full_parameters(): …"
+            f"{name} cannot be used here ({what}): it is sharded (in pieces) or being updated between its layer's passes. "
+            f"{_remedy(what)}"
         )
+
+
+def _remedy(what: str) -> str:
+    """Return what to write instead of a use outside of the layer's passes."""
+    change = "To change it, write on every rank: with parallel.full_parameters(writeback=True): …"
+    if changes(what):
+        return f"{change}, or parallel.load_state_dict(state)" if what == "copy_" else change
+    read = "To read it, write on every rank: with parallel.full_parameters(): …, or parallel.state_dict()"
+    if what == ".data":  # p.data.mul_(2) as well
+        return f"{read}. {change}"
+    return f"To move or convert the model, close() first. {read}" if what in _CONVERSIONS else read
 
 
 def _may_be_used(unit: int, sequencer: SlotSequencer) -> bool:

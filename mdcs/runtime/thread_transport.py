@@ -25,7 +25,7 @@ from mdcs.sizes import MIB
 
 LISTEN_SECONDS = 0.5
 """Seconds between checks, while waiting, whether another rank has left."""
-_LEFT_ALONE = "Another rank has not come so far: let all ranks run equally many steps, or give parallelize() a longer timeout_s="
+_ALIKE = "Run equally many steps on every rank, or pass parallelize(…, timeout_s=) a longer time"
 _LARGE_BYTES = MIB // 4
 """Wire bytes from which on the starter starts a message. Estimated: at 0.4 ms per MiB as long as a wake-up."""
 
@@ -103,12 +103,13 @@ class ThreadTransport:
             finally:
                 self.lock.acquire()
             if not ready() and (heard or time.monotonic() >= deadline):
-                first = "none" if queue.done == queue.issued else self.runner.describe(queue.done)
+                first = what if queue.done == queue.issued else self.runner.describe(queue.done)
+                if first != what:
+                    what = f"{what}; the first message that is not done: {first}"
                 raise self.runner.place.error(
-                    f"waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "
-                    f"the first message that is not done: {first} ({queue.issued - queue.done} issued, "
-                    f"{queue.started - queue.done} of them started){f' ({heard})' if heard else f'. {_LEFT_ALONE}'}"
-                )
+                    f"{heard}. This rank waited for it ({what})" if heard else
+                    f"waited {self.timeout_s:g} s for the other ranks ({what}). {_ALIKE}"
+                )  # fmt: skip
         self.check()
 
     def check(self) -> None:

@@ -32,7 +32,7 @@ from mdcs.runtime.initialization import InitFunction, Initializer
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.torch_compat import has_gradient_hooks, step_hooks, without_torch_function
+from mdcs.torch_compat import gradient_hooks, step_hooks, without_torch_function
 
 _ANEW = "partition the model as it was then, or make a new plan (mdcs.autoplan)"
 
@@ -153,13 +153,13 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     planned = plan.profile.optimizers[:-1]  # the last one is none
     if len(updates.parts) != len(planned):
         made_for = " and ".join(o.name for o in planned)
-        raise ValueError(f"the plan was made for {made_for}, not for {updates.optimizers.name}: {_ANEW}")
+        raise ValueError(f"the plan was made for {made_for}, and you pass {updates.optimizers.name}: {_another(made_for)}")
     for part, theirs in zip(updates.parts, planned, strict=True):
         state = part.layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
         if not part.layout.whole and (state, part.layout.fixed) != (theirs.state_tensors, theirs.state_fixed):
             raise ValueError(
-                f"{type(part.optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {theirs.name} "
-                f"with {theirs.state_tensors}: {_ANEW}"
+                f"the plan was made for {theirs.name} with {theirs.state_tensors:g} state tensors per parameter, and you pass "
+                f"{type(part.optimizer).__name__} with {state:g}: {_another(f'{theirs.name} with the same options')}"
             )
     for optimizer in updates.optimizers.members:
         if any(step_hooks(optimizer)):
@@ -167,8 +167,21 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
             raise ValueError(f"{name} has hooks on step(), which is not called: call them after parallel.step()")
 
 
+def _another(same: str) -> str:
+    return f"pass {same}, or make a new plan (mdcs.autoplan)"
+
+
+def refuse_parallelized(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a model that a run has."""
+    for name, p in model.named_parameters():
+        owners = [getattr(hook, "__module__", None) or "" for hook in gradient_hooks(p)]
+        if issubclass(type(p), GuardedParameter) or any(owner.startswith("mdcs.") for owner in owners):
+            raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
+
+
 def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) -> None:
     """Raise UnsupportedModel for a parameter that would not be trained, or not by this runtime alone."""
+    refuse_parallelized(model)
     names = {p: name for name, p in model.named_parameters()}
     held = {p for unit in units for _, p in unit.parameters}
     trained = [p for group in optimizers.param_groups for p in group["params"]]
@@ -183,11 +196,10 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) ->
             continue
         if p not in held:
             raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
-        if issubclass(type(p), GuardedParameter):
-            raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
-        if has_gradient_hooks(p):
+        if gradient_hooks(p):
             raise UnsupportedModel(
-                f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
+                f"{name}: has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which mdcs takes: remove "
+                "the hook"
             )
     refuse_shared_memory(model)  # again: the model may have changed since partition()
 
@@ -229,7 +241,10 @@ def _match(
             planned_for = ", ".join(f"{n} of {width} bytes" for n, width in wanted)
             raise ValueError(f"unit {unit.name} has {has}; the plan is for {planned_for}: {_ANEW}")
         if [(part, whole) for _, part, whole in together] != [(s.optimizer, s.is_whole) for s in flat.sections]:
-            raise ValueError(f"unit {unit.name}: other optimizers update its parameters than the plan was made for: {_ANEW}")
+            raise ValueError(
+                f"unit {unit.name}: other optimizers have its parameters than when the plan was made: "
+                f"{_another('each parameter to the same optimizer')}"
+            )
         parameters.append(ordered)
         group_of.append([s.group for s in found])
     return parameters, group_of

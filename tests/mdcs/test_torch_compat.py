@@ -103,8 +103,8 @@ def test_a_backward_pass_has_a_number_and_an_end() -> None:
     y.backward()
     assert seen[1:] == ["gradient", "end"]
     assert seen[0] != -1
-    assert torch_compat.has_gradient_hooks(x)  # type: ignore[arg-type]
-    assert not torch_compat.has_gradient_hooks(nn.Parameter(torch.ones(1)))
+    assert torch_compat.gradient_hooks(x)  # type: ignore[arg-type]
+    assert not torch_compat.gradient_hooks(nn.Parameter(torch.ones(1)))
 
 
 def test_reentrant_checkpoints_are_seen_and_no_grad_is_none() -> None:

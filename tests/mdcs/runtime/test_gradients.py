@@ -101,9 +101,10 @@ def refuse() -> list[str]:
 
 def test_limits_that_the_run_does_not_have_are_refused(two: Ranks):
     for no_norm, no_value, other_norm, other_kind, too_early, other_value, negative in two.run(refuse):
-        assert "that is none: parallelize(…, clip_norm=1), and a plan with cross_iteration=False" in no_norm
-        assert "that is none: parallelize(…, clip_value=0.5)" in no_value
-        assert "clip_grad_norm_(2): updates begin in backward" in other_norm and "that is 1: parallelize" in other_norm
+        assert "started without clipping: write parallelize(…, clip_norm=1)" in no_norm
+        assert "a plan= of your own: make it with cross_iteration=False" in no_norm
+        assert "started without clipping: write parallelize(…, clip_value=0.5)" in no_value
+        assert "clip_grad_norm_(2): this run clips at 1: write parallelize(…, clip_norm=2)" in other_norm
         assert "only the 2-norm is clipped" in other_kind
         assert "comes between backward and step()" in too_early
         assert "that is 0.1: parallelize(…, clip_value=1)" in other_value

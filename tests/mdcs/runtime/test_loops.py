@@ -117,7 +117,10 @@ def test_a_weight_that_is_not_whole_says_so(two: Ranks, strategy):
                 assert "on every rank, not on rank 0 alone: state = parallel.state_dict(rank0_only=True, cpu=True)" in message
             else:
                 assert "weight cannot be used here" in message, (what, message)
-                assert "parallel.state_dict()" in message and "parallel.full_parameters()" in message
+                assert ("with parallel.full_parameters(): …" in message) == (what not in ("load", "init")), (what, message)
+                assert ("full_parameters(writeback=True)" in message) == (what in ("load", "init", "data")), (what, message)
+                assert ("or parallel.load_state_dict(state)" in message) == (what == "load"), (what, message)
+                assert ("To move or convert the model, close() first" in message) == (what == "to"), (what, message)
 
 
 def read_after_drain(strategy: str) -> list[str]:
@@ -395,7 +398,7 @@ def untrained(what: str) -> str:
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
         ("a hook on step", "SGD has hooks on step()"),
         ("a hook for gradients", "body.weight: has a hook for its accumulated gradient"),
-        ("twice", "parallelize() once"),
+        ("twice", "body.weight: is parallelized already: close() that first"),
     ],
 )
 def test_what_would_not_be_trained_is_named_before_step_1(two: Ranks, what, message):
@@ -460,7 +463,8 @@ def habits(strategy: str) -> dict[str, str]:
 def test_habits_between_backward_and_step(two: Ranks, strategy):
     for found in two.run(habits, strategy):
         for what in ("clip", "clip value", "unscale", "zero"):
-            assert "weight was taken by the runtime: clip with parallel.clip_grad_norm_()" in found[what], (what, found)
+            assert "weight.grad does not hold the gradient between backward and step()" in found[what], (what, found)
+            assert "Clip with parallelize(…, clip_norm=1.0)" in found[what], (what, found)
         assert found["zero after step"] == "[]"
         assert "lr of the optimizer's group 0 was changed between backward and step()" in found["lr"]
 

@@ -389,7 +389,7 @@ def save_after_close(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> No
     parallel.state_dict()
 
 
-TAKEN = "weight was taken by the runtime"
+TAKEN = "weight.grad does not hold the gradient between backward and step()"
 REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     two_backwards: ("a backward pass after the last one of the step, whose updates have begun", "with parallel.no_sync()"),
     two_forwards: ("a backward pass after the last one of the step",),
@@ -397,8 +397,8 @@ REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     take_gradients_of_functions: ("its forward runs inside of torch.func (grad)", "in parallel.full_parameters()"),
     set_gradients: (TAKEN,),
     zero_by_hand: (TAKEN,),
-    zero_gradients: (TAKEN, "zero gradients only after it"),
-    clip_gradients: (TAKEN, "parallel.clip_grad_norm_()"),
+    zero_gradients: (TAKEN, "call zero_grad() after step()"),
+    clip_gradients: (TAKEN, "parallelize(…, clip_norm=1.0)"),
     judge_another: ("a forward pass after the last backward pass of the step", "with parallel.no_sync()"),
     freeze: ("norm.weight: what is trained is fixed while a plan runs",),
     replace_a_weight: ("norm.weight was replaced or removed while a plan runs",),

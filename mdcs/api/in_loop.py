@@ -181,7 +181,10 @@ class PlannedInLoop(Parallel):
             self._running = self._running or RunningSteps(engine)
             return
         if options.emulate is not None or self._group is not None or self.plan.profile.master_bytes:
-            raise RunError(f"rank {self.rank}: replan() is not for runs with emulate=, group= or masters")
+            raise RunError(
+                f"rank {self.rank}: replan() cannot measure a run with emulate=, group= or master_dtype=: close(), make a plan "
+                "with mdcs.autoplan, and parallelize() with it"
+            )
         engine.drain("replan()")
         self._unread += self._records(flush=True)
         done = engine.sequencer.step - 1

@@ -187,8 +187,8 @@ def _refuse(name: str, p: nn.Parameter) -> None:
     kind: Any = p
     if is_traceable_wrapper_subclass(kind):
         raise UnsupportedModel(
-            f"{name}: parameters that are tensors around tensors ({type(p).__name__}) are not supported: shard or quantize "
-            "nothing before"
+            f"{name}: is already sharded (FSDP2 or tensor parallel) or quantized ({type(p).__name__}): remove fully_shard() or "
+            "the quantization, mdcs shards the model"
         )
     if not p.is_floating_point():
         raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported: register_buffer() keeps what is not trained")

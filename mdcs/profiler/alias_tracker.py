@@ -94,8 +94,8 @@ class AliasTracker(UseTracker):
             self._used(*owner)
         elif (name := self._overlapped(tensor)) is not None:
             raise UnsupportedModel(
-                f"{name}: {func} is given a tensor that shares its memory and is older than the step. It would keep old values "
-                f"while a plan runs: take the view anew in each forward, or keep a copy (.clone())"
+                f"{name}: forward uses a view of it made before this step ({func}): make the view inside forward, or keep "
+                f"{name}.clone()"
             )
 
     def _overlapped(self, tensor: Tensor) -> str | None:

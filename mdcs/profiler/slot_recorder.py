@@ -234,8 +234,8 @@ class SlotRecorder:
         """End the last slot, and keep the measurements of the pass."""
         if self._ended:
             raise UnsupportedModel(
-                "a step runs backward twice: return the loss of one backward pass, and plan with as many micro_steps as a step "
-                "has backward passes"
+                "step ran more than one backward pass: return the loss of one, without backward, and pass micro_steps= the "
+                "number of backward passes before optimizer.step()"
             )
         self._ended = True
         self._boundary()
@@ -269,8 +269,8 @@ class SlotRecorder:
         for now, before in itertools.zip_longest(self._now, self.order):
             if now != before:
                 raise UnsupportedModel(
-                    f"{self.model_units[(now or before)[0]].name}: runs in another order from pass to pass while the model is "
-                    "measured: measure a step of one order. Later steps may have others"
+                    f"{self.model_units[(now or before)[0]].name}: ran in another order than in the pass before, while the model "
+                    "was measured: let step take the same path through the model each time. Later steps may take others"
                 )
 
     @property

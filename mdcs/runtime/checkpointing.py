@@ -295,12 +295,16 @@ class Checkpoints:
         for p, (name, *_) in self._names.items():
             described = saved.get((MODEL, name))
             if described is None:
-                raise ValueError(f"it has no {name}")
+                raise ValueError(f"it was saved from another model: it has no {name}")
             if described.size != p.shape:
-                raise ValueError(f"{name} is {tuple(p.shape)}, there {tuple(described.size)}")
+                raise ValueError(
+                    f"it was saved from another model: {name} is {tuple(described.size)} there, {tuple(p.shape)} here"
+                )
         ours, theirs = self._group_names(), [group["params"] for group in run["param_groups"]]
         if ours != theirs:
-            raise ValueError(f"the optimizer has groups of {_told(ours)}, there of {_told(theirs)}")
+            raise ValueError(
+                f"it was saved with other parameter groups: {_told(theirs)} there, {_told(ours)} here; make them alike"
+            )
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape."""

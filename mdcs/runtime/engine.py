@@ -236,7 +236,8 @@ class Engine:
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
             problem = validation.changed_training(self.storages)
-            needs = f"step() needs {self.plan.micro_steps} forward and backward passes before it"
+            n = self.plan.micro_steps
+            needs = f"step() needs {'a forward and a backward pass' if n == 1 else f'{n} forward and backward passes'} before it"
             raise place.error(problem or f"{needs}; parallel.abandon() ends a batch that has none")
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)

@@ -320,7 +320,7 @@ class CudaExecutor:
     def seconds(self, stamp: DeviceTimestamp) -> float:
         """Return the time of a stamp; waits for it. Raises RunError if it does not happen in time."""
         if not self.wait(stamp, _PATIENCE_SECONDS):
-            raise RunError(f"{self.device} has not come in {_PATIENCE_SECONDS:g} s to where a time was taken")
+            raise RunError(f"the GPU did not finish its work within {_PATIENCE_SECONDS:g} s; another rank may have stopped")
         elapsed = self._zero.until(stamp)
         seconds = self._zero_seconds + elapsed
         if elapsed > _FINE_SECONDS:

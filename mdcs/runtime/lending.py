@@ -53,9 +53,10 @@ class Lending:
                 heard = self._words.peer_failure()
                 if heard or time.monotonic() >= deadline:
                     raise place.error(
-                        f"{storage.name} is used once more than in the measured step, and rank {peer} did not send its part of it"
-                        f"{f' ({heard})' if heard else f' in {self._timeout_s:g} s'}"
-                    )
+                        f"{heard}. This rank waited for its part of {storage.name}" if heard else
+                        f"{storage.name} is used once more than in the measured step, and rank {peer} did not send its part "
+                        f"in {self._timeout_s:g} s: look at the log of rank {peer}"
+                    )  # fmt: skip
                 time.sleep(_POLL_S)
             self._unpack(storage, peer, b"".join(store.get(key) for key in keys))
             for key in keys:

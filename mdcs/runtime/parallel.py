@@ -180,7 +180,7 @@ class Parallel(Gradients, OptimizerDicts):
         model on every rank, above the budget if need be. Weights, optimizer state, buffers and schedules go on bit for bit.
         Gradients that are watched, and peaks of memory, begin anew. Raises RunError where updates have masters.
         """
-        raise RunError("replan() is for runs of mdcs.parallelize")
+        raise RunError("replan() needs a run that mdcs.parallelize() started")
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from mdcs.runtime.communicator import backend_of
 from mdcs.torch_compat import abort, nccl_keeps_buffers
 
+SIDE_PASS = "a pass without gradients (no_grad), torch.autograd.grad, or a pass in no_sync()"
 CALLS = (
     "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
     "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
     "optimizer_state_dict()", "replan()", "resume()", "state_dict()", "the broadcast of buffers",
-    "a pass without gradients, torch.autograd.grad, or a pass in no_sync()",
+    SIDE_PASS,
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`Groups.tell` can compare."""
 
@@ -122,7 +123,8 @@ class ProcessGroups:
             dist.all_reduce(words, group=self.host_group)  # a gather would allocate in the backend's threads
         except RuntimeError as e:
             late = f"one did not within {self._timeout.total_seconds():g} s, or is gone"
-            raise RuntimeError(f"{_RANK_ZERO.get(call, '')}call it on every rank: {late} ({e})") from e
+            do = "evaluate on every rank, not under `if rank == 0:`" if call == SIDE_PASS else "call it on every rank"
+            raise RuntimeError(f"{_RANK_ZERO.get(call, '')}{do}: {late} ({e})") from e
         told = [tuple(map(int, w)) for w in words.tolist()]
         for rank, (other, *_) in enumerate(told):
             if CALLS[other] != call:
@@ -167,5 +169,9 @@ def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
         return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
     steps = [step for step, *_ in answers]
     if len(set(steps)) > 1:
-        return f"the ranks are in different steps ({', '.join(map(str, steps))})"
+        least, most = min(steps), max(steps)
+        return (
+            f"rank {steps.index(least)} is in step {least}, and rank {steps.index(most)} in step {most}: run equally many steps "
+            "on every rank"
+        )
     return None

@@ -16,15 +16,18 @@ from mdcs.runtime.departures import Departures
 from mdcs.runtime.draining import finish_iteration
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.evaluation import Evaluation
-from mdcs.runtime.process_groups import ProcessGroups
+from mdcs.runtime.process_groups import SIDE_PASS, ProcessGroups
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
 
-CALL = "a pass without gradients, torch.autograd.grad, or a pass in no_sync()"
 MORE = (
-    "Put with parallel.no_sync(): around the passes of a step before its last backward pass, or plan for more of them "
-    "(micro_steps=); what looks at the model comes before that backward pass or after step()"
+    "Call step() after each batch; to accumulate gradients, put all but the last forward and backward of a step under "
+    "`with parallel.no_sync():`, or plan for more of them (micro_steps=)"
+)
+TOO_LATE = (
+    f"{SIDE_PASS}: came between the last backward pass of the step and step(): evaluate before that backward pass or after "
+    f"step(). {MORE}"
 )
 
 
@@ -50,10 +53,10 @@ class SidePasses:
 
         ``period``: number of the period whose reductions are not issued yet; None inside of an iteration.
         """
-        with self._departures.timed(), self._place.during(CALL), torch.inference_mode(False):
-            answers = self._groups.agree_on_call(CALL, self._place.step, progress)
+        with self._departures.timed(), self._place.during(SIDE_PASS), torch.inference_mode(False):
+            answers = self._groups.agree_on_call(SIDE_PASS, self._place.step, progress)
             if len(set(answers)) > 1:
-                raise self._place.error(f"{CALL}: run it at the same place of the step on every rank")
+                raise self._place.error(f"{SIDE_PASS}: run it at the same place of the step on every rank")
             if period is not None:
                 finish_iteration(self._transport, period * self._transport.queue.n)
             else:

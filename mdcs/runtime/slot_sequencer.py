@@ -29,7 +29,7 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.pass_gradients import LATE, PassGradients
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
-from mdcs.runtime.side_passes import CALL, MORE, SidePasses
+from mdcs.runtime.side_passes import MORE, TOO_LATE, SidePasses
 from mdcs.runtime.slot_position import SlotPosition
 from mdcs.runtime.slot_tables import SlotTables
 from mdcs.runtime.step_trace import StepRecorder
@@ -92,7 +92,7 @@ class SlotSequencer(SlotPosition):
         if not self.side.is_open:
             self.transport.check()
             if self.step_pending:
-                raise self._error(f"{CALL}: comes after the last backward pass of the step, whose updates have begun. {MORE}")
+                raise self._error(TOO_LATE)
             self.leave_forward()
             self.side.begin(self.progress, self.periods if self.at_turn else None)
         self.side.use(unit, in_backward)
@@ -155,7 +155,7 @@ class SlotSequencer(SlotPosition):
                 "every rank"
             )
         if phase == "F" and self.step_pending:
-            raise self._error(f"a forward pass after the last backward pass of the step, whose updates have begun. {MORE}")
+            raise self._error(f"the model ran again before optimizer.step(), after the last backward pass of the step. {MORE}")
         expected = self.period.slots[self.next_slot]
         if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
             self._in_backward = phase == "B"
@@ -190,7 +190,7 @@ class SlotSequencer(SlotPosition):
         if self.side.is_open:
             self.side.end()
         if self.step_pending:
-            raise self._error(f"a backward pass after the last one of the step, whose updates have begun. {MORE}")
+            raise self._error(f"backward ran again before optimizer.step(), after the last backward pass of the step. {MORE}")
         self.departures.seen["ran a backward pass without a forward pass of its own"] += 1
         while self.period.slots[self.next_slot].phase == "F":
             if not self.arrived:

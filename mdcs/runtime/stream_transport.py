@@ -142,11 +142,12 @@ class StreamTransport:
         while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
             heard = self.failures.peer_failure()
             if heard or time.monotonic() >= deadline:
-                waited = "" if heard else f"{self.timeout_s:g} s "
+                step = place.step - _STEPS_AHEAD
                 raise place.error(
-                    f"waited {waited}for the device to come to the end of step {place.step - _STEPS_AHEAD}"
-                    f"{f' ({heard})' if heard else ''}"
-                )
+                    f"{heard}. This rank waited for the GPU to finish step {step}" if heard else
+                    f"the GPU has not finished step {step} after {self.timeout_s:g} s: look at the other ranks' logs, or pass a "
+                    "longer timeout_s="
+                )  # fmt: skip
 
     def stop(self) -> None:
         """Wait up to 5 s for the messages in flight: their memory may be reused after this."""

@@ -34,6 +34,7 @@ from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import gradient_hooks, step_hooks, without_torch_function
 
+_UNITS_ANEW = "call mdcs.partition(model) again, and make a new plan"
 _ANEW = "partition the model as it was then, or make a new plan (mdcs.autoplan)"
 
 
@@ -127,9 +128,9 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
         if emulate.world != plan.world:
             raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
         if not plan.profile.link.emulated:
-            raise PlanError("an emulated world sends nothing: plan with an emulated link")
+            raise PlanError("an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)")
         if within := next((k for k in plan.strategies if k.in_node), None):
-            raise PlanError(f"an emulated world has no nodes, and {within} shards within one")
+            raise PlanError(f"an emulated world has no nodes, and the plan shards within them ({within.value}): plan without")
         return
     if processes != plan.world:
         raise PlanError(
@@ -139,14 +140,19 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
     if processes > 1 and backend != planned_backend:
         raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}: make a new plan")
     if processes > 1 and plan.profile.collectives.algorithm == "ring" and device.type != "cpu":
-        raise PlanError("the plan has rings, which gloo has for CPUs alone: plan with Collectives('native', 'gloo') on a GPU")
+        raise PlanError(
+            "the plan sends in rings, which gloo has on CPUs only: on a GPU make a new plan, with Collectives('native', 'gloo')"
+        )
 
 
 def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     """Raise PlanError or ValueError if clipping, loss scale or optimizers are not those that the plan was made for."""
-    for given, what in ((options.clip_norm, "clipping the global norm"), (options.loss_scale, "a dynamic loss scale")):
+    for given, what in ((options.clip_norm, "clip_norm="), (options.loss_scale, "loss_scale=")):
         if given is not None and plan.cross_iteration:
-            raise PlanError(f"{what} needs all gradients before the first update: plan with cross_iteration=False")
+            raise PlanError(
+                f"{what} needs all gradients before the first update, and this plan updates earlier: make the plan with "
+                "cross_iteration=False"
+            )
     for name, limit in (("clip_norm", options.clip_norm), ("clip_value", options.clip_value)):
         if limit is not None and not limit > 0:
             raise ValueError(f"{name} must be > 0, got {limit}")
@@ -189,13 +195,14 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) ->
         if p.requires_grad and p not in held and p.numel():  # a parameter without elements needs no training
             name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
             raise UnsupportedModel(
-                f"{name}: is in the optimizer and in no unit, so it would never be trained: partition the model that holds it"
+                f"{name}: is in the optimizer and in no unit, so it would never be trained: "
+                f"{_UNITS_ANEW if p in names else 'pass the model that has it, or leave it out of the optimizer'}"
             )
     for name, p in model.named_parameters():
         if p not in held and not p.numel():
             continue
         if p not in held:
-            raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
+            raise UnsupportedModel(f"{name}: is in no unit, as if it was added since: {_UNITS_ANEW}")
         if gradient_hooks(p):
             raise UnsupportedModel(
                 f"{name}: has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which mdcs takes: remove "
@@ -273,7 +280,7 @@ def agree_on_validation(
         raise PlanError(
             f"rank {rank}, before step 1: rank{'s' if len(other) > 1 else ''} {', '.join(map(str, other))} "
             f"ha{'ve' if len(other) > 1 else 's'} another plan ({', '.join(str(hashes[r]) for r in other)}) "
-            f"than the others ({common})"
+            f"than the others ({common}): give every rank the same plan"
         )
     for r, (_, _, theirs, state) in enumerate(answers):
         if theirs != answers[0][2]:

@@ -185,7 +185,7 @@ def refusals() -> list[str]:
 def test_what_an_emulated_world_is_not_is_refused(two: Ranks):
     assert refusals() == [
         "the plan is for 8 ranks, the emulated world has 16",
-        "an emulated world sends nothing: plan with an emulated link",
+        "an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)",
         "the plan is for 8 ranks, the process group has 1",
         "rank 0: state_dict() of an emulated world would be made up: the other ranks are not there",
     ]

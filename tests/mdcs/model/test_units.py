@@ -326,7 +326,7 @@ class Wrapped(nn.Module):
         (Sparse, r"table: torch.sparse_coo parameters are not supported: make it dense"),
         (Lookup, "words.weight: sparse gradients are not supported: make the layer with sparse=False"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight: is not initialised yet"),
-        (lambda: Wrapped(), r"table: parameters that are tensors around tensors \(.*\) are not supported"),
+        (lambda: Wrapped(), r"table: is already sharded .* or quantized \(.*\): remove fully_shard\(\)"),
         (lambda: nn.Linear(0, 2, bias=False), "the model has no trainable parameter"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "the model has no trainable parameter"),
         (lambda: nn.ReLU(), "the model has no trainable parameter"),

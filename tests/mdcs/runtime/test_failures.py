@@ -191,10 +191,10 @@ def misuse(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("step before backward", "step 1: step() needs 1 forward and backward passes before it"),
-        ("step twice", "step 2: step() needs 1 forward and backward passes before it"),
-        ("step after forward", "step 1: step() needs 1 forward and backward passes before it"),
-        ("no step", "step 1: a forward pass after the last backward pass of the step, whose updates have begun"),
+        ("step before backward", "step 1: step() needs a forward and a backward pass before it"),
+        ("step twice", "step 2: step() needs a forward and a backward pass before it"),
+        ("step after forward", "step 1: step() needs a forward and a backward pass before it"),
+        ("no step", "step 1: the model ran again before optimizer.step()"),
         ("drain inside", "step 2: drain() inside an iteration"),
         ("grad inside evaluate", "step 1: a pass with gradients inside evaluate()"),
         ("forward after close", "is in pieces, parallel is closed and could not gather it"),

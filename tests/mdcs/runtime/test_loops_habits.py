@@ -391,15 +391,15 @@ def save_after_close(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> No
 
 TAKEN = "weight.grad does not hold the gradient between backward and step()"
 REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
-    two_backwards: ("a backward pass after the last one of the step, whose updates have begun", "with parallel.no_sync()"),
-    two_forwards: ("a backward pass after the last one of the step",),
+    two_backwards: ("backward ran again before optimizer.step()", "with parallel.no_sync()"),
+    two_forwards: ("backward ran again before optimizer.step()",),
     keep_the_graph: ("norm.weight: backward(create_graph=True) is not supported",),
     take_gradients_of_functions: ("its forward runs inside of torch.func (grad)", "in parallel.full_parameters()"),
     set_gradients: (TAKEN,),
     zero_by_hand: (TAKEN,),
     zero_gradients: (TAKEN, "call zero_grad() after step()"),
     clip_gradients: (TAKEN, "parallelize(…, clip_norm=1.0)"),
-    judge_another: ("a forward pass after the last backward pass of the step", "with parallel.no_sync()"),
+    judge_another: ("the model ran again before optimizer.step()", "with parallel.no_sync()"),
     freeze: ("norm.weight: what is trained is fixed while a plan runs",),
     replace_a_weight: ("norm.weight was replaced or removed while a plan runs",),
     replace_a_layer: ("was replaced or removed while a plan runs",),

@@ -396,8 +396,8 @@ def after_the_update(strategy: str) -> list[str]:
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_passes_through_weights_that_have_been_updated_are_refused(two: Ranks, strategy: str):
     for second, look, old in two.run(after_the_update, strategy):
-        assert "whose updates have begun. Put with parallel.no_sync()" in second
-        assert "a pass without gradients" in look and "before that backward pass or after step()" in look
+        assert "before optimizer.step(), after the last backward pass" in second and "`with parallel.no_sync():`" in second
+        assert "a pass without gradients" in look and "evaluate before that backward pass or after step()" in look
         assert "backward() through a forward pass of an earlier step" in old
 
 
@@ -414,5 +414,5 @@ def at_another_place() -> str:
 
 def test_ranks_that_look_at_the_model_at_different_places_say_so(two: Ranks):
     first, second = two.outcomes(at_another_place, timeout_s=60)
-    assert "a pass without gradients, torch.autograd.grad, or a pass in no_sync(): call it on every rank" in first.message
+    assert "or a pass in no_sync(): evaluate on every rank, not under `if rank == 0:`" in first.message
     assert second.kind == "RunError"

@@ -396,7 +396,7 @@ def after_the_update(strategy: str) -> list[str]:
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_passes_through_weights_that_have_been_updated_are_refused(two: Ranks, strategy: str):
     for second, look, old in two.run(after_the_update, strategy):
-        assert "before optimizer.step(), after the last backward pass" in second and "`with parallel.no_sync():`" in second
+        assert "came between the last backward pass of the step and step()" in second and "`with parallel.no_sync():`" in second
         assert "a pass without gradients" in look and "evaluate before that backward pass or after step()" in look
         assert "backward() through a forward pass of an earlier step" in old
 

@@ -122,14 +122,17 @@ class ProcessGroups:
         try:
             dist.all_reduce(words, group=self.host_group)  # a gather would allocate in the backend's threads
         except RuntimeError as e:
-            late = f"one did not within {self._timeout.total_seconds():g} s, or is gone"
-            do = "evaluate on every rank, not under `if rank == 0:`" if call == SIDE_PASS else "call it on every rank"
-            raise RuntimeError(f"{_RANK_ZERO.get(call, '')}{do}: {late} ({e})") from e
-        told = [tuple(map(int, w)) for w in words.tolist()]
-        for rank, (other, *_) in enumerate(told):
+            late = f"did not within {self._timeout.total_seconds():g} s, or is gone"
+            if call == SIDE_PASS:
+                told = f"this rank ran one, and another {late}: evaluate on every rank, not under `if rank == 0:`"
+            else:
+                told = f"{_RANK_ZERO.get(call, '')}call it on every rank: one {late}"
+            raise RuntimeError(f"{told} ({e})") from e
+        answers = [tuple(map(int, w)) for w in words.tolist()]
+        for rank, (other, *_) in enumerate(answers):
             if CALLS[other] != call:
                 raise RuntimeError(f"rank {rank} is in {CALLS[other]}: call the same on every rank")
-        return [w[1 : 1 + len(numbers)] for w in told]
+        return [w[1 : 1 + len(numbers)] for w in answers]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`. Raises RuntimeError as it does."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mdcs.runtime import process_groups
-from mdcs.runtime.process_groups import ProcessGroups
+from mdcs.runtime.process_groups import ProcessGroups, disagreement
 
 
 @pytest.mark.parametrize("aborts", [True, False])
@@ -69,3 +69,8 @@ def test_groups_of_messages_are_connected_when_they_are_made(monkeypatch: pytest
         assert made[:2] == [("nccl", 80.0), ("gloo", 20.0)] and set(made[2:]) == {("nccl", 80.0)}
     assert len({own.message_group, own.node_group, own.replica_group, own.host_group}) == 4
     assert connected == [own.message_group, own.node_group, own.replica_group]
+
+
+def test_ranks_in_different_steps_are_named_with_their_steps() -> None:
+    assert disagreement([(3,), (3,)]) is None
+    assert disagreement([(3,), (5,), (4,)]) == "rank 0 is in step 3, and rank 1 in step 5: run equally many steps on every rank"

@@ -414,5 +414,6 @@ def at_another_place() -> str:
 
 def test_ranks_that_look_at_the_model_at_different_places_say_so(two: Ranks):
     first, second = two.outcomes(at_another_place, timeout_s=60)
-    assert "or a pass in no_sync(): evaluate on every rank, not under `if rank == 0:`" in first.message
+    assert "or a pass in no_sync(): this rank ran one, and another did not within 3 s" in first.message
+    assert "evaluate on every rank, not under `if rank == 0:`" in first.message
     assert second.kind == "RunError"

@@ -317,6 +317,7 @@ def _watch(recorder: SlotRecorder, model: nn.Module, step: Callable[[], Tensor])
             loss = step()
             recorder.shared, recorder.outputs = tensors.shared_inputs(), tensors.outputs()
             loss.backward()
+            del loss  # its graph holds views of parameters
             watch.check(model)
     finally:
         handle.remove()

@@ -107,7 +107,7 @@ def test_limits_that_the_run_does_not_have_are_refused(two: Ranks):
         assert "clip_grad_norm_(2): this run clips at 1: write parallelize(…, clip_norm=2)" in other_norm
         assert "only the 2-norm is clipped" in other_kind
         assert "comes between backward and step()" in too_early
-        assert "that is 0.1: parallelize(…, clip_value=1)" in other_value
+        assert "clip_grad_value_(1): this run clips at 0.1: write parallelize(…, clip_value=1)" in other_value
         assert "clip_value must be > 0" in negative
 
 

@@ -103,7 +103,7 @@ def test_only_the_last_attempt_in_a_folder_counts(run_writer):
     [("/runs/mine", True, [9.0, 8.0, 6.0]), ("here", False, [9.0, 8.0, 6.0]), ("/runs/another", True, [6.0])],
 )
 def test_a_run_that_was_gone_on_with_has_the_steps_of_before(tmp_path, of, tells, expected):
-    """Of the first attempt the two that its checkpoint has, and not the third, which was made again; none of another run's."""
+    """The first attempt's two steps that its checkpoint has, and not the third, which was made again; none of another run's."""
     steps = [{"event": "step", "step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0))]
     job = {"event": "job", "schema": SCHEMA, "name": "mine"}
     saved = {"event": "checkpoint", "step": 2, "folder": "/runs/mine/checkpoints/step-00000002"}

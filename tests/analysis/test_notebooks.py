@@ -108,7 +108,7 @@ def test_text_cells_are_text_and_no_cell_has_a_marker(notebook):
 
 @pytest.mark.slow
 def test_jupyter_runs_them_all(run_writer, tmp_path, capsys, monkeypatch):
-    """Of a sweep without curves, timelines and engines."""
+    """A sweep without curves, timelines and engines."""
     run_writer("0", share=None)
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())

@@ -91,7 +91,7 @@ def test_times_of_collectives_are_drawn_by_operation():
 
 
 def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
-    """Of the run that the other tests plan with, predicted."""
+    """The run that the other tests plan with, predicted."""
     from experiments.job import run as jobs
 
     folder = tmp_path / "0"

@@ -173,7 +173,7 @@ def dependency(script: str) -> str:
 
 
 def test_one_job_measures_the_profile_before_the_array_of_those_that_need_it(tmp_path, accepted):
-    """Of a wider sweep later, with the profile there, none; a single job measures its own."""
+    """A wider sweep later, with the profile there, has none of it; a single job measures its own."""
     out, _ = hand_in(tmp_path, "strategy=dp,fsdp", "+hydra.launcher.sbatch.dependency=after:99")
     first, jobs = accepted()
     assert "handed in first, as the others need what it leaves: 1\n" in out and "handed in: 2_0, 2_1" in out

@@ -45,7 +45,7 @@ def test_every_option_of_every_group_composes(group, option):
 
 @pytest.mark.parametrize("group", OPTION_GROUPS)
 def test_a_file_has_a_value_for_every_option_of_its_class(group):
-    """What can be overridden is what one sees."""
+    """One sees all that can be overridden."""
     for path in (files.CONF / group).glob("*.yaml"):
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
         cls = targets.load(group, given.pop("_target_"))

@@ -134,7 +134,7 @@ def test_every_parameter_gets_a_gradient(name: str, options: dict[str, Any]) -> 
 def test_a_parameter_is_only_used_inside_the_forward_of_a_module_that_owns_it(
     name: str, options: dict[str, Any]
 ) -> None:
-    """What gathers parameters in module hooks relies on this."""
+    """Engines that gather parameters in module hooks rely on this."""
     task = build(name, **options)
     owners: dict[int, set[str]] = {}
     for path, module in task.model.named_modules(remove_duplicate=False):

@@ -14,7 +14,7 @@ STEP = {"event": "step", "step": 1, "loss": 2.5, "step_s": 0.2, "warmup": True, 
 
 
 def told(folder: Path, *calls: tuple):
-    """What one reads of a run that was told so."""
+    """The events of a run that was told so."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     mirror = TensorBoard().mirror(Shown(folder, "abc123", "mine", "today", "train", {"model": {"depth": 4}}))

@@ -130,6 +130,20 @@ OPTIMIZERS = {
 }
 
 
+def passes(model: Any, loss_of: Any, step: int, micro_steps: int, clip_norm: float | None) -> list[float]:
+    """The micro-steps of a step: their losses. ``clip_norm``: of gradients that nobody else clips."""
+    losses = []
+    for micro in range(micro_steps):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model.require_backward_grad_sync = micro == micro_steps - 1
+        loss = loss_of(model, 1000 * step + 10 * micro + dist.get_rank()) / micro_steps
+        loss.backward()
+        losses.append(loss.item())
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    return losses
+
+
 def loop(
     name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, clip_norm: float | None = None, replans: int = 0
 ) -> Any:  # fmt: skip
@@ -150,21 +164,14 @@ def loop(
     else:
         model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
-    losses = []
+    losses: list[float] = []
     for step in range(STEPS):
         if ours and step == replans > 0:
             plan = parallel.plan
             parallel.replan()
             with pytest.raises(RuntimeError, match="no plan before the end of this step"):
                 assert parallel.plan is None
-        for micro in range(micro_steps):
-            if not ours:
-                model.require_backward_grad_sync = micro == micro_steps - 1
-            loss = loss_of(model, 1000 * step + 10 * micro + dist.get_rank()) / micro_steps
-            loss.backward()
-            losses.append(loss.item())
-        if not ours and clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        losses += passes(model, loss_of, step, micro_steps, None if ours else clip_norm)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer.step()
@@ -446,7 +453,7 @@ def recomputing(recompute: str | None, options: dict[str, Any], replans: bool = 
         parallel = mdcs.parallelize(
             model, optimizer, recompute=recompute, seconds=0.2, progress=False, timeout_s=30, **options
         )
-    losses = []
+    losses: list[float] = []
     for step in range(STEPS):
         if parallel is not None and replans and step == 2:
             parallel.replan()

@@ -21,7 +21,7 @@ from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.profiler.memory_bounds import whole_bytes
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
-from tests.mdcs.api.test_in_loop import OPTIMIZERS, Autoencoder, Block, Skipping, methods, texts
+from tests.mdcs.api.test_in_loop import OPTIMIZERS, Autoencoder, Block, Skipping, methods, passes, texts
 
 STEPS = 6
 
@@ -115,20 +115,13 @@ def train(
     torch.manual_seed(100 + dist.get_rank())
     loss_of = methods if name == "methods" else texts
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step)
-    losses = []
+    losses: list[float] = []
     for step in range(STEPS):
         if ours and step == replans > 0:
             parallel.replan()
         if name == "skipping":
             inner.left_out = (step % 3,) if dist.get_rank() else ()
-        for micro in range(micro_steps):
-            if not ours:
-                model.require_backward_grad_sync = micro == micro_steps - 1
-            loss = loss_of(model, 1000 * step + 10 * micro + dist.get_rank()) / micro_steps
-            loss.backward()
-            losses.append(loss.item())
-        if not ours and clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        losses += passes(model, loss_of, step, micro_steps, None if ours else clip_norm)
         made.step()
         schedule.step()
         made.zero_grad()
@@ -144,7 +137,7 @@ def train(
 
 
 def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What differs from DDP's, and the names of the units that the plan knows to be used elsewhere."""
+    """Differences from DDP's values, and the names of the units that the plan knows to be used elsewhere."""
     warnings.simplefilter("ignore")
     plain = {k: v for k, v in options.items() if k not in ("budget", "meta", "replans")}
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +229,7 @@ def refused(budget: int) -> tuple[str, int | None]:
 
 
 def test_a_budget_that_no_plan_can_keep_is_refused_on_every_rank(two):
-    """Of 22 kB of parameters and 45 of state each rank has a half, and the largest unit whole."""
+    """Each rank has a half of 22 kB of parameters and 45 of state, and the largest unit whole."""
     for said, smallest in two.run(refused, 20_000):
         assert said.startswith("the model (parameters and optimizer state alone) does not fit 20000 bytes: every plan needs more")
         assert smallest is not None and smallest > 30_000

@@ -69,7 +69,7 @@ def test_blocks_are_joined_into_fewer_messages_of_the_same_bytes(apart: bool) ->
 
 
 def test_only_blocks_that_follow_each_other_are_joined() -> None:
-    """Of four blocks the last two have their gradients early; of the pairs the second is torn apart on the way back."""
+    """The last two of four blocks have their gradients early; the second of the pairs is torn apart on the way back."""
     profile = chain(128)
     profile = replace(profile, units=(replace(profile.units[0], gradients=((64, 1.0), (64, 0.5))),))
     mix = PlanningProblem(Job(profile), None).mix([Strategy.zero2])

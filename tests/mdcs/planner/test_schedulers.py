@@ -123,7 +123,7 @@ def test_blocks_cover_their_unit(job: Job, block: int) -> None:
 
 
 def test_units_are_cut_where_a_parameter_ends_and_what_comes_first_is_sent_first() -> None:
-    """Of 16 multiples per rank; what is beyond the end of a parameter goes with the one before it, which comes later."""
+    """Blocks of 16 multiples per rank; what is beyond the end of a parameter goes with the one before it, which comes later."""
     profile = chain(1000, world=2)
     profile = replace(profile, units=(replace(profile.units[0], gradients=((230, 1.0), (300, 0.5), (470, 0.25))),))
     mix = StrategyAssignment(Job(profile), (dp,))

@@ -14,7 +14,7 @@ DGX = Cluster(16, 8, 235e9, 25e9, cards=8)
 
 
 def seconds(cluster: Cluster, kind: Kind, size: int) -> float:
-    """Of one message of ``size`` bytes, as the simulator takes it."""
+    """Seconds of one message of ``size`` bytes, as the simulator takes it."""
     link = cluster.link(size)
     return link.end(kind, NCCL.sent(kind, size, cluster.world, cluster.per_node), 0.0, 0.0)
 

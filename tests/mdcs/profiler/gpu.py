@@ -59,7 +59,7 @@ class Gpu(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def take_the_place_of_cuda(self, patch: pytest.MonkeyPatch) -> None:
-        """Of what calibration asks of torch.cuda and of the host's clock, and of memory on a GPU."""
+        """Stand in for all that profiling asks of torch.cuda, of the host's clock, and of memory on a GPU."""
         zeros = torch.zeros
         for name, value in {
             "Event": lambda **options: Event(self, **options),

@@ -130,7 +130,7 @@ def by_category_and_by_total() -> tuple[list[tuple[int, int]], list[tuple[int, i
 
 
 def test_activations_are_the_same_by_a_meter_that_knows_only_the_total(single: Ranks) -> None:
-    """What gradients take is not there before they are: it was subtracted from peaks that were over by then."""
+    """Bytes of gradients are not there before the gradients: they were subtracted from peaks that were over by then."""
     ((by_category, by_total, readings),) = single.run(by_category_and_by_total)
     assert by_total == by_category and all(peak > live for live, peak in by_total)
     warm_up, memory, first, second, *_ = readings

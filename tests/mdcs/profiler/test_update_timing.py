@@ -33,7 +33,7 @@ def test_a_copy_costs_what_the_device_takes_for_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_update_costs_what_the_device_takes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few elements it costs its kernels, though the host takes longer to launch them."""
+    """An update of few elements costs its kernels, though the host takes longer to launch them."""
     gpu = Gpu(kernel)
     gpu.take_the_place_of_cuda(monkeypatch)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)

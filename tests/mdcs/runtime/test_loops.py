@@ -83,7 +83,7 @@ READINGS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:
-    """What has the shape, type and device of a parameter, and none of its values: an EMA's first sum, a mask, noise."""
+    """Tensors with the shape, type and device of a parameter, and none of its values: an EMA's first sum, a mask, noise."""
     for p in parameters:
         made = [
             p.new_zeros(2, 3), p.new_ones(2), p.new_full((2,), 7.0), p.new_empty(3), p.new_tensor([1.0, 2.0]),
@@ -409,7 +409,7 @@ def test_what_would_not_be_trained_is_named_before_step_1(two: Ranks, what, mess
 
 
 def keep_a_view(strategy: str, anew: bool) -> str:
-    """Of a weight, since it was profiled; or in every forward ``anew``, which is another's affair."""
+    """A view of a weight, since it was profiled; or in every forward ``anew``, which is another's affair."""
     job = Job("tied", steps=1)
     with parallel_for(job, how(strategy)) as (made, parallel, _):
         one_step(made, parallel)
@@ -823,7 +823,7 @@ def test_several_models_in_one_process(two: Ranks, strategies):
 
 
 def idioms(strategy: str) -> list[str]:
-    """What a loop may do besides: named parameters, hooks on gradients, train and eval, zero_grad, progress in metadata."""
+    """Other things that a loop may do: named parameters, hooks on gradients, train and eval, zero_grad, progress in metadata."""
     job = Job("tied", steps=3)
     wanted = reference(job).state
     made = setup("tied")

@@ -149,7 +149,7 @@ def test_a_step_that_is_timed_is_one(optimizer: str):
 
 
 def test_a_schedule_acts_from_the_next_snapshot_on():
-    """What is updated in the next forward still belongs to the iteration before."""
+    """An update in the next forward still belongs to the iteration before."""
     updates, storage, mine, _, _ = job("sgd", "dp", 0, 0)
     before = storage.flat_params[0].clone()
     updates.freeze_options()

@@ -18,7 +18,7 @@ from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
 from mdcs.planner.budget_repair import repair
-from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
 from mdcs.planner.registry import SCHEDULERS
@@ -49,21 +49,27 @@ def plans(seed: int, *, latencies: bool = False) -> Iterator[tuple[PlanningProbl
         yield dataclasses.replace(problem, budget=budget), plan
 
 
+def rows_hold(problem: PlanningProblem, plan: Plan, width: int) -> StrategyDecision:
+    """Return what the model decides where its columns are the plan's, whose rows hold and whose cost is no more than its step."""
+    model = SlotModel(problem, fixed=plan.strategies, width=width)
+    values = model.values_of(plan)
+    assert values is not None, plan.scheduler
+    cost = sum(c * x for c, x in zip(model.program.costs, values, strict=True))
+    assert model.step_bound(cost) <= replay(plan).period_s * (1 + 1e-9)
+    return model.decide(values)
+
+
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_the_simulator_does_satisfies_the_rows_and_costs_no_less(seed: int, width: int) -> None:
     """So the optimum of the model, and of every coarser one, is a lower bound of the step time of any plan."""
     for problem, plan in plans(seed):
-        model = SlotModel(problem, fixed=plan.strategies, width=width)
-        values = model.values_of(plan)
-        assert values is not None, plan.scheduler
-        cost = sum(c * x for c, x in zip(model.program.costs, values, strict=True))
-        assert model.step_bound(cost) <= replay(plan).period_s * (1 + 1e-9)
+        rows_hold(problem, plan, width)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
-    """Of the strategies it chooses and the latencies it prices (of one message at a time), too."""
+    """Also of the strategies it chooses and the latencies it prices (of one message at a time)."""
     for problem, plan in plans(seed + 100, latencies=True):
         if problem.budget is None:
             continue

@@ -237,7 +237,7 @@ class Comparison:
 
     def _turn(self, number: int, candidate: Candidate) -> None:
         name = str(candidate)
-        folder = self.folder / "runs" / f"{number}-{_file_name(name)}"
+        folder = self.folder / "runs" / f"{number}-{self.candidates.index(candidate)}-{_file_name(name)}"
         outcome = jobs.run(candidate.config, folder, self.console, known=self.known, kind="compare", worker=self.module)
         if not outcome.ok:
             self.failed[name] = outcome.reason
@@ -320,9 +320,9 @@ def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
     for name, words in vary.items():
         try:
             parsed = parser.parse_overrides(shlex.split(words))
+            swept = [[*o.sweep_string_iterator()] if o.is_sweep_override() else [None] for o in parsed]
         except (HydraException, ValueError) as error:
             raise ConfigError(f"compare.vary.{name}", f"must be overrides KEY=VALUE …, got {words}") from error
-        swept = [[*o.sweep_string_iterator()] if o.is_sweep_override() else [None] for o in parsed]
         for values in itertools.product(*swept):
             chosen = [str(o.input_line) if value is None else f"{o.get_key_element()}={value}"
                       for o, value in zip(parsed, values, strict=True)]  # fmt: skip

@@ -273,9 +273,10 @@ def prediction_table(plan: Plan) -> Table:
 
 
 def bounds_table(plan: Plan) -> Table:
-    """Distance of the predicted step from lower bounds for all plans within the budget."""
+    """Distance of the predicted step from bounds for all plans within the budget that recompute as this one."""
     assert plan.prediction is not None
-    table = Table(title="no plan within the budget is faster than", title_justify="left", box=box.SIMPLE_HEAD)
+    title = f"no plan within the budget{_recomputing(plan)} is faster than"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("bound")
     table.add_column("ms", justify="right")
     table.add_column("this plan is above it by", justify="right")
@@ -307,13 +308,18 @@ def memory_table(plan: Plan) -> Table:
         table.add_row(category, f"{plan.prediction.memory[category] / MIB:.2f}", f"{size / MIB:.2f}")
     table.add_section()
     table.add_row("sum", f"{plan.prediction.peak_bytes / MIB:.2f}", f"{binding.bytes / MIB:.2f}")
-    table.add_row("floor: smallest feasible", f"{_floor(plan) / MIB:.2f}")
+    table.add_row(f"floor: smallest feasible{_recomputing(plan)}", f"{_floor(plan) / MIB:.2f}")
     table.add_row("budget", "unlimited" if plan.budget is None else f"{plan.budget / MIB:.2f}")
     return table
 
 
 def _floor(plan: Plan) -> int:
+    """Return the smallest feasible budget, with the plan's recomputation."""
     return floor_bytes(plan.job)
+
+
+def _recomputing(plan: Plan) -> str:
+    return " with this recomputation" if any(choice != NONE for choice in plan.recompute) else ""
 
 
 if __name__ == "__main__":

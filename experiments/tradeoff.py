@@ -167,6 +167,10 @@ def compared(config: Config) -> list[Config]:
 def _check_plane(config: Config) -> None:
     """Raise ConfigError if a plane is asked for and the job has nothing that can be divided in three."""
     if not config.tradeoff.plane:
+        if config.tradeoff.measure == "plane":
+            raise ConfigError("tradeoff.measure", "plane needs tradeoff.plane, the number of shares along an edge")
+        if config.budget.activation_share is not None:
+            raise ConfigError("budget.activation_share", "is set by mdcs curve itself: see tradeoff.plane")
         return
     if config.budget.gib is None and config.budget.over_floor is None:
         raise ConfigError("tradeoff.plane", "needs a budget to divide: set budget.gib or budget.over_floor")

@@ -162,7 +162,7 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def is_right(row: Row) -> bool:
-    """Whether the peak is at most the budget and the ledger's, registered bytes are the ledger's, and all are within 0.5 %.
+    """Whether the peak is at most the budget and the ledger's, registered bytes are the ledger's, and all are within `WITHIN`.
     """
     below = row["measured"] <= min(row["budget"], row["ledger"])
     return below and not row["registered_off"] and row["ledger"] - row["measured"] <= WITHIN * row["ledger"]
@@ -170,7 +170,7 @@ def is_right(row: Row) -> bool:
 
 def show(rows: list[Row]) -> None:
     """Print a row per run."""
-    table = Table(title="peak of a rank in MiB, two ranks", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="peak of a rank in MiB", title_justify="left", box=box.SIMPLE_HEAD)
     numbers = ("replay", "ledger", "measured", "of the ledger", "registered off by")
     for heading in ("model", "budget", "units", "recomputed", *numbers):
         table.add_column(heading, justify="left" if heading in ("model", "units", "recomputed") else "right")
@@ -187,7 +187,7 @@ def show(rows: list[Row]) -> None:
         floors = f"{row['kept_floor'] / MIB:.1f} to {row['floor'] / MIB:.1f} MiB ({row['floor'] / row['kept_floor'] - 1:+.0%})"
         console.print(f"{model}: the smallest feasible budget falls from {floors} by recomputation")
     right = f"{sum(map(is_right, rows))} of {len(rows)} right"
-    console.print(f"{right}: at most budget and ledger, registered bytes exact, all within 0.5 %")
+    console.print(f"{right}: at most budget and ledger, registered bytes exact, all within {WITHIN:.1%}")
 
 
 if __name__ == "__main__":

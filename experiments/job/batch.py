@@ -18,7 +18,7 @@ from experiments.job import run as jobs
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from mdcs.plan.plan import Plan
-from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit
+from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit, fastest_of
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profile.schema import Profile
 
@@ -45,8 +45,7 @@ class Found:
     @property
     def fastest(self) -> PlannedBatch:
         """The batch of most predicted samples per second."""
-        return max(self.batches, key=lambda each: each.samples_per_s)
-
+        return fastest_of(self.batches)
 
     def wanted(self, config: Config) -> PlannedBatch:
         """The batch that `batch.find` asks for."""

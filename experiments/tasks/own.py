@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 
 from experiments.tasks.inputs import Inputs
 from experiments.tasks.model import Model
@@ -38,6 +38,14 @@ class OwnModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.loss is not None and "_target_" not in self.loss:
+            raise OptionError("loss", f"must be null or a mapping with _target_, got {self.loss}")
+        for field in dataclasses.fields(self):
+            for target in _targets(getattr(self, field.name)):
+                try:
+                    get_object(target)
+                except (ImportError, AttributeError, ValueError) as error:
+                    raise OptionError(field.name, f"has _target_={target}: {' '.join(str(error).split())}") from error
         try:
             _ = self.inputs
         except (HydraException, TypeError, ValueError) as error:
@@ -65,6 +73,18 @@ class OwnModel(Model):
         return Task(built, cross_entropy if self.loss is None else instantiate(self.loss), self.blocks, self.inputs)
 
 
+def _targets(value: Any) -> Iterator[str]:
+    """Yield all `_target_` in a value, however nested."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield value["_target_"]
+        for inner in value.values():
+            yield from _targets(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _targets(inner)
+
+
 def class_of(builder: Callable[..., Any], target: str, given: Iterable[str]) -> type[OwnModel]:
     """The class of models that `builder` builds; its options are those of `OwnModel` and the builder's arguments.
 
@@ -78,8 +98,8 @@ def class_of(builder: Callable[..., Any], target: str, given: Iterable[str]) -> 
 
 @functools.cache
 def _class_of(builder: Callable[..., Any], target: str, more: frozenset[str]) -> type[OwnModel]:
-    taken = {field.name for field in dataclasses.fields(OwnModel)}
-    fields: list[Any] = [(name, Any, option(None, f"of {builder.__name__}")) for name in sorted(more - taken)]
+    taken, name_of = {field.name for field in dataclasses.fields(OwnModel)}, target.rpartition(".")[2]
+    fields: list[Any] = [(name, Any, option(None, f"of {name_of}")) for name in sorted(more - taken)]
     parameters = inspect.signature(builder).parameters.values()
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     for each in named:
@@ -89,10 +109,14 @@ def _class_of(builder: Callable[..., Any], target: str, more: frozenset[str]) ->
             continue
         limits = {"needed": True} if each.default is each.empty else {}
         default = None if each.default is each.empty else each.default
-        fields.append((each.name, Any, option(default, f"of {builder.__name__}", **limits)))
-    space = {"target": target, "builder": staticmethod(builder), "__module__": builder.__module__}
+        fields.append((each.name, Any, option(default, f"of {name_of}", **limits)))
+    used = {"target", "builder", *dir(OwnModel)} - {"checkpointing"}  # which a model may have
+    for name, *_ in fields:
+        if name in used:
+            raise ValueError(f"its argument {name} has a name that all models use")
+    space = {"target": target, "builder": staticmethod(builder), "__module__": getattr(builder, "__module__", __name__)}
     return dataclasses.make_dataclass(
-        builder.__name__, fields, bases=(OwnModel,), namespace=space, frozen=True, kw_only=True
+        name_of, fields, bases=(OwnModel,), namespace=space, frozen=True, kw_only=True
     )
 
 

@@ -177,7 +177,7 @@ def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 1
     for halved in range(1, largest.batch.bit_length()):
         ask(largest.batch >> halved)
     for _ in range(_ROUNDS):
-        known, best = sorted(found), _fastest(found.values()).batch
+        known, best = sorted(found), fastest_of(found.values()).batch
         at = known.index(best)
         for other in known[max(0, at - 1) : at + 2]:
             ask((best + other) // 2)
@@ -189,8 +189,9 @@ def fastest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) 
 
     Raises InfeasibleBudget as :func:`largest_batch` does.
     """
-    return _fastest(batches_that_fit(profile_of, make, at_most=at_most))
+    return fastest_of(batches_that_fit(profile_of, make, at_most=at_most))
 
 
-def _fastest(batches: Iterable[PlannedBatch]) -> PlannedBatch:
+def fastest_of(batches: Iterable[PlannedBatch]) -> PlannedBatch:
+    """Return the batch of most predicted samples per second."""
     return max(batches, key=lambda each: each.samples_per_s)

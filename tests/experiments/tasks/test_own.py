@@ -109,3 +109,29 @@ def test_a_mistake_is_one_line(target, overrides, line):
 def test_what_is_no_module_is_said():
     with pytest.raises(TypeError, match="no_module returned int, not a torch.nn.Module"):
         model(target="no_module").model.build()
+
+
+def reading(inputs=3):
+    return build(8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "line"),
+    [
+        (["model.loss=nonsense"], "build", "model.loss: must be null or a mapping with _target_, got nonsense"),
+        (["model.loss={_target_: no.such}"], "build", "model.loss: has _target_=no.such: "),
+        (["model.activation._target_=torch.nn.Gelu"], "build", "model.activation: has _target_=torch.nn.Gelu: "),
+        ([], "reading", f"model: _target_ {HERE}.reading: its argument inputs has a name that all models use"),
+    ],
+)
+def test_what_is_named_and_is_not_there_is_one_line_before_anything_starts(overrides, target, line):
+    with pytest.raises(ConfigError) as caught:
+        model("model.width=8", *overrides, target=target) if target == "build" else model(target=target)
+    assert str(caught.value).startswith(line)
+
+
+part = partial(build, 8)
+
+
+def test_a_partial_is_a_target_too():
+    assert model(target="part").model.name == "part"

@@ -34,7 +34,8 @@ class Line:
     """An engine under a budget.
 
     Times are those of :class:`mdcs.plan.times.StepTimes`. ratio: its step time as a multiple of the base's. predicted_s: that of
-    its plan. bound_s: no plan for its job, budget and recomputation is faster. processor_s: what a rank's threads compute in a step.
+    its plan. bound_s: no plan of its job, budget and recomputation is faster. processor_s: what a rank's threads compute in a
+    step.
     fits: whether no rank of any run held more than the budget; None where memory was not measured.
     """
 

@@ -122,7 +122,12 @@ class PlannedInLoop(Parallel):
         before = engine.retire("replan()")
         self._resumed_after += done
         self._earlier += done
-        self._run(Engine(self.model, self._all, plan, self.units, None, self._options, before))
+        try:
+            engine = Engine(self.model, self._all, plan, self.units, None, self._options, before)
+        except BaseException:
+            before.fail()
+            raise
+        self._run(engine)
         self.watch_gradients(*watched)
 
     def _stop_measuring(self) -> None:
@@ -172,7 +177,8 @@ class PlannedInLoop(Parallel):
         return plan
 
     def replan(self) -> None:
-        """Measure the next step, and go on with the plan that is made of it."""
+        """Measure the next step, or two of a run that was sharded from its start, and go on with the plan that is made of it.
+        """
         if self._first is not None:
             return
         engine, options = self._engine, self._options

@@ -81,6 +81,7 @@ def parallelize(
       calls parts of the model a batch is a function that runs the forward passes and returns the loss; then no profile is kept.
     - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
       True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
+      Nor is it where the model is sharded from the start.
     - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
     - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A whole
       one's first step counts them, and is an error if there are others; a given plan has them.
@@ -136,6 +137,10 @@ def parallelize(
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
+    if sharded and batches is not None:
+        raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")
+    if sharded and rule != KEEP:
+        raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
     if batches is not None:
@@ -146,10 +151,6 @@ def parallelize(
             if line:
                 print(f"mdcs: {line}", file=sys.stderr, flush=True)
     if sharded:
-        if batches is not None:
-            raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")
-        if rule != KEEP:
-            raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
         run._run_sharded(model, optimizers, micro_steps or 1)
         return run
     run._micro_steps = micro_steps

@@ -44,6 +44,7 @@ class UseTracker(TorchDispatchMode):
 
     def see(self, tensor: Tensor, func: Any) -> None:
         """Look at an argument of the operator ``func``, which has not run yet."""
+        raise NotImplementedError
 
 
 class AliasTracker(UseTracker):

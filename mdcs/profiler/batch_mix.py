@@ -44,9 +44,9 @@ def mix(profiles: Sequence[Profile]) -> Profile:
 
 
 def largest(profiles: Sequence[Profile]) -> int:
-    """Return the number of the batch that needs the most memory; of equal ones that with recomputation, or the slowest."""
+    """Return the number of the batch that needs the most memory, of equal ones the slowest: one with recomputation was it."""
     numbers = range(len(profiles))
-    return max(numbers, key=lambda i: (_peak(profiles[i]), len(profiles[i].recompute), total_s(profiles[i])))
+    return max(numbers, key=lambda i: (bool(profiles[i].recompute), _peak(profiles[i]), total_s(profiles[i])))
 
 
 def _peak(profile: Profile) -> int:

@@ -369,11 +369,11 @@ class Engine:
 
     def retire(self, call: str) -> Handover:
         """Stop between two steps, for this ``call`` of the loop; return what gives the units to the next run. Collective."""
-        problem = self._give_up("close()")
+        problem = self._give_up(call)
         if problem is not None:
             raise RunError(f"rank {self.rank}: {call}: {problem}")
         self._leave_model()
-        return Handover(self.storages, self.unsharder, self.optimizer_state, functools.partial(self.end, "a new plan has them"))
+        return Handover(self.storages, self.unsharder, self.optimizer_state, self.end)
 
     def _leave_model(self) -> None:
         if self.plan.budget is not None:

@@ -69,7 +69,7 @@ class Gradients:
         self._check("clip_grad_value_", "clip_value", clip_value, self._options.clip_value)
 
     def _check(self, call: str, option: str, value: float, limit: float | None, more: str = "") -> None:
-        if limit is None or float(value) != limit:
+        if limit is None or not math.isclose(float(value), limit, rel_tol=1e-6):  # it may be a tensor of floats
             so_far = "was started without clipping" if limit is None else f"clips at {limit:g}"
             raise RunError(
                 f"{call}({value:g}): this run {so_far}: write parallelize(…, {option}={value:g}){more if limit is None else ''}"

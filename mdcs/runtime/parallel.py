@@ -177,8 +177,9 @@ class Parallel(Gradients, OptimizerDicts):
         """Measure the next step, and go on with the plan that is made of it.
 
         Call it on every rank, between two steps. The measured step runs as with DistributedDataParallel, with the whole
-        model on every rank, above the budget if need be. Weights, optimizer state, buffers and schedules go on bit for bit.
-        Gradients that are watched, and peaks of memory, begin anew. Raises RunError where updates have masters.
+        model on every rank, above the budget if need be; of a run that was sharded from its start two steps are measured,
+        as it is. Weights, optimizer state, buffers and schedules go on bit for bit. Gradients that are watched, and peaks of
+        memory, begin anew. Raises RunError where updates have masters, and for runs with ``emulate`` or ``group``.
         """
         raise RunError("replan() needs a run that mdcs.parallelize() started")
 

@@ -12,7 +12,7 @@ from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.validation import THAWED
 
-_CONVERSIONS = {"to", "cpu", "cuda", "type", "half", "bfloat16", "float", "double", "_to", "to_empty"}
+_CONVERSIONS = {"to", "cpu", "cuda", "type", "half", "bfloat16", "float", "double"}
 
 
 class ParameterAccess:

@@ -22,7 +22,7 @@ CALLS = (
     "optimizer_state_dict()", "replan()", "resume()", "state_dict()", "the broadcast of buffers",
     SIDE_PASS,
 )  # fmt: skip
-"""The collective calls of the training threads that :meth:`Groups.tell` can compare."""
+"""The collective calls of the training threads that :meth:`ProcessGroups.agree_on_call` can compare."""
 
 _RANK_ZERO = {"optimizer_state_dict()": "optimizer.state_dict() gathers from all ranks, so never under `if rank == 0:` alone; "}
 """By call, what a loop may have written instead of it."""

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import sharded_start
+from mdcs.api import in_loop, sharded_start
 from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.profiler.memory_bounds import whole_bytes
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.handover import Handover
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
 from tests.mdcs.api.test_in_loop import OPTIMIZERS, Autoencoder, Block, Skipping, methods, passes, texts
@@ -296,6 +298,34 @@ def left_after_forward() -> list[str]:
 
 def test_a_model_is_whole_again_after_a_loop_that_ends_after_a_forward_pass(two):
     assert two.run(left_after_forward) == [[], []]
+
+
+def without_a_next_engine() -> str:
+    with torch.device("meta"):
+        model = blocks()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def full(*arguments: Any) -> Engine:
+        """Fail as a device without memory does, in the place of the engine of the plan that was measured for."""
+        if isinstance(arguments[-1], Handover):
+            raise RuntimeError("out of memory")
+        return Engine(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(in_loop, "Engine", full)
+        with mdcs.parallelize(model, optimizer, progress=False, timeout_s=30) as parallel:
+            for step in range(2):
+                texts(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    with pytest.raises(mdcs.RunError) as error:
+        model[0].weight.norm()  # type: ignore[operator]
+    parallel.close()
+    return str(error.value)
+
+
+def test_parameters_of_a_run_whose_next_one_could_not_be_made_are_not_read(two):
+    assert all("planning anew failed" in said for said in two.run(without_a_next_engine))
 
 
 class Keeping(nn.Module):

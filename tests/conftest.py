@@ -1,9 +1,12 @@
 """Settings of all tests."""
 
+import os
 import signal
+import time
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -16,8 +19,45 @@ LONG = (
 """Files that take longest: they come first, so that no process has one of them left when the others have ended."""
 
 
+UNTIL = float(os.environ.get("MDCS_TESTS_UNTIL", "inf"))
+"""When no more test begins, in seconds since 1970: CI has its own limit, and what it has run by then shall count."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > UNTIL:
+        pytest.skip("no time left (MDCS_TESTS_UNTIL)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+class SurvivesCrashes(LoadFileScheduling):
+    """A file at a time, as xdist's own; but a worker process that dies fails its test, and its other tests run elsewhere.
+
+    xdist 3.8 runs the fatal test again, which ends the next worker, and then waits for ever.
+    """
+
+    def remove_node(self, node):
+        units = self.assigned_work.pop(node)
+        fatal = next((test for unit in units.values() for test, done in unit.items() if not done), None)
+        for unit in units.values():
+            if fatal in unit:
+                unit[fatal] = True
+        left = {file: unit for file, unit in units.items() if not all(unit.values())}
+        self.workqueue.update(left)
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return fatal
+
+    def _reschedule(self, node):
+        if node in self.registered_collections:  # a new worker has collected its tests only later
+            super()._reschedule(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return SurvivesCrashes(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 # A shell's background job ignores it, and so would the programs that are interrupted here.

@@ -77,14 +77,14 @@ def swept(frame: pd.DataFrame | pd.Series) -> list[str]:
 
 def label(row: pd.Series | dict, *, without: str = "") -> str:
     """How a run was made, in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in it,
-    nor the setting `without`.
+    nor the setting `without`, nor an option that is none.
     """
     strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
     words = [strategy] if strategy == scheduler else [strategy, scheduler]
     if pd.notna(row["cross_iteration"]) and not row["cross_iteration"]:
         words.append("barrier")
     keys = [str(key) for key in dict(row) if "." in str(key)]
-    told = [key for key in keys if key != without and not is_seed(key) and pd.notna(row[key])]
+    told = [key for key in keys if key != without and not is_seed(key) and pd.notna(row[key]) and row[key] != "none"]
     return " · ".join([*words, *(f"{short(key, keys)}={value(row[key])}" for key in told)])
 
 

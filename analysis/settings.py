@@ -7,8 +7,10 @@ from typing import Any
 
 
 def short(key: str, keys: Iterable[str]) -> str:
-    """The key without its group, where no other of the keys ends alike."""
-    last = key.rpartition(".")[2]
+    """The key without its group, where no other of the keys ends alike. The name of a group's option is the group, as typed."""
+    group, _, last = key.rpartition(".")
+    if last == "name":
+        return group
     return key if sum(other.rpartition(".")[2] == last for other in keys) > 1 else last
 
 

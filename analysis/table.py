@@ -114,7 +114,7 @@ def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str
         collapse_padding=True,
         pad_edge=False,
     )
-    swept = {key: key.replace(".", "\n", 1) for key in ask.swept(rows) if rows[key].notna().any()}
+    swept = {key: key.removesuffix(".name").replace(".", "\n", 1) for key in ask.swept(rows) if rows[key].notna().any()}
     headings = {name: heading for name, heading in {**_HEADINGS, **swept}.items() if name not in without}
     order = ("strategy", "scheduler", *swept)
     headings = {name: headings[name] for name in (*order, *(name for name in headings if name not in order))}

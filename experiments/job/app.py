@@ -360,7 +360,7 @@ def _exit_code(session: Session) -> int:
 
 
 _NAMED = (
-    "model", "strategy", "scheduler", "engine", "budget", "budget.gib", "budget.over_floor", "budget.schedule_share",
+    "model", "strategy", "scheduler", "recompute", "engine", "budget", "budget.gib", "budget.over_floor", "budget.schedule_share",
     "budget.activation_share", "cluster.ranks", "run.name",
 )  # fmt: skip
 """Keys that a run's name contains in any case."""

@@ -114,6 +114,12 @@ def test_a_swept_setting_tells_runs_apart_and_what_is_alike_does_not(run_writer)
     assert repeated(frame) == [] and setting_axis(frame) == "scheduler.bucket_mib"
 
 
+def test_an_option_of_a_group_is_named_as_it_is_typed_and_none_is_not_told(run_writer):
+    for rule in ("none", "planned"):
+        run_writer(rule, strategy="fsdp", scheduler="dear", settings={"recompute.name": rule, "run.steps": 12})
+    assert list(series(load_sweep(run_writer.sweep))) == ["fsdp · dear", "fsdp · dear · recompute=planned"]
+
+
 def test_settings_are_compared_among_runs_that_choose_alike(run_writer):
     """Each strategy has its own way to be told; a null that was asked for is not the same as no such key."""
     run_writer("0", strategy="greedy", settings={"strategy.trials": 1})

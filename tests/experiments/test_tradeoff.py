@@ -143,3 +143,21 @@ def test_a_point_s_job_keeps_the_rest_of_the_budget():
         config = compose_config(["budget.over_floor=0.5", "budget.exceeded=raise", "budget.reserve_mib=3"])
     job = program.Planner(config, None, 0).job(2**30, 0.25, 0.5)
     assert job.budget == BudgetConfig(1.0, None, 0.25, 0.5, reserve_mib=3, exceeded="raise")
+
+
+def test_of_a_plane_its_corners_middle_and_stop_point_are_measured(tmp_path):
+    profile = json.loads(PROFILE.read_text())
+    use = {"forward": 1, "backward": 0, "freed": 90, "seconds": 0.001, "peak": 190}
+    profile["recompute"] = [{"unit": 1, "choice": "full", "uses": [use]}]
+    (tmp_path / "recomputing.json").write_text(json.dumps(profile))
+    asked = ("recompute=planned", "tradeoff.plane=4", "tradeoff.measure=plane", "tradeoff.budgets=[]", "tradeoff.sweep=false")
+    done = tradeoff(tmp_path, *asked, "profile.path=recomputing.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    plane = points(tmp_path, "plane")
+    measured = {(p["schedule_share"], p["activation_share"]): p for p in plane if p["measured"]}
+    corners_and_middle = {(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1 / 3, 0.5)}
+    assert len(plane) == 10 and corners_and_middle <= set(measured)
+    assert set(measured) - corners_and_middle <= {(p["schedule_share"], p["activation_share"]) for p in plane if p["stop_point"]}
+    assert all(p["predicted"] and p["measured"]["step_s"] == 0.1 for p in measured.values())
+    assert not any(p["measured"] for p in points(tmp_path, "curve"))
+    assert done.stdout.count(" 100.0 ") == len(measured) and (tmp_path / "out/plane.png").stat().st_size > 1000

@@ -17,6 +17,7 @@ from analysis.page import write_page
 from analysis.report import write_report, write_trace
 from analysis.sources import WANDB, runs
 from analysis.table import print_table
+from analysis.wandb_report import write_report as write_wandb_report
 
 _SOURCE = "a sweep's or a run's folder (runs are found at any depth), one of offline W&B runs, or wandb:ENTITY/PROJECT[/GROUP]"
 
@@ -75,6 +76,11 @@ def _trace(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     print(f"wrote {write_trace(load_run(options.run), options.output or options.run / 'trace.json')}")
 
 
+def _wandb(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("source", help="a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP")
+    print(write_wandb_report(parser.parse_args(arguments).source))
+
+
 def _folder(source: str) -> Path:
     return Path() if source.startswith(WANDB) else Path(source)
 
@@ -90,6 +96,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser, Sequence[str]], No
         _notebooks, "Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files."
     ),
     "trace": (_trace, "Write a run's period, predicted and measured, as a trace for https://ui.perfetto.dev."),
+    "wandb": (_wandb, "Write a sweep's report on W&B's server, with predictions beside measurements, and print its address."),
 }  # fmt: skip
 
 

@@ -8,8 +8,7 @@ import pandas as pd
 
 from analysis import wandb_runs
 from analysis.load import load_sweep, run_folders, table_of
-
-WANDB = "wandb:"
+from analysis.wandb_report import WANDB
 
 
 def runs(source: str | Path) -> pd.DataFrame:

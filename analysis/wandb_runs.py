@@ -106,7 +106,8 @@ def _records(path: Path) -> Iterator[bytes]:
 
 def _run(folder: Path, config: Mapping[str, Any], history: list[dict[str, Any]], summary: Mapping[str, Any]) -> Run:
     """A run as :func:`analysis.load.load_run` has it: `config` has its job and start events."""
-    rows = [nested({_KEYS.get(key, key.removeprefix("train/")): value for key, value in row.items()}) for row in history]
+    rows = [nested({_KEYS.get(key, key.removeprefix("train/")): value for key, value in row.items()
+                    if not key.startswith("predicted/")}) for row in history]  # fmt: skip
     last = nested(summary)
     status = last.get("status")
     return Run(

@@ -95,6 +95,7 @@ class Follower:
 
     def __init__(self, config: Config, folder: Path, kind: str, identity: str) -> None:
         self._folder, self._aside = folder, None
+        self._used = () if config.profile.path is None else ("profile",)
         self._past = former(folder) if config.tracker.shows else []
         if config.tracker.shows:
             self._aside = _beside(config, _shown(config, folder, kind, identity))
@@ -119,7 +120,7 @@ class Follower:
         if self._aside is not None:
             for kind in _DOCUMENTS:
                 if (file := self._folder / f"{kind}.json").is_file():
-                    self._aside.call("document", kind, file)
+                    self._aside.call("document", kind, file, kind in self._used)
             self._aside.finish(ok)
 
 

@@ -66,16 +66,17 @@ class Aside:
                 if method == "finish":
                     return
         except Exception as error:  # a tracker may raise anything; training continues
-            reason = " ".join(_without_secrets(str(error)).split()) or "no reason given"
             what = "start" if self._doing is None else self._doing[0]
-            self._failure = f"could not {what}, the run goes on without it: {type(error).__name__}: {reason}"
+            self._failure = f"could not {what}, the run goes on without it: {one_line(error)}"
 
 
 _WORDS = {"event": "log", "finish": "finish"}
 
 
-def _without_secrets(text: str) -> str:
+def one_line(error: Exception) -> str:
+    """An error's type and text, without secrets."""
+    text = str(error)
     for name in SECRETS:
         if secret := os.environ.get(name):
             text = text.replace(secret, f"${name}")
-    return text
+    return f"{type(error).__name__}: {' '.join(text.split()) or 'no reason given'}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, train_values
+from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, predicted_values, train_values
 
 FOLDER = "tensorboard"
 
@@ -34,6 +34,7 @@ class TensorBoardMirror(Mirror):
 
         folder = run.folder / FOLDER
         shutil.rmtree(folder, ignore_errors=True)
+        self._predicted: dict[str, Any] = {}
         self._writer: Any = SummaryWriter(str(folder))
         self._text("config", run.config)
         self._text("run", {"id": run.id, "name": run.name, "group": run.group, "kind": run.kind})
@@ -42,11 +43,12 @@ class TensorBoardMirror(Mirror):
         """Write numbers of steps and evaluations as curves, other events as text."""
         name = event["event"]
         if name == "step":
-            self._scalars(train_values(event), int(event["step"]))
+            self._scalars(train_values(event) | self._predicted, int(event["step"]))
         elif name == "eval":
             values = {key: value for key, value in event.items() if key not in ("event", "step")}
             self._scalars(flat(values, "eval/"), int(event["step"]))
         else:
+            self._predicted = predicted_values(event) or self._predicted
             self._text(name, event)
         self._writer.flush()
 
@@ -58,7 +60,7 @@ class TensorBoardMirror(Mirror):
         for file in files:
             self._writer.add_image(file.stem, np.asarray(Image.open(file).convert("RGB")), dataformats="HWC")
 
-    def document(self, kind: str, file: Path) -> None:
+    def document(self, kind: str, file: Path, used: bool) -> None:
         """Add the path of the file, which is in the same folder as the event files."""
         self._writer.add_text(kind, str(file))
 

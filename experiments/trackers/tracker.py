@@ -47,8 +47,8 @@ class Mirror:
     def pictures(self, files: Sequence[Path]) -> None:
         """Show PNG files."""
 
-    def document(self, kind: str, file: Path) -> None:
-        """Show a file that describes the run: its "profile" or its "plan"."""
+    def document(self, kind: str, file: Path, used: bool) -> None:
+        """Show a file that describes the run: its "profile" or its "plan". used: another run has made it."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Show a sweep's table, a row per run."""
@@ -106,3 +106,8 @@ _CHARTS = {"loss": "loss_rank0"}
 def train_values(step: Event) -> dict[str, Any]:
     """Values of a step event by the names of charts: train/step, train/step_s, train/bytes/AR. The loss is rank 0's."""
     return flat({_CHARTS.get(key, key): value for key, value in step.items() if key != "event"}, "train/")
+
+
+def predicted_values(start: Event) -> dict[str, Any]:
+    """Predicted values of a start event, for charts beside those of `train_values`: predicted/step_s; none for other events."""
+    return {f"predicted/{key}": value for key, value in start.get("predicted", {}).items() if isinstance(value, (int, float))}

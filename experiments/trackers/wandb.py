@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import netrc
 import os
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, train_values
+from experiments.trackers.aside import one_line
+from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, predicted_values, train_values
 from mdcs.options import option
 
 STEP = "train/step"
@@ -33,7 +36,11 @@ class Wandb(Tracker):
         None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
     )
 
-    timeout_s: float = option(30.0, "an answer that takes longer, uploads included, is not waited for", above=0)
+    private: bool = option(False, "true: the config and the run's events alone; no system metrics, commit, command line or host")
+    timeout_s: float = option(
+        30.0, "an answer that takes longer, uploads included, is not waited for; a start for half of it, then the run is offline",
+        above=0,
+    )  # fmt: skip
 
     @property
     def patience_s(self) -> float:
@@ -45,33 +52,51 @@ class Wandb(Tracker):
         return WandbMirror(self, run)
 
 
+_UNREACHED: list[str] = []
+"""Why W&B was not reached. Later runs of this process are then offline at once."""
+
+
 class WandbMirror(Mirror):
-    """One run of W&B."""
+    """One run of W&B. A run that cannot be online is offline, with a warning that says how to send it."""
 
     def __init__(self, tracker: Wandb, run: Shown) -> None:
+        own = run.id if tracker.id is None or run.kind == "sweep" else tracker.id
+        mode = tracker.mode or ("offline" if _UNREACHED else default_mode(os.environ))
+        try:
+            self._begin(tracker, run, own, mode)
+        except Exception as error:  # no network, a wrong key, no such entity: W&B raises several types
+            if mode != "online":
+                raise
+            _UNREACHED.append(one_line(error))
+            # W&B still holds the id. The offline copy is whole, so it must not be sent into a run that has been online.
+            self._begin(tracker, run, f"{own}-offline", "offline")
+            send = f"wandb sync {run.folder}/wandb/offline-run-*"
+            warnings.warn(f"W&B cannot be reached, runs are kept offline ({send} sends this one): {_UNREACHED[0]}", stacklevel=2)
+
+    def _begin(self, tracker: Wandb, run: Shown, own: str, mode: str) -> None:
         import wandb
 
         self._wandb: Any = wandb
-        resumes = bool(run.config.get("run", {}).get("resume"))
-        mode = tracker.mode or default_mode(os.environ)
-        self._kept = resumes and mode == "online"
-        own = run.id if tracker.id is None or run.kind == "sweep" else tracker.id
+        self._predicted: dict[str, Any] = {}
+        self._offline = mode == "offline"
+        self._kept = mode == "online" and bool(run.config.get("run", {}).get("resume"))
         if not self._kept:  # the run is written anew: remove its offline files, so that they are not sent twice
             for former in run.folder.glob(f"wandb/offline-run-*-{own}"):
                 shutil.rmtree(former)
+        private = tracker.private
+        place: dict[str, Any] = {"host": "private"} if private else {"git_root": str(Path(__file__).resolve().parents[2])}
         self._run = self._wandb.init(
             project=tracker.project, entity=tracker.entity, group=tracker.group or run.group, job_type=run.kind, id=own,
             name=run.name, dir=str(run.folder), mode=mode, config=dict(run.config),
             resume="allow" if self._kept else None, reinit="create_new", save_code=False,
             settings=wandb.Settings(
-                console="off", silent=True, init_timeout=tracker.timeout_s, finish_timeout=tracker.timeout_s,
-                # W&B would collect more than the config by itself: arguments, git remotes, the host.
-                disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
-                x_save_requirements=False, host="not told",
+                console="off", silent=True, init_timeout=tracker.timeout_s / 2, finish_timeout=tracker.timeout_s,
+                disable_git=private, x_disable_meta=private, x_disable_stats=private, x_disable_machine_info=private,
+                x_save_requirements=not private, **place,
             ),
         )  # fmt: skip
         self._run.define_metric(STEP)
-        for names in ("train/*", "eval/*"):
+        for names in ("train/*", "eval/*", "predicted/*"):
             self._run.define_metric(names, step_metric=STEP)
 
     def past(self, steps: Sequence[Event]) -> None:
@@ -84,10 +109,11 @@ class WandbMirror(Mirror):
         values = {key: value for key, value in event.items() if key != "event"}
         match event["event"]:
             case "step":
-                self._run.log(train_values(event))
+                self._run.log(train_values(event) | self._predicted)
             case "eval":
                 self._run.log({STEP: values.pop("step"), **flat(values, "eval/")})
             case "job" | "start" as name:
+                self._predicted = predicted_values(event)
                 self._run.config.update({name: values}, allow_val_change=True)
             case _:
                 self._run.summary.update(flat(values))
@@ -97,11 +123,16 @@ class WandbMirror(Mirror):
         if files:
             self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
 
-    def document(self, kind: str, file: Path) -> None:
-        """Log the file as an artifact, named by its kind and the run's id."""
-        artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
-        artifact.add_file(str(file))
-        self._run.log_artifact(artifact)
+    def document(self, kind: str, file: Path, used: bool) -> None:
+        """Log the file as an artifact that the run made or used. Its name is its content's, so equal files are sent once."""
+        artifact = self._wandb.Artifact(f"{kind}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}", type=kind)
+        artifact.add_file(str(file), name=f"{kind}.json")
+        if not used:
+            self._run.log_artifact(artifact)
+        elif self._offline:  # use_artifact refuses, but records the same way
+            self._run._log_artifact(artifact, is_user_created=True, use_after_commit=True)
+        else:
+            self._run.use_artifact(artifact)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Log the table, and a plot of step time over budget for runs that have both."""
@@ -133,24 +164,3 @@ def default_mode(env: Mapping[str, str]) -> str:
         return "offline"
     return "online" if any("wandb" in host for host in hosts) else "offline"
 
-
-def report(entity: str, project: str, group: str, title: str) -> str:
-    """Write a report of a sweep's online runs: step time over budget, curves of steps, the table. Return its address.
-
-    Needs an account, wandb-workspaces, and network: W&B keeps reports only on its server.
-    """
-    import wandb_workspaces.reports.v2 as reports
-
-    step_s = reports.SummaryMetric("step_s/median")
-    runs = reports.Runset(entity=entity, project=project, name=title, filters=f"Group == '{group}' and JobType == 'train'")
-    panels: list[Any] = [
-        reports.ScatterPlot(title="step time over budget", x=reports.Config("start.budget_bytes"), y=step_s),
-        reports.ScatterPlot(title="overlap over share of the schedule", x=reports.Config("job.schedule_share"),
-                            y=reports.SummaryMetric("overlap_ratio")),
-        reports.LinePlot(title="step time", x=STEP, y=["train/step_s"]),
-        reports.LinePlot(title="exposed communication", x=STEP, y=["train/exposed_s"]),
-        reports.LinePlot(title="overlap ratio", x=STEP, y=["train/overlap_ratio"]),
-    ]  # fmt: skip
-    made = reports.Report(entity=entity, project=project, title=title, blocks=[reports.PanelGrid(runsets=[runs], panels=panels)])
-    made.save()
-    return str(made.url)

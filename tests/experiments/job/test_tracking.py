@@ -89,8 +89,8 @@ class Listening(Mirror):
         name = event["event"]
         self.heard.append((name, event["step"]) if name == "eval" else event.get("step", name))
 
-    def document(self, kind, file):
-        self.heard.append((kind, file.name))
+    def document(self, kind, file, used):
+        self.heard.append((kind, file.name, used))
 
     def table(self, columns, rows):
         self.heard.append(dict(zip(columns, rows[0], strict=True)))
@@ -131,7 +131,7 @@ def follow(config: Config, folder: Path, *events: dict, kind: str = "train") -> 
 def test_a_run_goes_by_its_hash_and_its_sweep_with_its_plan(tmp_path, config):
     (tmp_path / "plan.json").write_text("{}")
     run, said = follow(config, tmp_path, {"event": "job"}, STEP, {"event": "summary"})
-    assert said == ["job", 1, "summary", ("plan", "plan.json"), True]
+    assert said == ["job", 1, "summary", ("plan", "plan.json", False), True]
     assert run.id.rpartition("-")[0] == identity_of(config)
     assert (run.group, run.kind, run.name) == (sweep_hash("multirun/today"), "train", "mine")
     assert run.config["model"]["depth"] == 4

@@ -46,10 +46,14 @@ class Read:
         self.history: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self.artifacts: dict[str, list[str]] = {}
+        self.artifacts: dict[str, tuple[str, list[str], bool]] = {}
+        """By type: name, files, and whether the run uses it."""
         self.metrics: dict[str, str] = {}
         self.exit_code: int | None = None
+        self.environment: list[Any] = []
+        self.kinds: set[str] = set()
         for record in whole(file):
+            self.kinds.add(record.WhichOneof("record_type"))
             match record.WhichOneof("record_type"):
                 case "run":
                     self.run = record.run
@@ -63,7 +67,11 @@ class Read:
                 case "metric":
                     self.metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
                 case "artifact":
-                    self.artifacts[record.artifact.type] = [entry.path for entry in record.artifact.manifest.contents]
+                    made = record.artifact
+                    files = [entry.path for entry in made.manifest.contents]
+                    self.artifacts[made.type] = made.name, files, made.use_after_commit
+                case "environment":
+                    self.environment.append(record.environment)
                 case "exit":
                     self.exit_code = record.exit.exit_code
 

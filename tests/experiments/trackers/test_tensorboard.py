@@ -31,12 +31,15 @@ def test_steps_evaluations_texts_and_pictures(tmp_path):
 
     Image.new("RGB", (6, 4)).save(tmp_path / "timeline.png")
     read = told(
-        tmp_path, ("event", {"event": "job", "model": "mlp"}), ("event", STEP), ("event", {**STEP, "step": 2, "step_s": 0.1}),
+        tmp_path, ("event", {"event": "job", "model": "mlp"}),
+        ("event", {"event": "start", "predicted": {"step_s": 0.3}}), ("event", STEP),
+        ("event", {**STEP, "step": 2, "step_s": 0.1}),
         ("event", {"event": "eval", "step": 2, "loss": 2.0}), ("event", {"event": "summary", "step_s": {"median": 0.1}}),
-        ("pictures", [tmp_path / "timeline.png"]), ("document", "plan", tmp_path / "plan.json"),
+        ("pictures", [tmp_path / "timeline.png"]), ("document", "plan", tmp_path / "plan.json", False),
         ("table", ("name", "step_s"), [["a", 0.2], ["b", None]]),
     )  # fmt: skip
     assert [(e.step, e.value) for e in read.Scalars("train/step_s")] == [(1, pytest.approx(0.2)), (2, pytest.approx(0.1))]
+    assert [e.value for e in read.Scalars("predicted/step_s")] == pytest.approx([0.3, 0.3])
     assert [e.value for e in read.Scalars("train/bytes/AR")] == [10, 10]
     assert [(e.step, e.value) for e in read.Scalars("eval/loss")] == [(2, 2.0)]
     assert "train/peak_bytes" not in read.Tags()["scalars"]

@@ -1,5 +1,9 @@
 """The real W&B, offline: what it has written is read back. What it does online is asked of a stand-in."""
 
+import dataclasses
+import hashlib
+import platform
+import subprocess
 import sys
 import types
 import warnings
@@ -7,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from experiments.trackers import wandb as tracked
 from experiments.trackers.aside import Aside
 from experiments.trackers.tracker import Shown
-from experiments.trackers.wandb import Wandb, default_mode, report
+from experiments.trackers.wandb import Wandb, default_mode
 from tests.experiments.trackers.offline import Read
 
 STEP = {"event": "step", "step": 1, "loss": 2.5, "step_s": 0.2, "overlap_ratio": 0.5, "bytes": {"AR": 10}, "peak_bytes": None}
+PREDICTED = {"step_s": 0.1, "memory": {"total": 7}}
 OFFLINE = Wandb(mode="offline", timeout_s=120)
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
 
@@ -53,11 +59,11 @@ def read(tmp_path_factory):
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("artifacts")))
         told(
             shown(folder), OFFLINE, ("event", {"event": "job", "model": "mlp"}),
-            ("event", {"event": "start", "predicted": {"step_s": 0.1}}), ("event", STEP), ("event", {**STEP, "step": 2}),
+            ("event", {"event": "start", "predicted": PREDICTED}), ("event", STEP), ("event", {**STEP, "step": 2}),
             ("event", {"event": "eval", "step": 2, "loss": 2.0}),
             ("event", {"event": "summary", "status": "ok", "step_s": {"median": 0.1}}),
-            ("pictures", [folder / "timeline.png"]), ("document", "profile", folder / "profile.json"),
-            ("document", "plan", folder / "plan.json"),
+            ("pictures", [folder / "timeline.png"]), ("document", "profile", folder / "profile.json", True),
+            ("document", "plan", folder / "plan.json", False),
         )  # fmt: skip
     return folder, Read(folder)
 
@@ -73,20 +79,24 @@ def test_steps_and_evaluations_are_over_the_training_step(read):
     curves = [(row["train/step"], row["train/overlap_ratio"], row["train/bytes/AR"]) for row in steps]
     assert curves == [(1, 0.5, 10), (2, 0.5, 10)]
     assert "train/peak_bytes" not in steps[0]
+    assert [{key: row[key] for key in row if key.startswith("predicted/")} for row in steps] == [{"predicted/step_s": 0.1}] * 2
     [evaluated] = [row for row in read[1].history if "eval/loss" in row]
     assert (evaluated["train/step"], evaluated["eval/loss"]) == (2, 2.0)
-    assert read[1].metrics == {"train/step": "", "train/*": "train/step", "eval/*": "train/step"}
+    assert read[1].metrics == {"train/step": "", "train/*": "train/step", "eval/*": "train/step", "predicted/*": "train/step"}
 
 
 def test_what_was_asked_for_is_the_config_and_how_it_ended_the_summary(read):
     assert read[1].config["model"] == {"depth": 4}
-    assert read[1].config["start"] == {"predicted": {"step_s": 0.1}} and read[1].config["job"] == {"model": "mlp"}
+    assert read[1].config["start"] == {"predicted": PREDICTED} and read[1].config["job"] == {"model": "mlp"}
     assert read[1].summary["step_s/median"] == 0.1
 
 
-def test_plan_and_profile_are_artifacts_and_pictures_are_there(read):
+def test_plan_and_profile_are_artifacts_named_by_content_and_pictures_are_there(read):
     folder, run = read
-    assert run.artifacts["plan"] == ["plan.json"] and run.artifacts["profile"] == ["profile.json"]
+    content = hashlib.sha256(b"{}").hexdigest()[:12]
+    assert run.artifacts == {
+        "profile": (f"profile-{content}", ["profile.json"], True), "plan": (f"plan-{content}", ["plan.json"], False)
+    }  # fmt: skip
     assert list(folder.glob("wandb/*/files/media/images/timeline_*.png"))
 
 
@@ -97,10 +107,11 @@ def test_no_key_is_in_any_file(read):
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_neither_the_host_nor_its_packages_are_told(read):
-    folder, run = read
-    assert run.run.host == "not told"
-    assert not list(folder.glob("wandb/*/files/requirements.txt")) and not list(folder.glob("wandb/*/files/wandb-metadata.json"))
+def test_the_commit_the_command_and_the_host_are_told(read):
+    here = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    run = read[1]
+    assert (run.run.git.commit, run.run.host) == (here, platform.node())
+    assert list(run.environment[0].args) == sys.argv[1:] and "stats" in run.kinds
 
 
 def test_the_loss_of_a_step_is_called_that_of_rank_0(read):
@@ -120,8 +131,10 @@ def test_a_run_that_goes_on_offline_is_rebuilt(tmp_path):
 
 def test_a_sweep_has_a_table_and_budget_against_step_time(tmp_path):
     columns, rows = ("name", "budget_gib", "step_s"), [["a", 0.5, 0.2], ["b", None, 0.1], ["c", 1.0, 0.1]]
-    told(shown(tmp_path, "sweep"), OFFLINE, ("table", columns, rows))
+    told(shown(tmp_path, "sweep"), dataclasses.replace(OFFLINE, private=True), ("table", columns, rows))
     read = Read(tmp_path)
+    assert (read.run.host, read.run.git.commit) == ("private", "") and not {"environment", "stats"} & read.kinds
+    assert not list(tmp_path.glob("wandb/*/files/requirements.txt"))
     assert read.run.job_type == "sweep"
     tables = {row["runs._type"]: row["runs.nrows"] for row in read.history if "runs._type" in row}
     assert tables == {"table-file": 3}
@@ -163,22 +176,22 @@ def test_a_job_that_runs_again_takes_the_place_of_its_run(tmp_path, monkeypatch)
     assert (calls[0]["id"], calls[0]["resume"], calls[0]["job_type"]) == ("abc123", None, "train")
 
 
-def test_a_report_is_of_a_sweep_s_runs(monkeypatch):
-    reports = pytest.importorskip("wandb_workspaces.reports.v2")
-    saved = []
-
-    class Report(types.SimpleNamespace):  # the real one asks the server for its address
-        url = "https://wandb.ai/us/mdcs/reports/a-sweep"
-
-        def save(self):
-            saved.append(self)
-
-    monkeypatch.setattr(reports, "Report", Report)
-    assert report("us", "mdcs", "today-1f3a9c0d", "a sweep") == Report.url
-    [[grid]] = [made.blocks for made in saved]
-    assert "today-1f3a9c0d" in str(grid.runsets[0].filters)
-    assert str(grid.panels[0].x) == str(reports.Config("start.budget_bytes"))
-    assert str(grid.panels[0].y) == str(reports.SummaryMetric("step_s/median"))
+def test_a_run_that_cannot_be_online_is_offline_and_so_are_later_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracked, "_UNREACHED", [])
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    tracker = Wandb(timeout_s=4)
+    with pytest.warns(UserWarning) as said:
+        mirror = tracker.mirror(shown(tmp_path))
+    [warning] = [str(each.message) for each in said]
+    send = f"wandb sync {tmp_path}/wandb/offline-run-*"
+    assert warning.startswith(f"W&B cannot be reached, runs are kept offline ({send} sends this one): CommError")
+    assert SECRET not in warning and "\n" not in warning
+    mirror.event(STEP)
+    mirror.finish(True)
+    assert Read(tmp_path).run.run_id == "abc123-offline"
+    calls = fake_wandb(monkeypatch)
+    told(shown(tmp_path), tracker)
+    assert calls[0]["mode"] == "offline"
 
 
 def test_offline_unless_there_is_an_account(tmp_path):

@@ -23,6 +23,8 @@ from mdcs.sizes import GIB
 from mdcs.telemetry.timeline import Timeline
 
 KINDS = tuple(kind.value for kind in Kind)
+RATES = ("throughput_samples_s", "throughput_tokens_s", "mfu")
+"""Samples and tokens per second of all ranks, and the share of the devices' peak rate that the model's FLOPs are."""
 PREDICTED = (*TIMES, "extra_communication_s", "peak_bytes")
 
 COLUMNS: tuple[str, ...] = (
@@ -45,7 +47,7 @@ COLUMNS: tuple[str, ...] = (
         *TIMES[1:],
         "extra_communication_s",
         "loss",
-        "throughput_samples_s",
+        *RATES,
         "processor_s",
     ),
     "peak_bytes",
@@ -145,7 +147,7 @@ class Run:
         """Medians over the measured steps, replaced by the summary's values where it has them."""
         steps, summary = self.measured_steps, self.summary
         values: dict[str, Any] = {}
-        for key in (*TIMES, "throughput_samples_s", "processor_s"):
+        for key in (*TIMES, *RATES, "processor_s"):
             if key in steps and steps[key].notna().any():
                 values[key] = float(steps[key].median())
         if "step_s" in values:
@@ -160,7 +162,7 @@ class Run:
             key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")
         }
 
-        known = {key: summary[key] for key in (*TIMES[1:], "extra_communication_s", "loss", "throughput_samples_s", "processor_s")
+        known = {key: summary[key] for key in (*TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s")
                  if summary.get(key) is not None}  # fmt: skip
         values |= known
         if summary.get("step_s"):

@@ -32,9 +32,11 @@ _HEADINGS = {
     "exposed": "exposed\nms",
     "sent": "sent\nMB",
     "peak": "peak MiB\nmeas. / pred.",
+    "tokens": "tokens\n/s",
+    "mfu": "MFU",
     "status": "status",
 }
-_LEFT_OUT_FIRST = ("range", "sent", "exposed", "predicted", "overlap")
+_LEFT_OUT_FIRST = ("tokens", "range", "sent", "exposed", "predicted", "overlap")
 """Where there are too few columns, after those that are empty; table.csv has them all."""
 _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
@@ -116,6 +118,8 @@ def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str
     )
     swept = {key: key.removesuffix(".name").replace(".", "\n", 1) for key in ask.swept(rows) if rows[key].notna().any()}
     headings = {name: heading for name, heading in {**_HEADINGS, **swept}.items() if name not in without}
+    known = {"tokens": "throughput_tokens_s", "mfu": "mfu"}
+    headings = {name: heading for name, heading in headings.items() if name not in known or rows[known[name]].notna().any()}
     order = ("strategy", "scheduler", *swept)
     headings = {name: headings[name] for name in (*order, *(name for name in headings if name not in order))}
     if "range" in without:
@@ -165,6 +169,8 @@ def _cells(row: pd.Series) -> dict[str, str]:
         "exposed": _ms(row["exposed_s"]),
         "sent": _number(row["bytes_total"] / 1e6, "{:.1f}"),
         "peak": f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
+        "tokens": _number(row["throughput_tokens_s"], "{:,.0f}"),
+        "mfu": _number(row["mfu"], "{:.1%}"),
     }
 
 

@@ -126,6 +126,9 @@ class ClusterConfig:
         120.0, "granted on top of timeout_s until every rank has made a step", at_least=0
     )
     device: str = option("cpu", "where the model is", choices=("cpu", "cuda"))
+    peak_tflops: float | None = option(
+        None, "peak rate of a device in run.precision, in TFLOP/s, of which runs report their share (MFU); null: none", above=0
+    )
     backend: str | None = option(
         None, "backend of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
     )

@@ -79,6 +79,7 @@ class Record:
 
     - departures: what the step did otherwise than its plan, in words, and how often.
     - departed_s (s): what that took on this rank.
+    - grad_norm: norm of the gradient, where it is clipped.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Record:
     messages: Mapping[str, int] | None = None
     departures: Mapping[str, int] = field(default_factory=dict)
     departed_s: float = 0.0
+    grad_norm: float | None = None
 
 
 class Engine(Protocol):
@@ -110,11 +112,6 @@ class Engine(Protocol):
         ...
 
     def step(self) -> None: ...
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Gradient norm of the last step that was clipped."""
-        ...
 
     def drain(self) -> None:
         """Finish all messages in flight."""
@@ -164,6 +161,8 @@ class Seen:
     waits: list[Span] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     count: Counter[str] = field(default_factory=Counter)
+    grad_norm: Any = None
+    """A number, or a tensor that is copied to the host when the step has ended."""
 
     def message(self, kind: Kind, size: int, span: Span) -> None:
         self.messages.append(span)
@@ -183,7 +182,6 @@ class Peer:
         from mdcs.runtime.executor import executor_for
 
         self.workload, self.model, self.optimizer = workload, model, optimizer
-        self.grad_norm: float | None = None
         self.collectives = Collectives.default(config.cluster.resolved_backend())
         self._clip = config.optimizer.clip_norm
         self._executor, self._meter = executor_for(workload.device), current_meter(workload.device)
@@ -223,7 +221,7 @@ class Peer:
     def step(self) -> None:
         self.reduce()
         if self._clip is not None:
-            self.grad_norm = float(self.clip(self._clip))
+            self.seen.grad_norm = self.clip(self._clip).to("cpu", non_blocking=True)
         self.update()
         self._steps += 1
         end = self._executor.record_timestamp()
@@ -279,7 +277,8 @@ class Peer:
         phases = [(seconds(a), seconds(b)) for a, b in seen.phases]
         sent = dict(seen.sent) if seen.sent or self.shows_messages else None
         count = dict(seen.count) if seen.count or self.shows_messages else None
-        return Record(step, self.times(whole, phases, seen), sent, count)
+        norm = None if seen.grad_norm is None else float(seen.grad_norm)
+        return Record(step, self.times(whole, phases, seen), sent, count, grad_norm=norm)
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         """Times of a step, from its observations."""

@@ -68,7 +68,7 @@ class DeepspeedEngine(Peer):
     def update(self) -> None:
         self._zero.step()
         if self._clips:
-            self.grad_norm = float(self._zero.get_global_grad_norm())
+            self.seen.grad_norm = self._zero.get_global_grad_norm()
 
     def close(self) -> None:
         self._zero.destroy()

@@ -68,10 +68,6 @@ class MdcsEngine:
     def backward(self, loss: Tensor) -> None:
         self._parallel.scaled(loss).backward()
 
-    @property
-    def grad_norm(self) -> float | None:
-        return self._parallel.grad_norm
-
     def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> SaveHandle:
         return self._parallel.checkpoint(root, extra=extra, keep=keep, wait=wait)
 
@@ -83,7 +79,8 @@ class MdcsEngine:
     def records(self, *, flush: bool = False) -> list[Record]:
         found = self._parallel.records(flush=flush)
         self._over_budget += sum(r.over_budget > 0 for r in found)
-        return [Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s) for r in found]
+        norm = self._parallel.grad_norm if found and self.workload.writes else None  # of the last step
+        return [Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s, norm) for r in found]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]

@@ -21,6 +21,7 @@ from mdcs.profile.schema import is_far_off
 
 if TYPE_CHECKING:  # these modules import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
+    from experiments.job.throughput import Throughput
     from experiments.job.workload import Workload
     from mdcs.profiler.autotune import Trial
 
@@ -45,8 +46,8 @@ _NOT_SETTINGS = (
     "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "tradeoff.", "run.name", "run.sweep",
     "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
     "profile.refresh", "budget.gib", "budget.over_floor", "budget.schedule_share", "cluster.name", "cluster.ranks",
-    "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "link.name", "run.cross_iteration",
-    "recompute.each", "batch.",
+    "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "cluster.peak_tflops", "link.name",
+    "run.cross_iteration", "recompute.each", "batch.", "data.workers",
 )  # fmt: skip
 """Keys or groups that have their own column in tables, or on which no measurement depends."""
 
@@ -66,13 +67,15 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def start_event(
-    config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = ()
+    config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial], throughput: Throughput
 ) -> dict[str, Any]:
     """The event at the beginning of training: the plan and its prediction, and the plans that were tried.
 
     A peer has no plan.
     """
-    begins = {"event": "start", "time": time.time(), "congestion_control": network.congestion_control()}
+    begins = {
+        "event": "start", "time": time.time(), "congestion_control": network.congestion_control(), **throughput.about(),
+    }  # fmt: skip
     if plan is None:
         return begins
     assert plan.prediction is not None
@@ -89,7 +92,7 @@ def start_event(
 
 
 def step_event(
-    workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int
+    workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int, throughput: Throughput
 ) -> dict[str, Any]:
     """The event of a step that has ended.
 
@@ -103,12 +106,12 @@ def step_event(
     return {
         "event": "step", "step": record.step, "warmup": record.step <= warmup,
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
-        "throughput_samples_s": workload.samples_per_step / record.times.step_s,
+        **throughput.in_step(record.times.step_s),
         "processor_s": processor_s,
         "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
         **({"departures": record.departures, "departed_s": record.departed_s} if record.departures else {}),
-        **({} if engine.grad_norm is None else {"grad_norm": workload.shown(engine.grad_norm)}),
+        **({} if record.grad_norm is None else {"grad_norm": workload.shown(record.grad_norm)}),
     }  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def whole_step(records: Sequence[Record]) -> Record:
 
 def summary_event(
     workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None,
-    processor: Mapping[int, float],
+    processor: Mapping[int, float], throughput: Throughput,
 ) -> dict[str, Any]:  # fmt: skip
     """The summary: medians over `records`, the steps after warm-up.
 
@@ -141,7 +144,7 @@ def summary_event(
         "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
         "step_s": {"median": middle, "p10": p10, "p90": p90},
         **{name: median(name) for name in TIMES if name != "step_s"},
-        "loss": workload.shown(loss), "throughput_samples_s": workload.samples_per_step / middle,
+        "loss": workload.shown(loss), **throughput.in_step(middle),
         "processor_s": float(np.median([processor[record.step] for record in records])),
         "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
         "fits": None if peak is None or budget is None else peak <= budget,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
 from experiments.job.departed import Departed
 from experiments.job.stopping import Stop
+from experiments.job.throughput import throughput_of
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import preemption, status
@@ -28,11 +29,12 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     """Train with the config's engine. `floor` is the floor in bytes of the workload's plan, if it has one."""
     config, plan, run = workload.config, workload.plan, workload.config.run
     metrics = JsonLines(folder / METRICS) if workload.writes else None
+    throughput = throughput_of(workload)
     if metrics:
-        metrics.write(events.start_event(config, plan, floor, workload.trials))
+        metrics.write(events.start_event(config, plan, floor, workload.trials, throughput))
     if run.eval_every:
         workload.batches(held_out=True, epochs=1)  # raises now if there are too few samples
-    losses: dict[int, float] = {}
+    losses: dict[int, float | Tensor] = {}
     processor: dict[int, float] = {}
     kept: list[Record] = []
     gc.collect()
@@ -44,7 +46,18 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         checkpoints = Checkpoints(config, folder, engine, schedule, metrics)
         done = checkpoints.resume()
         warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
-        batches = workload.batches(first_step=done * run.accumulation)
+
+        def tell(*, flush: bool) -> list[Record]:
+            """Write the events of steps that have ended on the device, one step later than compute. Return the records."""
+            records = engine.records(flush=flush)
+            for record in records:
+                losses[record.step] = loss = float(losses[record.step])
+                if metrics:
+                    used_s = processor[record.step]
+                    metrics.write(events.step_event(workload, engine, record, loss, used_s, warmup, throughput))
+            return records
+
+        batches = workload.batches(first_step=done * run.accumulation, workers=config.data.workers)
         stop = Stop(done) if preemption.expected() and config.engine.plans else None
         for step in range(done + 1, run.steps + 1):
             status.set(step=step, phase="training")
@@ -54,13 +67,13 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             processor[step], used = time.process_time() - used, time.process_time()
             if step == warmup:
                 engine.reset_memory()
-            kept += report(metrics, workload, engine, losses, processor, warmup, flush=False)
+            kept += tell(flush=False)
             if run.eval_every and step % run.eval_every == 0:
                 evaluate(metrics, workload, engine, step)
             checkpoints.after(step)
             if stop is not None and step < run.steps and stop.asked(step):
                 engine.drain()
-                report(metrics, workload, engine, losses, processor, warmup, flush=True)
+                tell(flush=True)
                 checkpoints.leave(step)
                 return
             if step % 50 == 0:
@@ -68,14 +81,14 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         engine.drain()
         status.set(phase="finishing")
         checkpoints.finish()
-        kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
+        kept += tell(flush=True)
         departed = Departed()
         for record in kept:
             departed.add(record.times.step_s, record.departures)
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before collectives that take bytes, too
-        loss = mean_over_ranks(workload, losses[run.steps])
-        summary = events.summary_event(workload, kept, loss, highest_peak(workload, engine), floor, processor)
+        loss = mean_over_ranks(workload, float(losses[run.steps]))
+        summary = events.summary_event(workload, kept, loss, highest_peak(workload, engine), floor, processor, throughput)
         engine.write(folder)
     gc.enable()
     if metrics:
@@ -83,45 +96,33 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         metrics.close()
 
 
-def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine: Engine) -> float:
-    """Run forward and backward of all micro-steps. Return this rank's mean loss."""
-    total, micro_steps = 0.0, workload.config.run.accumulation
+def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine: Engine) -> float | Tensor:
+    """Run forward and backward of all micro-steps. Return this rank's mean loss.
+
+    From a GPU the loss is copied to the host without a wait. It may be read once the step has ended on the device.
+    """
+    micro_steps = workload.config.run.accumulation
+    total: float | Tensor = 0.0
     for micro in range(micro_steps):
         with engine.micro_step(last=micro == micro_steps - 1):
             loss = engine.loss(next(batches)) / micro_steps
             engine.backward(loss)
-        total += loss.item()
-    return total
+        total = total + (loss.item() if loss.is_cpu else loss.detach().double())
+    return total if isinstance(total, float) else total.to("cpu", non_blocking=True)
 
 
 def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step: int) -> None:
     """Record the mean loss over the first held-out batches of all ranks."""
     status.set(phase="evaluating")
     workload.model.eval()
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device=workload.device)
     with engine.evaluate(), torch.no_grad():
         for _, batch in zip(range(EVAL_BATCHES), workload.batches(held_out=True, epochs=1), strict=False):
-            total += torch.tensor([workload.loss(batch).item(), 1.0], dtype=torch.float64)
+            total += torch.stack([workload.loss(batch).double(), total.new_ones(())])
     workload.model.train()
-    total = total.to(workload.device)
     dist.all_reduce(total)
     if metrics and total[1] > 0:
         metrics.write({"event": "eval", "step": step, "loss": float(total[0] / total[1])})
-
-
-def report(
-    metrics: JsonLines | None, workload: Workload, engine: Engine, losses: Mapping[int, float], processor: Mapping[int, float],
-    warmup: int, *, flush: bool,
-) -> list[Record]:  # fmt: skip
-    """Write the events of steps whose messages have ended, one step later than compute. Return the records.
-
-    losses, processor: loss and processor time in seconds, by step.
-    """
-    records = engine.records(flush=flush)
-    if metrics:
-        for record in records:
-            metrics.write(events.step_event(workload, engine, record, losses[record.step], processor[record.step], warmup))
-    return records
 
 
 def mean_over_ranks(workload: Workload, value: float) -> float:

@@ -14,8 +14,8 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,9 @@ class Data(Checked, ABC):
 
     batch_size: int = option(4, "samples per rank and micro-step", at_least=1)
     seed: int = option(0, "seed of the order of samples", at_least=0, profiled=False)
+    workers: int = option(
+        0, "processes per rank that make training batches ahead of the step; 0: none", at_least=0, profiled=False
+    )
 
     @abstractmethod
     def require(self, inputs: Inputs) -> None:
@@ -63,13 +66,15 @@ class Data(Checked, ABC):
         """
 
     def batches(
-        self, inputs: Inputs, *, rank: int, world: int, held_out: bool = False, epochs: int | None = None, first_step: int = 0
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's batches for a model that reads `inputs`, as CPU tensors.
+        self, inputs: Inputs, *, rank: int, world: int, held_out: bool = False, epochs: int | None = None, first_step: int = 0,
+        workers: int = 0, pinned: bool = False,
+    ) -> Iterator[dict[str, Tensor]]:  # fmt: skip
+        """Yield this rank's batches for a model that reads `inputs`, as CPU tensors, from a DataLoader.
 
         Each epoch is reshuffled and drops the remainder of the last global batch. `epochs=None` never ends. Evaluation
         is one pass over the other split: `held_out=True, epochs=1`. With `first_step` a run continues: the first batch
-        is the one that a run from 0 would yield after `first_step` batches.
+        is the one that a run from 0 would yield after `first_step` batches. Neither `workers`, the number of processes that
+        make batches ahead, nor `pinned`, whether batches are in pinned memory, changes a batch.
 
         Raises ValueError at the call, not at the first batch, if this source cannot provide such inputs, for a rank
         outside of the world, or for fewer samples than one global batch.
@@ -85,23 +90,44 @@ class Data(Checked, ABC):
                 f"{self.name} has {samples.count} {'held-out' if held_out else 'training'} samples, fewer than one"
                 f" global batch of {world} ranks times {self.batch_size}"
             )
-        return self._steps(samples, rank, world, epochs, first_step)
-
-    def _steps(
-        self, samples: Samples, rank: int, world: int, epochs: int | None, first_step: int
-    ) -> Iterator[dict[str, Tensor]]:
         import torch
+        from torch.utils.data import DataLoader
 
-        per_epoch = samples.count // (world * self.batch_size)
-        steps = itertools.count(first_step) if epochs is None else range(first_step, epochs * per_epoch)
-        order_of, order = -1, np.empty(0, np.int64)
-        for step in steps:
-            epoch, position = divmod(step, per_epoch)
-            if epoch != order_of:
-                order_of, order = epoch, random(self.seed, SHUFFLE, epoch).permutation(samples.count)
-            start = (position * world + rank) * self.batch_size
-            arrays = samples.at(order[start : start + self.batch_size], epoch)
-            yield {key: torch.from_numpy(array) for key, array in arrays.items()}
+        made = _Batches(samples, rank, world, self.batch_size, self.seed)
+        steps = itertools.count(first_step) if epochs is None else range(first_step, epochs * made.per_epoch)
+        loader: Any = DataLoader(
+            made, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,  # type: ignore[arg-type]
+            multiprocessing_context="fork" if workers else None,  # a data set of one's own may be no pickle
+            generator=torch.Generator().manual_seed(self.seed),  # else torch's global one would be drawn from
+        )  # fmt: skip
+        return iter(loader)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """One rank's batches by step, for a DataLoader."""
+
+    samples: Samples
+    rank: int
+    world: int
+    batch_size: int
+    seed: int
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of global batches in an epoch."""
+        return self.samples.count // (self.world * self.batch_size)
+
+    def __getitem__(self, step: int) -> Arrays:
+        epoch, position = divmod(step, self.per_epoch)
+        start = (position * self.world + self.rank) * self.batch_size
+        return self.samples.at(_order(self.seed, epoch, self.samples.count)[start : start + self.batch_size], epoch)
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The samples of an epoch in their order."""
+    return random(seed, SHUFFLE, epoch).permutation(count)
 
 
 def random(seed: int, *words: int) -> np.random.Generator:

@@ -127,6 +127,14 @@ def test_a_run_continues_from_any_step(name: str, inputs: Inputs) -> None:
     assert all(map(same, take(5, name, inputs)[3:], take(2, name, inputs, first_step=3)))
 
 
+def test_workers_change_no_batch_and_draw_nothing_from_torch_s_generator() -> None:
+    before = torch.get_rng_state()
+    stream = batches("synthetic", TEXT, rank=1, world=2, batch_size=2, seed=3, first_step=5, workers=2)
+    ahead = list(itertools.islice(stream, 4))
+    assert all(map(same, ahead, take(4, "synthetic", TEXT, rank=1, world=2, batch_size=2, seed=3, first_step=5)))
+    assert torch.get_rng_state().equal(before)
+
+
 # ---- splitting, as a property. A window's position in a counting text tells which sample it is.
 
 

@@ -305,7 +305,7 @@ def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
              "predicted_step_s": row["predicted_step_s"], "step_s": row["step_s"], "is_stop": entry.is_stop}
             for entry, row in zip(of_plane, rows, strict=True)
         ]  # fmt: skip
-        title = " · ".join([rows[0]["model"], label, budget_words(of_plane[0].point.budget)])
+        title = f"{rows[0]['model']}\n{label} · {budget_words(of_plane[0].point.budget)}"
         suffix = f"-{len(files)}" if files else ""
         if any(point["predicted_step_s"] is not None for point in points):
             files.append(save(three_shares(pd.DataFrame(points), title), folder / f"plane{suffix}.png"))
@@ -335,7 +335,7 @@ def _table(entries: Sequence[Entry], title: str) -> Table:
     predicted = ("step ms", "overlap ms", "extra ms", "peak MiB")
     measured = ("step ms", "peak MiB") if any(entry.run is not None for entry in entries) else ()
     table.add_column("strategy · scheduler", no_wrap=True)
-    for heading in ("budget MiB", "share", *(f"predicted\n{x}" for x in predicted), *(f"measured\n{x}" for x in measured)):
+    for heading in ("budget MiB", "share", *(f"pred.\n{x}" for x in predicted), *(f"meas.\n{x}" for x in measured)):
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in entries:
         point, row = entry.point, entry.row()

@@ -40,7 +40,7 @@ def main(worker: str = jobs.WORKER) -> int:
     return member.take_part(joined, lambda start, adapt: program(worker, start=start, adapt=adapt))
 
 
-def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
+def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[..., Config] = lambda config, _: config) -> int:
     """The program itself. `start` starts the ranks, and `adapt` changes composed configs to these ranks."""
     started, console, profiles = time.time(), Console(), Profiles()
 

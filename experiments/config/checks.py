@@ -26,6 +26,7 @@ from experiments.config.budgets import Budget, on_front
 from experiments.config.errors import explain
 from experiments.config.files import CONF
 from experiments.config.identity import CODE, hosts_identity, job_identity
+from experiments.config.measured import with_profile
 from experiments.config.schema import (
     OPTION_GROUPS,
     CollectivesConfig,
@@ -80,16 +81,25 @@ def positive(text: str) -> int:
 def compose_config(overrides: Sequence[str]) -> Config:
     """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error."""
     try:
-        return from_composed(compose("config", list(overrides), return_hydra_config=True))
+        return from_composed(compose("config", list(overrides), return_hydra_config=True), said=overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise explain(error, overrides) from error
 
 
-def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None) -> Config:
+def from_composed(
+    composed: DictConfig,
+    choices: Mapping[str, str] | None = None,
+    *,
+    said: Sequence[str] | None = None,
+    adapt: Callable[[Config], Config] = lambda config: config,
+) -> Config:
     """Return the typed, checked config for a config that Hydra composed. Raises ConfigError.
 
-    choices: the chosen option of each group, for errors. If `composed` has Hydra's own part, its choices are used
-    instead.
+    - choices: the chosen option of each group, for errors. If `composed` has Hydra's own part, its choices are used
+      instead.
+    - said: overrides of the command line. What they do not say is taken from the profile that the config names. None:
+      the config is complete.
+    - adapt: changes the config to the ranks that exist, before it is checked.
 
     With a strategy that also decides the schedule, the scheduler and the budget's shares become None.
     """
@@ -99,6 +109,8 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
         with read_write(composed), open_dict(composed):
             del composed["hydra"]
     _check_keys(composed)
+    if said is not None:
+        composed = with_profile(composed, said)
     made: dict[str, Any] = {}
     for group in OPTION_GROUPS:
         given = composed[group]
@@ -117,6 +129,7 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
         config.budget = dataclasses.replace(config.budget, schedule_share=None, activation_share=None)
     elif config.scheduler is None:
         raise ConfigError("scheduler", f"is needed with strategy={config.strategy.name}, got null")
+    config = adapt(config)
     check(config)
     return config
 
@@ -353,6 +366,10 @@ def _check_hosts(config: Config) -> None:
         raise ConfigError("link.name", f"must be real: the ranks of {cluster.hosts} hosts have no common clock to pace by")
 
 
+_NAMED = {"hosts": "cluster.nodes", "network": "cluster.network", "shaped_link": "cluster.rate_gbit"}
+"""Keys of the config by those of a profile's identity, where they differ."""
+
+
 def _check_profile(config: Config, path: Path) -> None:
     if not path.is_file():
         inside = f"; did you mean {path / 'profile.json'}?" if (path / "profile.json").is_file() else ""
@@ -372,7 +389,7 @@ def _check_profile(config: Config, path: Path) -> None:
                 other = f"{path} was measured with other code of the {key.partition('.')[0]}; leave it out to measure anew"
                 warnings.warn(f"profile.path: {other}", stacklevel=2)
         elif about.get(key, value) != value:
-            was = f"{path} was measured with {key} {about[key] or 'none'}"
+            was = f"{path} was measured with {_NAMED.get(key, key)} {about[key] or 'none'}"
             raise ConfigError("profile.path", f"{was}; this job has {value or 'none'}")
     if profile.link.emulated and config.link.name == "real":
         raise ConfigError("profile.path", f"{path} has not measured the link: it was emulated; add link=emulated")

@@ -63,6 +63,11 @@ def machine_identity(config: Config) -> dict[str, str]:
     }
 
 
+def about(config: Config) -> dict[str, str]:
+    """What a measured profile says of its job: its identity, and the model's name."""
+    return identity(config) | {"model.name": config.model.name}
+
+
 def hosts_identity(config: Config) -> dict[str, str]:
     """Number of hosts and their network, for jobs with `cluster.nodes`; else empty."""
     cluster = config.cluster
@@ -71,7 +76,7 @@ def hosts_identity(config: Config) -> dict[str, str]:
 
 
 def identity(config: Config, *, elsewhere: bool = False) -> dict[str, str]:
-    """The whole identity of a measured profile, by key. A profile stores it as `about`.
+    """The whole identity of a measured profile, by key.
 
     elsewhere: leave out the keys that only the machine that measures can know.
     """

@@ -94,7 +94,7 @@ class Program:
     """A program that runs jobs.
 
     - job: runs one job.
-    - adapt: changes a composed config to the ranks that exist. Raises ConfigError.
+    - adapt: changes a composed config, with the overrides that asked for it, to the ranks that exist. Raises ConfigError.
     - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
@@ -103,7 +103,7 @@ class Program:
     """
 
     job: Job
-    adapt: Callable[[Config], Config] = lambda config: config
+    adapt: Callable[[Config, Sequence[str]], Config] = lambda config, overrides: config
     on_sweep_end: Callable[[Session], None] | None = None
     on_earlier: Callable[[Config, Path], object] | None = None
     objective: Callable[[Path], float] | None = None
@@ -201,7 +201,7 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         session.results.append(JobResult("left out", overrides))
         return
     try:
-        config = _adapted(program, from_composed(composed, settings.runtime.choices), launcher, overrides)
+        config = _config(program, composed, settings.runtime.choices, launcher, overrides)
         if session.sweep is not None:
             config.run.sweep = config.run.sweep or sweep_name(session.sweep)
             config.run.varied = config.run.varied or " ".join(varied(overrides, session.asked, but=_NAMED)) or None
@@ -255,15 +255,22 @@ def _launcher(settings: Any) -> dict[str, Any] | None:
     return measured(asked)
 
 
-def _adapted(program: Program, composed: Config, launcher: Mapping[str, Any] | None, overrides: Sequence[str]) -> Config:
+def _config(
+    program: Program, composed: DictConfig, choices: Any, launcher: Mapping[str, Any] | None, overrides: Sequence[str]
+) -> Config:
     """The config with the ranks that the job will have. Raises ConfigError."""
-    if launcher is None:
-        config = program.adapt(composed)
-    else:
+    asked: list[Config] = []
+
+    def adapt(config: Config) -> Config:
+        asked.append(config)
+        if launcher is None:
+            return program.adapt(config, overrides)
         nodes, each = launcher["nodes"], launcher["ranks_per_node"]
-        config = with_ranks(composed, "hydra/launcher", nodes * each, nodes, None)
+        return with_ranks(config, "hydra/launcher", nodes * each, nodes, config.cluster.network)
+
+    config = from_composed(composed, choices, said=overrides, adapt=adapt)
     if config.cluster.name == "joined":
-        require_as_asked(composed, config, overrides)
+        require_as_asked(*asked, config, overrides)
     return config
 
 
@@ -287,7 +294,7 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
     try:
         composed = compose()
         launcher = _launcher(composed.hydra)
-        config = _adapted(program, from_composed(composed), launcher, overrides)
+        config = _config(program, composed, None, launcher, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         reason = str(explain(error, overrides))
         if all(reason != result.reason for result in session.results):  # not for every job of an axis

@@ -172,6 +172,7 @@ def _adapted(folder: Path, adapt: Callable[[Config], Config]) -> Config:
     """
     handed_in = checks.load(folder / JOB)
     config = adapt(handed_in)
+    checks.check(config)
     if handed_in.cluster.name == "joined":
         require_as_asked(handed_in, config, ("cluster.ranks", "cluster.nodes"))
     return config

@@ -26,7 +26,7 @@ from launch.elastic import Cluster, Outcome
 from launch.joined import Gone, Membership
 from launch.place import NoPlace, Place, described
 
-Program = Callable[[jobs.Start, Callable[[Config], Config]], int]
+Program = Callable[[jobs.Start, Callable[..., Config]], int]
 """(function that starts ranks, function that adapts a composed config to these ranks) → exit code."""
 
 
@@ -43,8 +43,14 @@ def take_part(place: Place, program: Program) -> int:
         return 130
 
 
-def adapted(config: Config, place: Place, network: str) -> Config:
-    """The config with the ranks that exist. Raises ConfigError for a cluster that starts its own ranks."""
+def adapted(config: Config, place: Place, network: str, overrides: Sequence[str] | None = None) -> Config:
+    """The config with the ranks that exist. Raises ConfigError for a cluster that starts its own ranks.
+
+    overrides: of the command line. A network that the config has from its profile alone is not the one that is here.
+    """
+    said = overrides is None or any(each.lstrip("+").startswith("cluster.network=") for each in overrides)
+    if config.profile.path is not None and not said:
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, network=None))
     return with_ranks(config, place.starter, place.world, place.hosts, network)
 
 
@@ -59,7 +65,7 @@ def _lead(member: Membership, program: Program) -> int:
         )  # without the folder: each rank adds its own
 
     network = described(member.interface)
-    return member.leave(program(start, lambda config: adapted(config, member.place, network)))
+    return member.leave(program(start, lambda config, overrides=None: adapted(config, member.place, network, overrides)))
 
 
 def _follow(member: Membership) -> int:

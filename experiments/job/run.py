@@ -92,7 +92,8 @@ def run(
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (mdcs plan): there are no ranks like these")
     if config.cluster.name == "joined" and start is None:
-        raise ConfigError("cluster.name", "joined is for ranks that torchrun or srun has started, and nobody has")
+        nodes = "" if config.cluster.nodes is None else f" on {config.cluster.nodes} hosts"
+        raise ConfigError("cluster.ranks", f"{config.cluster.ranks}{nodes} are for torchrun or srun to start, and nobody has")
     rate = config.cluster.rate_gbit
     if rate is not None and (why := network.refusal(rate)):
         raise ConfigError("cluster.name", f"shaped is not possible here: {why}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.config import checks
 from experiments.config.schema import ClusterConfig, Config, ConfigError
 
 
 def with_ranks(config: Config, starter: str, ranks: int, hosts: int, network: str | None) -> Config:
-    """The config with the ranks of the starter. Raises ConfigError for a cluster that starts its own ranks."""
+    """The config with the ranks of the starter, unchecked. Raises ConfigError for a cluster that starts its own ranks."""
     if config.cluster.name not in ("local", "joined"):
         raise ConfigError("cluster.name", f"must be local: {starter} starts the ranks; got {config.cluster.name}")
     several = hosts > 1
@@ -21,9 +20,7 @@ def with_ranks(config: Config, starter: str, ranks: int, hosts: int, network: st
         nodes=hosts if several else None,
         network=(config.cluster.network or network) if several else None,
     )
-    config = dataclasses.replace(config, cluster=cluster)
-    checks.check(config)
-    return config
+    return dataclasses.replace(config, cluster=cluster)
 
 
 def require_as_asked(composed: Config, config: Config, overrides: Sequence[str] = ()) -> None:

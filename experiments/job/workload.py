@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
-from experiments.config.identity import identity
+from experiments.config.identity import about
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
@@ -110,7 +110,7 @@ class Workload:
         return mdcs.autoprofile(
             self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
-            grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
+            grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config), emulate=self.emulate,
             computes=config.model.computes, seconds=_PROFILING_S, progress=False, recompute=config.recompute != KEEP,
         )  # fmt: skip
 

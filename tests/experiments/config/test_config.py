@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 import yaml
 
 from experiments.config import checks, files, schema, targets
-from experiments.config.identity import job_identity
-from experiments.config.schema import OPTION_GROUPS, CompareConfig, Config, ConfigError
+from experiments.config.identity import about, job_identity
+from experiments.config.schema import OPTION_GROUPS, ClusterConfig, CompareConfig, Config, ConfigError
 from experiments.job.record import identity_of
 from mdcs.options import LIMITS, options
 from mdcs.planner.strategies.uniform import Uniform
@@ -408,13 +409,36 @@ def test_a_profile_of_another_link_is_refused(tmp_path):
     profile = profile_of(tmp_path, shaped_link="1 Gbit/s")
     assert composed(profile, "cluster=shaped").cluster.rate_gbit == 1
     assert composed(profile, "link=emulated").link.name == "emulated"
-    was = f"profile.path: {profile.partition('=')[2]} was measured with shaped_link"
+    was = f"profile.path: {profile.partition('=')[2]} was measured with cluster.rate_gbit"
     for link, overrides, reason in (("1 Gbit/s", shaped, "1 Gbit/s; this job has 2 Gbit/s"),
-                                    ("1 Gbit/s", (), "1 Gbit/s; this job has none"),
+                                    ("1 Gbit/s", ("cluster=local",), "1 Gbit/s; this job has none"),
                                     ("", shaped, "none; this job has 2 Gbit/s")):  # fmt: skip
         with pytest.raises(ConfigError) as error:
             composed(profile_of(tmp_path, shaped_link=link), *overrides)
         assert str(error.value) == f"{was} {reason}"
+
+
+def test_a_profile_says_what_the_command_line_does_not(tmp_path):
+    """Model, batch, precision, ranks, hosts, network and link; what is said otherwise is refused."""
+    asked = ("model=mlp", "data=digits", "optimizer=sgd", "run.precision=fp64", "data.batch_size=16")
+    own = composed(*asked)
+    own.cluster = replace(own.cluster, name="joined", ranks=4, nodes=2, network="eth0 25 Gbit/s")
+    text = json.loads(PROFILE.read_text()) | {"about": about(own), "world": 4}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(text))
+    found = composed(f"profile.path={path}")
+    assert (found.model, found.data, found.run, found.cluster) == (own.model, own.data, own.run, own.cluster)
+    assert composed(f"profile.path={path}", "link=emulated").cluster == replace(ClusterConfig(), ranks=4)
+    for said, reason in (("cluster.ranks=2", "cluster.ranks 4; this job has 2"),
+                         ("cluster=local", "cluster.nodes 2; this job has none"),
+                         ("cluster.network=lo", "cluster.network eth0 25 Gbit/s; this job has lo")):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            composed(f"profile.path={path}", said)
+        assert str(error.value) == f"profile.path: {path} was measured with {reason}"
+    text["about"] = about(composed("link=emulated", "cluster=emulated", "cluster.rank=3", "link.rate_gbit=7"))
+    path.write_text(json.dumps(text))
+    link, cluster = (getattr(composed(f"profile.path={path}"), group) for group in ("link", "cluster"))
+    assert (link.name, link.rate_gbit, cluster.name, cluster.ranks, cluster.rank) == ("emulated", 7, "emulated", 64, 3)
 
 
 def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):

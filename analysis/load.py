@@ -27,42 +27,26 @@ RATES = ("throughput_samples_s", "throughput_tokens_s", "mfu")
 """Samples and tokens per second of all ranks, and the share of the devices' peak rate that the model's FLOPs are."""
 PREDICTED = (*TIMES, "extra_communication_s", "peak_bytes")
 
+PROVENANCE = ("time", "commit", "command", "host", "torch")
+"""Where a run's figures come from: seconds since 1970, and words."""
 COLUMNS: tuple[str, ...] = (
-    *(
-        "name",
-        "model",
-        "strategy",
-        "scheduler",
-        "budget_gib",
-        "budget_bytes",
-        "schedule_share",
-        "floor_bytes",
-    ),
-    *("cross_iteration", "world", "emulated", "emulated_ranks", "shaped_gbit", "congestion_control"),
+    *("name", "model", "parameters", "strategy", "scheduler", "budget_gib", "budget_bytes", "schedule_share", "floor_bytes"),
+    *("cross_iteration", "world", "emulated", "emulated_ranks", "shaped_gbit", "link_gbit", "congestion_control"),
     *("status", "reason", "steps"),
-    *(
-        "step_s",
-        "step_s_p10",
-        "step_s_p90",
-        *TIMES[1:],
-        "extra_communication_s",
-        "loss",
-        *RATES,
-        "processor_s",
-    ),
+    *("step_s", "step_s_p10", "step_s_p90", *TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s"),
     "peak_bytes",
     *(f"predicted_{name}" for name in PREDICTED),
     *(f"predicted_memory_{category}" for category in CATEGORIES),
     *(f"measured_memory_{category}" for category in CATEGORIES),
     *("bytes_total", *(f"bytes_{kind}" for kind in KINDS)),
     *("messages_total", *(f"messages_{kind}" for kind in KINDS)),
-    *("plan_hash", "folder", "engine", "fits"),
+    *("plan_hash", "folder", "engine", "fits", *PROVENANCE),
 )
 WORKLOAD = ("model", "world", "emulated", "emulated_ranks", "shaped_gbit")
 """Columns of what must be equal for step times to be comparable."""
 _TEXT = (
     *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "folder"),
-    "engine",
+    *("engine", *PROVENANCE[1:]),
 )
 _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 
@@ -115,6 +99,11 @@ class Run:
         measured = self.steps[~self.steps["warmup"].astype(bool)]
         return measured if len(measured) else self.steps
 
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Units whose activations the plan recomputes in backward."""
+        return frozenset(self.start.get("recomputed") or ())
+
     def timeline(self) -> Timeline | None:
         """The measured period, None if none was recorded."""
         return _read_timeline(self.folder / "timeline.json")
@@ -129,6 +118,8 @@ class Run:
         row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
         row |= {"folder": str(self.folder), "steps": len(self.steps)}
+        if row["link_gbit"] is None:  # runs of former versions
+            row["link_gbit"] = row["shaped_gbit"] or (row.get("link.rate_gbit") if row["emulated"] else None)
         if row["budget_bytes"] is not None:
             row["budget_gib"] = row["budget_bytes"] / GIB
 

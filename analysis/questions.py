@@ -19,13 +19,17 @@ class Workload(NamedTuple):
     emulated: bool  # the link
     emulated_ranks: bool
     shaped_gbit: float | None
+    parameters: float | None = None  # of the model; None: not known
+    link_gbit: float | None = None  # rate of a rank's link, as set or as measured; None: not known, or several
 
     @property
     def title(self) -> str:
+        size = "" if self.parameters is None else f", {count(self.parameters)} parameters"
         ranks = "1 rank" if self.world == 1 else f"{self.world} {'emulated ' if self.emulated_ranks else ''}ranks"
-        link = ["emulated link"] if self.emulated else []
-        link += [] if self.shaped_gbit is None else [f"link shaped to {self.shaped_gbit:g} Gbit/s"]
-        return " · ".join([self.model, ranks, *link])
+        link, rate = "emulated link" if self.emulated else "", self.shaped_gbit or self.link_gbit
+        if rate is not None and self.world > 1:
+            link = f"{link or 'link'} {'shaped to' if self.shaped_gbit else 'of'} {rate:.3g} Gbit/s"
+        return " · ".join(filter(None, [self.model + size, ranks, link]))
 
 
 def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
@@ -36,14 +40,32 @@ def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
     known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
     one_process = known["emulated_ranks"].eq(True)  # a run that does not say has real ones
     groups = [
-        (Workload(str(model), int(world), bool(emulated), bool(alone), None if pd.isna(rate) else float(rate)), rows)
+        (
+            Workload(
+                str(model), int(world), bool(emulated), bool(alone), None if pd.isna(rate) else float(rate),
+                *(_only(rows[key]) for key in ("parameters", "link_gbit")),
+            ),
+            rows,
+        )
         for (model, world, emulated, alone, rate), rows in known.groupby(
             ["model", "world", "emulated", one_process, "shaped_gbit"], dropna=False
         )
-    ]
+    ]  # fmt: skip
     if len(groups) == 1:
         return [(groups[0][0], frame)]
     return sorted(groups, key=lambda group: -len(group[1]))
+
+
+def _only(values: pd.Series) -> float | None:
+    """The one number of these, but for noise of measuring (10 %); None for none and for several."""
+    known = pd.to_numeric(values).dropna()
+    return float(known.median()) if len(known) and known.max() <= 1.1 * known.min() else None
+
+
+def count(number: float) -> str:
+    """A number in words of thousands, millions (M) or billions (B)."""
+    scale, word = next(((s, w) for s, w in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if number >= s), (1, ""))
+    return f"{number / scale:.3g}{word}"
 
 
 def measured(frame: pd.DataFrame) -> pd.DataFrame:
@@ -80,7 +102,7 @@ def label(row: pd.Series | dict, *, without: str = "") -> str:
     nor the setting `without`, nor an option that is none.
     """
     strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
-    words = [strategy] if strategy == scheduler else [strategy, scheduler]
+    words = [strategy] if scheduler in (strategy, "own") else [strategy, scheduler]
     if pd.notna(row["cross_iteration"]) and not row["cross_iteration"]:
         words.append("barrier")
     keys = [str(key) for key in dict(row) if "." in str(key)]
@@ -100,6 +122,12 @@ def series(frame: pd.DataFrame, *, without: str = "") -> dict[str, pd.DataFrame]
     return {str(name): rows for name, rows in frame.groupby(labels)}
 
 
+def peers(frame: pd.DataFrame) -> list[str]:
+    """Labels of the series that another engine than mdcs has run."""
+    other = frame[frame["engine"].notna() & (frame["engine"] != "mdcs")]
+    return list(series(other))
+
+
 def median_by(frame: pd.DataFrame, axis: str) -> pd.DataFrame:
     """One row per value of `axis`, sorted, for runs of one label: medians of all numbers over repetitions. `runs` has their
     number; of several runs p10 and p90 are the least and the greatest of any.
@@ -108,6 +136,36 @@ def median_by(frame: pd.DataFrame, axis: str) -> pd.DataFrame:
     points = groups.median(numeric_only=True)
     points["step_s_p10"], points["step_s_p90"] = groups["step_s_p10"].min(), groups["step_s_p90"].max()
     return points.assign(runs=groups["step_s"].count()).reset_index().sort_values(axis)
+
+
+def best_points(frame: pd.DataFrame, *axes: str, without: str = "") -> pd.DataFrame:
+    """One row per series (`label`) and value of these columns: the share, or no share, of least step time, as `median_by`."""
+    rows, time, best = drawn(frame), time_of(drawn(frame)), []
+    for name, of_label in series(rows, without=without).items():
+        for values, alike in of_label.groupby(list(axes), dropna=False):
+            points = median_by(alike, "schedule_share")
+            best.append(points.loc[points[time].idxmin()].to_dict() | {"label": name} | dict(zip(axes, values, strict=True)))
+    return pd.DataFrame(best)
+
+
+def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
+    """The fastest of rows with a `label`, and in words: which, its step time from p10 to p90, and how many others have a median
+    in that range, so that noise decides.
+    """
+    best = points.loc[points[time].idxmin()]
+    share = "" if pd.isna(best["schedule_share"]) else f", share {best['schedule_share']:.3g}"
+    words = f"{best['label']}{share}: {milliseconds(best[time])} ms"
+    if time != "step_s":
+        return best, f"fastest, predicted: {words}"
+    if pd.notna(best["step_s_p10"]):
+        words += f" (p10 to p90: {milliseconds(best['step_s_p10'])} to {milliseconds(best['step_s_p90'])})"
+    alike = int((points[time] <= best["step_s_p90"]).sum()) - 1
+    return best, f"fastest: {words}" + (f"; {alike} of {len(points) - 1} others within that: noise decides" if alike > 0 else "")
+
+
+def milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def at_points(frame: pd.DataFrame, points: pd.DataFrame, *axes: str) -> pd.DataFrame:
@@ -181,9 +239,10 @@ def _most_shares(curve: pd.DataFrame) -> int:
     return max((rows["schedule_share"].nunique() for rows in series(drawn(curve)).values()), default=0)
 
 
-def has_budget_axis(frame: pd.DataFrame) -> bool:
-    """Whether runs of this sweep differ in their budget (no budget counts as one)."""
-    return drawn(frame)["budget_bytes"].nunique(dropna=False) >= 2
+def has_memory_axis(frame: pd.DataFrame) -> bool:
+    """Whether runs of this sweep differ in their budget (no budget counts as one) or engine."""
+    rows = drawn(frame)
+    return rows["budget_bytes"].nunique(dropna=False) >= 2 or rows["engine"].nunique() >= 2
 
 
 def best_run(frame: pd.DataFrame) -> pd.Series | None:

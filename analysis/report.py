@@ -13,13 +13,13 @@ import pandas as pd
 from analysis import questions as ask
 from analysis.events import METRICS
 from analysis.load import Run, load_run
-from analysis.pictures.budget import step_time_over_budget
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.overview import overview
 from analysis.pictures.schedule_share import tradeoff_curve
 from analysis.pictures.setting import step_time_over_setting
-from analysis.pictures.style import save
+from analysis.pictures.step_time import step_time_over_memory
+from analysis.pictures.style import looks, save
 from analysis.settings import is_seed
 from analysis.table import write_csv
 from analysis.trace import chrome_trace
@@ -28,7 +28,7 @@ from mdcs.telemetry.timeline import Timeline
 
 def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     """Write table.csv and, as far as the runs have the data, tradeoff.png (overview), curve-*.png (one per budget),
-    step_time.png (over budgets), step_time-KEY.png (one per number that was swept), and of the fastest run memory.png,
+    step_time.png (over memory), step_time-KEY.png (one per number that was swept), and of the fastest run memory.png,
     timeline.png and trace.json. Returns the paths.
 
     With several workloads (model, ranks, kind of link) in one sweep, the files of all but the largest carry the
@@ -37,7 +37,7 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     out = Path(out)
     written = [write_csv(frame, out / "table.csv")]
     for number, (workload, rows) in enumerate(ask.workloads(frame)):
-        suffix = "" if number == 0 else f"-{_slug(workload.title)}"
+        suffix = "" if number == 0 else f"-{_slug(workload._replace(parameters=None, link_gbit=None).title)}"
         written += _write_sweep_pictures(rows, out, suffix)
         best = ask.best_run(rows)
         if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
@@ -77,14 +77,15 @@ def write_trace(run: Run, path: str | Path) -> Path:
 def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterator[Path]:
     if not len(ask.drawn(rows)):
         return
-    yield save(overview(rows), out / f"tradeoff{suffix}.png")
+    alike = looks(rows)
+    yield save(overview(rows, looks=alike), out / f"tradeoff{suffix}.png")
     for curve in ask.share_curves(rows):
         name = f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}{suffix}.png"
-        yield save(tradeoff_curve(curve), out / name)
-    yield save(step_time_over_budget(rows), out / f"step_time{suffix}.png")
+        yield save(tradeoff_curve(curve, looks=alike), out / name)
+    yield save(step_time_over_memory(rows, looks=alike), out / f"step_time{suffix}.png")
     for key in ask.swept(rows):
         if not is_seed(key) and ask.numbers(ask.drawn(rows)[key]).nunique() > 1:
-            yield save(step_time_over_setting(rows, key=key), out / f"step_time-{key}{suffix}.png")
+            yield save(step_time_over_setting(rows, key=key, looks=alike), out / f"step_time-{key}{suffix}.png")
 
 
 def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_bytes: float) -> Iterator[Path]:
@@ -92,13 +93,12 @@ def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_byt
     shown = measured or predicted
     if shown is None:
         return
-    yield save(
-        gantt(shown, predicted if measured else None, title), out / f"timeline{suffix}.png"
-    )
+    picture = gantt(shown, predicted if measured else None, title, recomputed=run.recomputed)
+    yield save(picture, out / f"timeline{suffix}.png")
     with_memory = next((t for t in (measured, predicted) if t is not None and t.memory), None)
     if with_memory is not None:
         budget = None if pd.isna(budget_bytes) else budget_bytes
-        picture = memory_over_period(with_memory, budget, title)
+        picture = memory_over_period(with_memory, budget, title, run.recomputed)
         yield save(picture, out / f"memory{suffix}.png")
     yield write_trace(run, out / f"trace{suffix}.json")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,15 +41,33 @@ _LEFT_OUT_FIRST = ("tokens", "range", "sent", "exposed", "predicted", "overlap")
 _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
 
+def new_console(width: int = WIDTH, **options: Any) -> Console:
+    """A console as wide as its terminal; without one `width` columns, for rich takes a pipe for 80, and wrapped tables
+    cannot be read or searched.
+    """
+    console = Console(**options)
+    console.width = console.width if console.is_terminal else width
+    return console
+
+
+def new_table(
+    title: str, headings: Iterable[str], left: Iterable[str] = (), *, caption: str | None = None, **columns: Any
+) -> Table:
+    """An empty table in the look of all programs. Columns are right-aligned, except `left`; `columns` has options of each."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", **columns)
+    return table
+
+
 def print_table(frame: pd.DataFrame, file: IO[str] | None = None) -> None:
     """Print the sweep, a table per workload, sorted by strategy, scheduler, budget and share; the fastest run is
     marked, the reasons of failed and incomplete runs, and of doubts of predictions, stand below. Without colours
     when `file` (default stdout) is no terminal; within `WIDTH` columns.
     """
     file = file or sys.stdout
-    console = Console(file=file, highlight=False, emoji=False, markup=False)
-    # Rich takes a pipe for 80 columns wide; a table that is wrapped there cannot be read or searched.
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console = new_console(file=file, highlight=False, emoji=False, markup=False)
+    console.width = min(console.width, WIDTH)
     groups = ask.workloads(frame)
     left_out = frame.loc[~frame.index.isin([i for _, rows in groups for i in rows.index])]
     for workload, rows in groups:

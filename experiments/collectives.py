@@ -37,11 +37,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     require_alone(Path(__file__).name)
 
 from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from analysis.pictures import save, style
+from analysis.table import new_console, new_table
 from experiments.config.checks import load
 from experiments.config.schema import Config
 from experiments.job import app
@@ -62,7 +61,7 @@ _TURNS = 3  # repetitions of a train
 
 def main() -> int:
     """Run the measurements of the command line and print the tables. Return the exit code."""
-    console = Console(width=110)
+    console = new_console(110)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--repeat", type=int, default=0)
     asked, sys.argv[1:] = parser.parse_known_args()
@@ -146,11 +145,8 @@ def shaped_link(config: Config) -> str:
 
 def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
     """The table of algorithms. ``seconds`` of a row is by size; bytes sent and buffer are per byte of the message."""
-    made = Table(title=f"{backend}, {world} ranks{link}: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("operation", "algorithm"):
-        made.add_column(heading, no_wrap=True)
-    for heading in (*map(_size, SIZES), "sent", "buffer", "Gbit/s"):
-        made.add_column(heading, justify="right", no_wrap=True)
+    left, title = ("operation", "algorithm"), f"{backend}, {world} ranks{link}: median ms per message"
+    made = new_table(title, (*left, *map(_size, SIZES), "sent", "buffer", "Gbit/s"), left, no_wrap=True)
     largest = SIZES[-1]
     for operation, kinds in TRAINS.items():
         own = [row for row in rows if row["operation"] == operation]
@@ -195,9 +191,8 @@ def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int
     """
     seconds = statistics.median(each["seconds"] for each in links)
     title = f"{backend}, {world} ranks{link}: the link, measured {len(links)} times in {seconds:.1f} s each (median)"
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("operation", "chosen", "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"):
-        made.add_column(heading, justify="left" if heading in ("operation", "chosen") else "right")
+    left = ("operation", "chosen")
+    made = new_table(title, (*left, "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"), left)
     chosen = Counter(each["chosen"] for each in links)
     for operation, kind in KIND.items():
         own = [row for row in rows if row["operation"] == operation]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from analysis.table import milliseconds
+from analysis.table import milliseconds, new_console, new_table
 from mdcs.sizes import MIB
 
 WIDTH = 150  # columns of tables where there is no terminal
@@ -17,8 +15,7 @@ WIDTH = 150  # columns of tables where there is no terminal
 
 def show(document: dict[str, Any]) -> None:
     """Print a table per budget of the engines that fit, the engines that do not, and whether the losses are equal."""
-    console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console(WIDTH, highlight=False, markup=False)
     for part in document["budgets"]:
         console.print(table(document, part))
         if others := [line for line in part["lines"] if line["fits"] is False]:
@@ -64,12 +61,10 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     bounds = ", ".join(f"{name} bound {seconds * 1e3:.1f} ms" for name, seconds in part["bounds"].items())
     link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
     title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
-    made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
-    made.add_column("candidate", no_wrap=True)
-    headings = ("step ms\n[range]", "predicted\nms", "error", "bound\nms", "×\nbound", f"× {document['base']}\n[range]",
-                "stalled\nms", "exposed\nms", "overlap\nratio", "messages", "CPU\nms", "peak\nMiB")  # fmt: skip
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
+    over = f"× {document['base']}\n[range]"
+    headings = ("candidate", "step ms\n[range]", "predicted\nms", "error", "bound\nms", "×\nbound", over, "stalled\nms",
+                "exposed\nms", "overlap\nratio", "messages", "CPU\nms", "peak\nMiB")  # fmt: skip
+    made = new_table(f"{title}\n{bounds}", headings, left=("candidate",), no_wrap=True)
     for line in part["lines"]:
         if line["fits"] is not False:
             step, ratio, bound = line["step_s"], line["ratio"], line["bound_s"]
@@ -97,11 +92,10 @@ def overview(document: dict[str, Any]) -> Table:
 
     For mdcs, the row has the prediction and the bound, too.
     """
-    table = Table(title="the best of each that fits, step ms", title_justify="left", box=box.SIMPLE_HEAD)
     families = {"DDP": "ddp", "FSDP2": "fsdp2", "other peers": ""}
     base = document["base"]
-    for heading in ("budget", *families, f"other plans\nof {base}", base, "predicted", "structural\nbound", "best peer\n× mdcs"):
-        table.add_column(heading, justify="left" if heading == "budget" else "right")
+    headings = ("budget", *families, f"other plans\nof {base}", base, "predicted", "structural\nbound", "best peer\n× mdcs")
+    table = new_table("the best of each that fits, step ms", headings, left=("budget",))
     for part in document["budgets"]:
         fitting = {line["engine"]: line for line in part["lines"] if line["fits"] is not False}
         steps = {name: line["step_s"]["median"] for name, line in fitting.items()}

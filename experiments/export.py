@@ -31,11 +31,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.table import WIDTH, milliseconds
+from analysis.table import milliseconds, new_console, new_table
 from mdcs.export.document import document
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
@@ -68,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.format == "json":
         print(text)
         return 0
-    console = Console()
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console()
     show(made, console)
     console.print(f"written to {to}", markup=False, highlight=False, soft_wrap=True)
     return 0
@@ -90,9 +88,8 @@ def _other(to: Path, text: str) -> str | None:
 def show(made: dict[str, Any], console: Console) -> None:
     """Print the groups, the losses of the export, and the predictions for the plan and for FSDP2."""
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward"):
-        table.add_column(heading, overflow="fold")
+    headings = ("modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward")
+    table = new_table(title, headings, left=headings, overflow="fold")
     for group in made["groups"]:
         modules = ", ".join(name or "(the model)" for name in group["modules"])
         strategy = str(group["strategy"]) if group["units"] else "–"
@@ -128,9 +125,7 @@ def _budget(made: dict[str, Any]) -> str:
 
 
 def _predicted(predicted: dict[str, Any]) -> Table:
-    table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("", "step ms", "exposed ms", "peak MiB"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = new_table("predicted for one step", ("", "step ms", "exposed ms", "peak MiB"), left=("",))
     for name, values in predicted.items():
         if values is not None:
             cells = [milliseconds(values[key]) for key in ("step_s", "exposed_s")] + [f"{values['peak_bytes'] / MIB:.2f}"]

@@ -30,10 +30,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from analysis.table import new_console, new_table
 from mdcs.sizes import GIB, MIB
 
 SCHEMA = 1
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of parts, with commas")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # used by this program for its own parts
     arguments = parser.parse_args()
-    console = Console(width=110)
+    console = new_console(110)
     import torch
 
     if not torch.cuda.is_available():
@@ -314,9 +314,7 @@ def _of_resnet(part: str, rows: Sequence[Row]) -> list[Finding]:
 def table(found: Sequence[Finding], about: Mapping[str, str]) -> Table:
     """A table with one line per finding."""
     title = f"{about['device']} · torch {about['torch']} · CUDA {about['cuda']} · driver {about['driver']} · {about['date'][:10]}"
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("part", "what", "wanted", "found", ""):
-        made.add_column(heading)
+    made = new_table(title, headings := ("part", "what", "wanted", "found", ""), left=headings)
     last = ""
     for f in found:
         verdict = {True: "yes", False: "[bold red]no[/]", None: ""}[f.ok]

@@ -21,13 +21,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
 import pandas as pd
 from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import analysis
 from analysis.pictures import save, style
-from analysis.table import WIDTH
+from analysis.table import new_console, new_table
 from experiments.config.checks import load
 from mdcs.sizes import MIB
 
@@ -93,15 +90,12 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 def show(frame: pd.DataFrame) -> None:
     """Print the table, and the peak of each run."""
-    table = Table(title="memory by layer, MiB per rank", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("unit", *map(str, frame.columns)):
-        table.add_column(heading, justify="left" if heading == "unit" else "right")
+    table = new_table("memory by layer, MiB per rank", ("unit", *map(str, frame.columns)), left=("unit",))
     for unit, row in frame.iterrows():
         table.add_row(str(unit), *(f"{value:.1f}" for value in row))
     table.add_section()
     table.add_row("peak", *(f"{value:.1f}" for value in frame.max()))
-    console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console(highlight=False, markup=False)
     console.print(table)
 
 

@@ -29,11 +29,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.table import WIDTH, milliseconds
+from analysis.table import milliseconds, new_console, new_table
 from experiments.config.schema import Config
 from experiments.job import app, batch, checkpointing
 from experiments.job import run as jobs
@@ -62,8 +61,7 @@ def main(module: str = jobs.WORKER) -> int:
     options, sys.argv[1:] = parser.parse_known_args()
     if as_json := options.format == "json":
         sys.argv.append("hydra/hydra_logging=disabled")  # Hydra logs to stdout
-    console = Console(stderr=as_json)
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console(stderr=as_json)
 
     known, plans, chosen = Profiles(), list[Plan](), list[PlannedBatch | None]()
 
@@ -140,9 +138,8 @@ def batches_table(found: batch.Found) -> Table:
         for size, off in found.errors.items()
     )
     caption = "\n".join(errors) or None
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("batch", "samples/s", "step ms", "exposed ms", "recomputing", "peak MiB", ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("batch", "samples/s", "step ms", "exposed ms", "recomputing", "peak MiB", "")
+    table = new_table(title, headings, left=("",), caption=caption)
     for each in found.batches:
         p = each.plan.prediction
         assert p is not None
@@ -163,14 +160,11 @@ def sweep_table(
     varied: for each plan, the settings KEY=VALUE that distinguish it from the others, besides the columns of every
     table. batches: the batches that were found for the plans, if any.
     """
-    table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
     swept = list(dict.fromkeys(setting.partition("=")[0] for settings in varied for setting in settings))
-    for heading in ("strategy", "scheduler"):
-        table.add_column(heading)
     of_batches = batches if any(batches) else [None] * len(plans)
     sizes = ("batch", "samples/s") if any(batches) else ()
-    for heading in (*swept, *sizes, "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"):
-        table.add_column(heading, justify="right")
+    left, right = ("strategy", "scheduler"), ("budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages")
+    table = new_table("predicted for one step", (*left, *swept, *sizes, *right), left)
     for plan, settings, found in zip(plans, varied, of_batches, strict=True):
         p, told = plan.prediction, dict(setting.split("=", 1) for setting in settings)
         assert p is not None
@@ -227,17 +221,13 @@ def units_table(plan: Plan, scheduler: Scheduler) -> Table:
 
     Consecutive units with equal values share a row.
     """
-    table = Table(
-        title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
+    table = new_table(
+        f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
         f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
-        title_justify="left",
+        ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"),
+        left=("unit", "strategy", "messages", "against"),
         caption="costs, buys: against another strategy for this unit alone, in peak bytes of the sequential schedule",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
     )
-    left = ("unit", "strategy", "messages", "against")
-    for heading in ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"):
-        table.add_column(heading, justify="left" if heading in left else "right")
     for cells, alike in itertools.groupby(explain.choices(plan, scheduler), _cells):
         units = [choice.unit for choice in alike]
         names = units if len(units) < _MANY else [f"{units[0]} … {units[-1]} ({len(units)} alike)"]
@@ -261,13 +251,11 @@ def prediction_table(plan: Plan) -> Table:
     if plan.prediction is None:
         raise ValueError("the plan has no prediction")
     predicted = plan.prediction
-    table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
     times = {
         "step": predicted.step_s, "compute": predicted.compute_s, "communication": predicted.communication_s,
         "stalled": predicted.stalled_s, "exposed": predicted.exposed_s,
     }  # fmt: skip
-    for heading in (*(f"{word} ms" for word in times), "overlap ratio"):
-        table.add_column(heading, justify="right")
+    table = new_table("predicted for one step", (*(f"{word} ms" for word in times), "overlap ratio"))
     table.add_row(*(milliseconds(seconds) for seconds in times.values()), f"{predicted.overlap_ratio:.2f}")
     return table
 
@@ -276,10 +264,7 @@ def bounds_table(plan: Plan) -> Table:
     """Distance of the predicted step from bounds for all plans within the budget that recompute as this one."""
     assert plan.prediction is not None
     title = f"no plan within the budget{_recomputing(plan)} is faster than"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("bound")
-    table.add_column("ms", justify="right")
-    table.add_column("this plan is above it by", justify="right")
+    table = new_table(title, ("bound", "ms", "this plan is above it by"), left=("bound",))
     bounds = bounds_of(plan, BOUNDS_S)
     proven = {
         "fewest bytes": bounds.traffic_s,
@@ -300,10 +285,8 @@ def memory_table(plan: Plan) -> Table:
     if plan.prediction is None:
         raise ValueError("the plan has no prediction")
     binding = explain.binding_slot(plan)
-    table = Table(title=f"memory per rank; the sum is highest in {binding.slot}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("category")
-    table.add_column("at its peak MiB", justify="right")
-    table.add_column(f"in {binding.slot} MiB", justify="right")
+    title = f"memory per rank; the sum is highest in {binding.slot}"
+    table = new_table(title, ("category", "at its peak MiB", f"in {binding.slot} MiB"), left=("category",))
     for category, size in binding.memory.items():
         table.add_row(category, f"{plan.prediction.memory[category] / MIB:.2f}", f"{size / MIB:.2f}")
     table.add_section()

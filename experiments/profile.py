@@ -18,11 +18,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.table import WIDTH
+from analysis.table import new_console, new_table
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
@@ -36,8 +35,7 @@ from mdcs.sizes import MIB
 
 def main(worker: str = jobs.WORKER) -> int:
     """Show the profile for the command line; measure it if needed. Return the exit code."""
-    console = Console()
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console()
 
     def measure(config: Config, folder: Path) -> str:
         known = jobs.known_profile(config, folder, console)
@@ -65,13 +63,8 @@ def show(profile: Profile, console: Console) -> None:
 
 def units_table(profile: Profile) -> Table:
     """A row per unit: its bytes, the times of its slots with their spread, its shard's update, its kept activations."""
-    table = Table(
-        title=f"{ranks(profile)}; medians, with the 10th and the 90th percentile",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for heading in ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB"):
-        table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=heading != "unit")
+    headings = ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB")
+    table = new_table(f"{ranks(profile)}; medians, with the 10th and the 90th percentile", headings, left=("unit",))
     for index, unit in enumerate(profile.units):
         times = (_slots(profile, index, phase) for phase in ("F", "B"))
         megabytes = f"{unit.numel * profile.param_bytes / 1e6:.2f}"
@@ -86,10 +79,9 @@ def link_table(profile: Profile) -> Table:
     if shaped := profile.about.get("shaped_link"):
         kind = f"link shaped to {shaped} ({profile.about['congestion_control']})"
     about = f"{kind}: {link.depth} messages in flight, blocks of {profile.block / MIB:.2f} MiB"
-    table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)
     rates = sorted({name.partition(" with ")[2] for name in profile.spread if name.endswith(" in flight")})
-    for heading in ("collective", "α µs", "gap µs", "Gbit/s", "a block's share of the rate", *rates):
-        table.add_column(heading, justify="left" if heading == "collective" else "right")
+    headings = ("collective", "α µs", "gap µs", "Gbit/s", "a block's share of the rate", *rates)
+    table = new_table(about, headings, left=("collective",))
     for kind in link.kinds:
         alpha, beta, gap = link.alpha_of(kind), link.beta_of(kind), link.gap_of(kind)
         rate = f"{8e-9 / beta:.2f}" if beta else "∞"
@@ -114,9 +106,7 @@ def _between(profile: Profile, name: str, scale: float) -> str:
 
 def interference_table(profile: Profile) -> Table:
     """Measured steps beside messages of several sizes, and the fitted constants."""
-    table = Table(title="computing and communicating at the same time", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("what")
-    table.add_column("value", justify="right")
+    table = new_table("computing and communicating at the same time", ("what", "value"), left=("what",))
     for name, (low, high) in profile.spread.items():
         if name.startswith("step beside"):  # 10th and 90th percentile
             table.add_row(f"{name} takes longer by", f"{low - 1:.0%} to {high - 1:.0%}")

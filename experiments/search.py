@@ -28,12 +28,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from analysis import load_run
-from analysis.table import WIDTH, milliseconds
+from analysis.table import milliseconds, new_console, new_table
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
@@ -217,15 +215,12 @@ class Pruned(Exception):
 
 def show(trials: Sequence[FrozenTrial]) -> None:
     """Print a row per trial, the fastest first and pruned trials last."""
-    table = Table(title="trials, the fastest first", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("trial", "step ms", "predicted ms", "what"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
+    table = new_table("trials, the fastest first", ("trial", "step ms", "predicted ms", "what"), left=("what",))
     for trial in sorted(trials, key=lambda trial: math.inf if trial.value is None else trial.value):
         told = trial.user_attrs
         what = " ".join(told.get("overrides", [])) + (f": {told['reason']}" if "reason" in told else "")
         table.add_row(str(trial.number), milliseconds(trial.value), milliseconds(told.get("predicted_s")), what)
-    console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console(highlight=False, markup=False)
     console.print(table)
 
 

@@ -32,7 +32,6 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
 import pandas as pd
 from hydra.core.hydra_config import HydraConfig
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +40,7 @@ import mdcs
 from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import budget_words
-from analysis.table import WIDTH, milliseconds
+from analysis.table import milliseconds, new_console, new_table
 from experiments.config.budgets import on_front
 from experiments.config.checks import compose_config
 from experiments.config.schema import BudgetConfig, Config, ConfigError, ProfileConfig
@@ -124,8 +123,7 @@ class Entry:
 
 def main(module: str = jobs.WORKER) -> int:
     """Run the trade-off of the command line. Return the exit code. The jobs' ranks run the module `module`."""
-    console = Console()
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console()
 
     def trade(config: Config, folder: Path) -> str:
         configs = compared(config)
@@ -331,12 +329,10 @@ def show(entries: Sequence[Entry], console: Console) -> None:
 
 
 def _table(entries: Sequence[Entry], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     predicted = ("step ms", "overlap ms", "extra ms", "peak MiB")
     measured = ("step ms", "peak MiB") if any(entry.run is not None for entry in entries) else ()
-    table.add_column("strategy · scheduler", no_wrap=True)
-    for heading in ("budget MiB", "share", *(f"pred.\n{x}" for x in predicted), *(f"meas.\n{x}" for x in measured)):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("budget MiB", "share", *(f"pred.\n{x}" for x in predicted), *(f"meas.\n{x}" for x in measured))
+    table = new_table(title, (of := "strategy · scheduler", *headings), left=(of,), no_wrap=True)
     for entry in entries:
         point, row = entry.point, entry.row()
         share = "–" if point.share is None else f"{point.share:.3g}"

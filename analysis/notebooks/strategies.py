@@ -51,7 +51,7 @@ table = fastest.pivot(index="plan", columns="budget", values="cell")[order].fill
 table
 
 # %%
-figure = pictures.step_time_over_budget(rows)
+figure = pictures.step_time_over_memory(rows)
 winner = questions.best_run(rows)
 words = [questions.label(winner), questions.budget_words(winner["budget_bytes"]), f"{winner['step_s'] * 1e3:.0f} ms"]
 figure.axes[0].set_title(f"fastest: {', '.join(words)}", loc="right", fontweight="bold")

@@ -1,10 +1,11 @@
-"""Contents of the page: every run, the best one of each budget, curves, and the periods of the best runs."""
+"""Contents of the page: where runs come from, every run, the best one of each budget, other engines, curves, periods."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandas as pd
 
 from analysis import questions as ask
 from analysis.events import METRICS
-from analysis.load import load_run
+from analysis.load import PROVENANCE, load_run
 from analysis.page import figures
 from analysis.settings import short
 from analysis.settings import value as words
@@ -56,11 +57,40 @@ def contents(frame: pd.DataFrame) -> dict[str, Any]:
         "names": [str(name) for name in frame["name"]],
         "reasons": ["" if pd.isna(reason) else reason for reason in frame["reason"]],
         "folders": [str(folder) for folder in frame["folder"]],
-        "commands": _commands(frame["folder"]),
+        "commands": _commands(frame["folder"], frame["command"]),
         "best": best,
+        "provenance": _provenance(frame),
+        "engines": [table for workload, rows in ask.workloads(frame) if (table := _engines(workload.title, rows))],
         "figures": [figure for workload, rows in ask.workloads(frame) for figure in figures.of_sweep(workload.title, rows)],
         "periods": list(_periods(frame, best)),
     }
+
+
+def _provenance(frame: pd.DataFrame) -> list[tuple[str, str]]:
+    """When, where and of what the runs are: all different values."""
+    times = [datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") for time in sorted(frame["time"].dropna())]
+    when = " to ".join(dict.fromkeys((*times[:1], *times[-1:])))
+    words = {key: ", ".join(map(str, frame[key].dropna().unique())) for key in PROVENANCE[1:]}
+    told = {"date": when, **words, "workloads": "; ".join(workload.title for workload, _ in ask.workloads(frame))}
+    return [(key, value or "not recorded") for key, value in told.items()]
+
+
+def _engines(title: str, rows: pd.DataFrame) -> dict[str, Any] | None:
+    """The fastest plan of mdcs within each budget beside each other engine; None without another engine."""
+    points = ask.best_points(rows, "budget_bytes")
+    if not len(points) or ask.time_of(ask.drawn(rows)) != "step_s":
+        return None
+    peers = points["label"].isin(ask.peers(rows))
+    if not peers.any():
+        return None
+    own = points[~peers].sort_values("step_s").drop_duplicates("budget_bytes")
+    base = own["step_s"].min()
+    cells = [
+        [("" if peer else "mdcs, ") + row["label"], "" if peer else ask.budget_words(row["budget_bytes"]),
+         *(row[key] * 1e3 for key in ("step_s", "step_s_p10", "step_s_p90")), row["step_s"] / base, row["peak_bytes"] / MIB]
+        for of, peer in ((own, False), (points[peers], True)) for _, row in of.sort_values("step_s").iterrows()
+    ]  # fmt: skip
+    return {"title": title, "rows": cells}
 
 
 def _columns(frame: pd.DataFrame) -> list[tuple[str, str, str, float]]:
@@ -97,15 +127,15 @@ def _best(frame: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _commands(folders: pd.Series) -> list[str | None]:
-    """Return the command that runs each job again: from the sweep.json above its folder; None where there is none."""
+def _commands(folders: pd.Series, own: pd.Series) -> list[str | None]:
+    """Return the command that runs each job again: from the sweep.json above its folder, else its own; None without any."""
     known: dict[Path, str] = {}
     for above in {parent for folder in folders for parent in Path(folder).parents if (parent / "sweep.json").is_file()}:
         jobs = json.loads((above / "sweep.json").read_text(encoding="utf-8"))["jobs"]
         for job in jobs:
             if job["folder"] is not None:
                 known[above / job["folder"]] = _command(job["overrides"])
-    return [known.get(Path(folder)) for folder in folders]
+    return [known.get(Path(folder), None if pd.isna(command) else command) for folder, command in zip(folders, own, strict=True)]
 
 
 def _command(overrides: list[str]) -> str:
@@ -130,6 +160,6 @@ def _periods(frame: pd.DataFrame, best: list[dict[str, Any]]) -> Iterator[dict[s
         yield {
             "run": index,
             "title": f"{entry['workload']} · {entry['budget']}: {entry['label']}",
-            "timeline": figures.timeline(shown, predicted if measured else None),
-            "memory": figures.memory(shown if shown.memory else predicted, frame["budget_bytes"][index]),
+            "timeline": figures.timeline(shown, predicted if measured else None, run.recomputed),
+            "memory": figures.memory(shown if shown.memory else predicted, frame["budget_bytes"][index], run.recomputed),
         }

@@ -30,8 +30,9 @@ function draw(place, figure) {
   const axes = Object.keys(figure.layout).filter((key) => /axis/.test(key));
   const shared = Object.fromEntries(axes.map((key) => [key, { gridcolor: "#e4e4e4", zeroline: false, ...figure.layout[key] }]));
   const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 };
-  const layout = { margin: { l: 120, r: 50, t: 60, b: 50 }, plot_bgcolor: "white", modebar: { orientation: "v" }, font: { size: 12 }, legend, ...figure.layout, ...shared };
-  return Plotly.react(place, figure.data, layout, { responsive: true, displaylogo: false });
+  const narrow = window.innerWidth < 600;
+  const layout = { margin: { l: narrow ? 45 : 70, r: narrow ? 10 : 50, t: 60, b: 50 }, plot_bgcolor: "white", modebar: { orientation: "v" }, font: { size: 12 }, legend, ...figure.layout, ...shared };
+  return Plotly.react(place, figure.data, layout, { responsive: true, displaylogo: false, displayModeBar: !narrow });
 }
 
 // ---- all runs: sorted by a click on a heading, filtered by words and lists; a click on a run shows how to repeat it
@@ -64,20 +65,41 @@ function sortBy(column) {
 }
 
 const chosen = new Map();
+let filtered = [];
 const SHOWN = 200;  // rows at once: a browser takes a second to lay out a thousand
 function show(all = false) {
   const asked = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   const wanted = order.filter((index) => asked.every((word) => text[index].includes(word))
     && [...chosen].every(([column, value]) => value === "" || words(data.runs[index][column], data.columns[column]) === value));
   const shown = all ? wanted : wanted.slice(0, SHOWN);
+  filtered = wanted;
   table.tBodies[0].replaceChildren(...shown.map((index) => rows[index]));
   const first = shown.length < wanted.length ? `, of which the first ${SHOWN} are shown` : "";
   byId("shown").textContent = `${wanted.length} of ${rows.length} runs${first}; a click on a run shows its command `;
-  if (first) {
-    const more = element("button", "show all");
-    more.addEventListener("click", () => show(true));
-    byId("shown").append(more);
-  }
+  byId("shown").append(button("save these as CSV", saveCsv), " ");
+  if (first) byId("shown").append(button("show all", () => show(true)));
+}
+
+function button(text, onClick) {
+  const made = element("button", text);
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+// The filtered rows in their order, with every column in the unit that the page shows, name, reason and folder.
+function csv() {
+  const quoted = (value) => (/[",\n]/.test(value ?? "") ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
+  const heading = ["name", ...data.columns.map((column) => (column.unit ? `${column.name} (${column.unit})` : column.name)), "reason", "folder"];
+  const lines = filtered.map((index) => [data.names[index], ...data.runs[index], data.reasons[index], data.folders[index]]);
+  return [heading, ...lines].map((line) => line.map(quoted).join(",")).join("\n") + "\n";
+}
+
+function saveCsv() {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([csv()], { type: "text/csv" }));
+  link.download = `${document.title}.csv`;
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
 function filters() {
@@ -140,7 +162,7 @@ function headings(place, columns) {
 
 function best() {
   const several = new Set(data.best.map((entry) => entry.workload)).size > 1;
-  const numbers = ["share", "step", "predicted", "overlap ratio", "peak"].map(at);
+  const numbers = ["share", "step", "p10", "p90", "predicted", "overlap ratio", "peak"].map(at);
   const text = (name) => ({ name, unit: "", text: true });
   headings(byId("best-table"), [...(several ? [text("workload")] : []), text("budget"), text("plan"),
     ...numbers.map((i) => data.columns[i]), text("to repeat it")]);
@@ -148,9 +170,30 @@ function best() {
     const made = row([...(several ? [[entry.workload, "text"]] : []), [entry.budget, "text"], [entry.label, "text"],
       ...numbers.map((i) => [words(data.runs[entry.run][i], data.columns[i]), ""])]);
     const cell = element("td", undefined, "command");
-    cell.append(command(entry.run));
+    const details = element("details");
+    details.append(element("summary", "command"), command(entry.run));
+    cell.append(details);
     made.append(cell);
     byId("best-table").tBodies[0].append(made);
+  }
+}
+
+function provenance() {
+  for (const [what, value] of data.provenance) byId("provenance").append(element("dt", what), element("dd", value));
+}
+
+function engines() {
+  const number = (name, unit) => ({ name, unit, text: false });
+  const columns = [{ name: "engine", unit: "", text: true }, { name: "budget", unit: "", text: true }, number("step", "ms"),
+    number("p10", "ms"), number("p90", "ms"), number("× the fastest of mdcs", ""), number("peak", "MiB")];
+  if (data.engines.length) byId("engine-tables").replaceChildren();
+  for (const { title, rows } of data.engines) {
+    const [made, place] = [element("table"), element("div", undefined, "scroll")];
+    made.createTHead();
+    headings(made, columns);
+    made.createTBody().append(...rows.map((cells) => row(cells.map((cell, i) => [words(cell, columns[i]), columns[i].text ? "text" : ""]))));
+    place.append(made);
+    byId("engine-tables").append(element("h3", title), place);
   }
 }
 
@@ -164,7 +207,7 @@ function curves() {
     const place = element("div");
     place.dataset.figure = index;
     place.style.minHeight = `${figure.figure.layout.height}px`;
-    byId("figures").append(element("h3", figure.title), place);
+    byId("figures").append(element("h3", figure.title), element("p", figure.told, "note"), place);
     soon.observe(place);
   });
 }
@@ -177,7 +220,9 @@ function period() {
 }
 
 byId("counts").textContent = Object.entries(data.counts).map(([status, count]) => `${count} ${status}`).join(", ");
+provenance();
 best();
+engines();
 curves();
 headings(table, data.columns);
 filters();

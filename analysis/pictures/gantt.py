@@ -1,6 +1,9 @@
-"""Timeline of compute, messages and updates of one period, the prediction above the ranks."""
+"""What a timeline of one period shows, and its drawing: compute, messages and updates, the prediction above the ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,104 +12,121 @@ from matplotlib.patches import Patch
 
 from analysis.pictures import style
 from analysis.trace import sublanes
-from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, Lane, RankTimeline, Timeline, step_times
+from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline, step_times
 
 _FEW_SLOTS = 32
-_KIND_WORDS = {"F": "forward", "B": "backward"}
 _LANE_WORDS = {"compute": "compute", "message": "messages", "update": "updates"}
 
 
-@style.styled
-def gantt(
-    timeline: Timeline, predicted: Timeline | None = None, title: str = "one period", ranks: int = 4
-) -> Figure:
-    """Compute, messages and updates of one period, coloured by kind, the prediction first, then the first `ranks`
-    ranks, on one time axis. Messages in flight together stand in rows of their own. Raises ValueError for a
-    timeline without ranks.
-    """
-    shown = [(r, timeline.period_s) for r in sorted(timeline.ranks, key=lambda r: r.rank)[:ranks]]
-    if predicted is not None:
-        simulated = [r for r in predicted.ranks if r.rank == PREDICTED_RANK] or list(predicted.ranks[:1])
-        shown = [
-            *((RankTimeline(PREDICTED_RANK, r.intervals), predicted.period_s) for r in simulated),
-            *shown,
-        ]
-    if not shown:
-        raise ValueError("the timeline has no ranks")
+class Bar(NamedTuple):
+    """An interval in its row. kind: a key of `style.KIND_COLOURS`. Times in ms from the first backward slot."""
 
-    rows = [sum(_rows_of(r, lane) for lane in LANES) for r, _ in shown]
-    figure = style.new_figure(9.4, 1.2 + sum(0.27 * n + 0.42 for n in rows), title)
-    panels = figure.subplots(len(shown), 1, sharex=True, height_ratios=rows, squeeze=False)[:, 0]
-    end_ms = max(max([p, *(i.end for i in r.intervals)]) for r, p in shown) * 1e3
-    units = {i.unit for r, _ in shown for i in r.intervals}
-    names = style.shortened(units) if len(timeline.slots) <= _FEW_SLOTS else {}
-    for panel, (rank, period_s) in zip(panels, shown, strict=True):
-        _draw_rank(panel, rank, period_s, end_ms, names)
-    panels[-1].set_xlabel("ms from the first backward slot")
-    panels[-1].set_xlim(min(0.0, *(i.start * 1e3 for r, _ in shown for i in r.intervals)), end_ms * 1.005)
-    kinds = {i.kind for r, _ in shown for i in r.intervals}
-    handles: list[Patch | Line2D] = [
-        Patch(color=colour, label=_KIND_WORDS.get(kind, kind))
-        for kind, colour in style.KIND_COLOURS.items()
-        if kind in kinds
-    ]
-    handles.append(Line2D([], [], color=style.INK, lw=0.9, ls=":", label="end of the period"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), handlelength=1.2)
-    return figure
+    row: int
+    kind: str
+    unit: str
+    start: float
+    length: float
+    bytes: int
+    recomputes: bool
+
+    @property
+    def words(self) -> str:
+        size = f", {self.bytes / MIB:.3g} MiB" if self.bytes else ""
+        return f"{style.KIND_WORDS.get(self.kind, self.kind)} {self.unit}{' with recomputation' * self.recomputes}{size}"
 
 
-def _rows_of(rank: RankTimeline, lane: Lane) -> int:
-    return max(sublanes(rank.lane(lane)), default=0) + 1
+class Panel(NamedTuple):
+    """One rank, or the prediction. lanes: (name, number of rows), from the top; messages in flight together need several."""
+
+    name: str
+    headline: str
+    period: float
+    lanes: tuple[tuple[str, int], ...]
+    bars: tuple[Bar, ...]
 
 
-def _draw_rank(axes: Axes, rank: RankTimeline, period_s: float, end_ms: float, names: dict[str, str]) -> None:
-    top = 0
-    ticks, labels = [], []
+def panels(
+    timeline: Timeline, predicted: Timeline | None = None, ranks: int = 4, recomputed: Collection[str] = ()
+) -> list[Panel]:
+    """Everything that a timeline shows: the prediction first, then the first `ranks` ranks. `recomputed` names units."""
+    shown = [] if predicted is None else [(r, predicted.period_s) for r in predicted.ranks if r.rank == PREDICTED_RANK][:1]
+    shown += [(rank, timeline.period_s) for rank in sorted(timeline.ranks, key=lambda rank: rank.rank)[:ranks]]
+    return [_panel(rank, period_s, recomputed) for rank, period_s in shown]
+
+
+def _panel(rank: RankTimeline, period_s: float, recomputed: Collection[str]) -> Panel:
+    lanes, bars, top = [], [], 0
     for lane in LANES:
         intervals = rank.lane(lane)
         rows = sublanes(intervals)
-        for interval, row in zip(intervals, rows, strict=True):
-            _draw_interval(axes, interval, top + row, end_ms, names)
-        count = max(rows, default=0) + 1
-        ticks.append(top + (count - 1) / 2)
-        labels.append(_LANE_WORDS[lane])
-        top += count
-    axes.set_yticks(ticks, labels)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(top - 0.4, -0.6)
-    axes.grid(False)
-    axes.spines["left"].set_visible(False)
-    axes.axvline(period_s * 1e3, color=style.INK, lw=0.9, ls=":")
-    axes.set_title(_headline(rank, period_s), fontsize=9)
-
-
-def _headline(rank: RankTimeline, period_s: float) -> str:
+        bars += [_bar(interval, top + row, recomputed) for interval, row in zip(intervals, rows, strict=True)]
+        lanes.append((_LANE_WORDS[lane], max(rows, default=0) + 1))
+        top += lanes[-1][1]
     times = step_times(rank.intervals, 0.0, period_s)
-    return (
+    headline = (
         f"{rank.label}:  period {period_s * 1e3:.0f} ms, stalled {_ms(times.stalled_s)}, of it exposed {_ms(times.exposed_s)};"
         f" overlap ratio {times.overlap_ratio:.2f}"
     )
+    return Panel(rank.label, headline, period_s * 1e3, tuple(lanes), tuple(bars))
+
+
+def _bar(of: Interval, row: int, recomputed: Collection[str]) -> Bar:
+    return Bar(row, of.kind, of.unit, of.start * 1e3, of.duration_s * 1e3, of.bytes, of.kind == "B" and of.unit in recomputed)
 
 
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
-def _draw_interval(axes: Axes, interval: Interval, row: int, end_ms: float, names: dict[str, str]) -> None:
-    start, width = interval.start * 1e3, interval.duration_s * 1e3
-    colour = style.KIND_COLOURS.get(interval.kind, "#BBBBBB")
-    axes.barh(row, width, left=start, height=0.84, color=colour, edgecolor="white", lw=0.5 if names else 0.2)
-    # About 140 letters of this size fit across the axes: a name is written only into a bar that holds it.
-    room = width / end_ms * 140 - 1
-    text = next((name for name in (interval.name, names.get(interval.unit, "")) if len(name) < room), "")
-    if names and text:
-        dark = interval.kind in ("RS", "AG_F", "update")
-        axes.text(
-            start + width / 2,
-            row + 0.03,
-            text,
-            ha="center",
-            va="center",
-            fontsize=7,
-            color="white" if dark else style.INK,
-        )
+@style.styled
+def gantt(
+    timeline: Timeline, predicted: Timeline | None = None, title: str = "one period", ranks: int = 4,
+    recomputed: Collection[str] = (),
+) -> Figure:  # fmt: skip
+    """Draw `panels` on one time axis, coloured by kind. Raises ValueError for a timeline without ranks."""
+    shown = panels(timeline, predicted, ranks, recomputed)
+    if not shown:
+        raise ValueError("the timeline has no ranks")
+    rows = [sum(count for _, count in panel.lanes) for panel in shown]
+    figure = style.new_figure(9.4, 1.2 + sum(0.27 * n + 0.42 for n in rows), title)
+    axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=rows, squeeze=False)[:, 0]
+    bars = [bar for panel in shown for bar in panel.bars]
+    end = max(max(panel.period for panel in shown), *(bar.start + bar.length for bar in bars))
+    names = style.shortened({bar.unit for bar in bars}) if len(timeline.slots) <= _FEW_SLOTS else {}
+    for each, panel in zip(axes, shown, strict=True):
+        _draw(each, panel, end, names)
+    axes[-1].set_xlabel("ms from the first backward slot")
+    axes[-1].set_xlim(min(0.0, *(bar.start for bar in bars)), end * 1.005)
+    kinds = {bar.kind for bar in bars}
+    handles: list[Patch | Line2D] = [
+        Patch(color=colour, label=style.KIND_WORDS[kind]) for kind, colour in style.KIND_COLOURS.items() if kind in kinds
+    ]
+    if any(bar.recomputes for bar in bars):
+        handles.append(Patch(fc=style.KIND_COLOURS["B"], ec="white", hatch="////", label="backward with recomputation"))
+    handles.append(Line2D([], [], color=style.INK, lw=0.9, ls=":", label="end of the period"))
+    style.legend_below(figure, handles)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel, end: float, names: dict[str, str]) -> None:
+    for bar in panel.bars:
+        colour, hatch = style.KIND_COLOURS.get(bar.kind, "#BBBBBB"), "////" if bar.recomputes else None
+        axes.barh(
+            bar.row, bar.length, 0.84, bar.start, color=colour, edgecolor="white", lw=0.5 if names else 0.2, hatch=hatch
+        )  # fmt: skip
+        # About 140 letters of this size fit across the axes: words are written only into a bar that holds them.
+        unit, room = names.get(bar.unit, ""), bar.length / end * 140 - 1
+        text = next((words for words in (f"{style.KIND_WORDS.get(bar.kind, bar.kind)} {unit}", unit) if len(words) < room), "")
+        if unit and text:
+            colour = "white" if bar.kind in ("RS", "AG_F", "update") else style.INK
+            axes.text(bar.start + bar.length / 2, bar.row + 0.03, text, ha="center", va="center", fontsize=7, color=colour)
+    tops = [sum(count for _, count in panel.lanes[:i]) for i in range(len(panel.lanes) + 1)]
+    ticks = [top + (count - 1) / 2 for top, (_, count) in zip(tops, panel.lanes, strict=False)]
+    axes.set_yticks(ticks, [name for name, _ in panel.lanes])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(tops[-1] - 0.4, -0.6)
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+    axes.axvline(panel.period, color=style.INK, lw=0.9, ls=":")
+    axes.set_title(panel.headline, fontsize=9)

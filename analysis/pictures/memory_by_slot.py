@@ -1,10 +1,10 @@
-"""Memory over a period, by the ledger's categories."""
+"""Memory over a period, by the ledger's categories: what a stack shows, and its drawing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from analysis import questions as ask
 from analysis.pictures import style
 from mdcs.sizes import MIB
-from mdcs.telemetry.timeline import SlotMemory, Timeline
+from mdcs.telemetry.timeline import Timeline
 
 # From what never leaves to what comes and goes: the stack's ground is flat.
 CATEGORY_COLOURS = {
@@ -25,90 +25,97 @@ CATEGORY_COLOURS = {
     "update_scratch": "#767676",
     "activations": "#A9CFE8",
 }
+RECOMPUTES = "↻"
 
 
-@style.styled
-def memory_over_period(
-    timeline: Timeline, budget_bytes: float | None = None, title: str = "memory"
-) -> Figure:
-    """Bytes per rank in every slot, stacked by category, with the other side's total as a line and the budget.
+class Stack(NamedTuple):
+    """What a picture of memory shows, in MiB per rank, a value per slot.
 
-    Measured memory is stacked if there is any, with the predicted total as a dashed line; else the prediction is
-    stacked. Categories are each at their highest in the slot and need not peak together, so the stack may stand
-    above the line of the total. Raises ValueError if the timeline has no memory.
+    - source: measured or predicted.
+    - slots: names; labels: short ones, with a mark where the slot recomputes activations.
+    - layers: bytes by category, from the ground up. Their sum is `total`: categories are told at their highest in the slot and
+      need not be so together, so those on top, which come and go, are cut to the total.
+    - predicted: the predicted total where the stack is measured; else empty.
     """
+
+    source: str
+    slots: list[str]
+    labels: list[str]
+    layers: dict[str, list[float]]
+    total: list[float]
+    predicted: list[float]
+
+
+def stack(timeline: Timeline, recomputed: Collection[str] = ()) -> Stack:
+    """Return the stack: measured if there is any measurement. `recomputed` names units. Raises ValueError without memory."""
     memory = timeline.memory
     if not memory:
         raise ValueError("the timeline has no memory by slot")
     is_measured = all(m.measured for m in memory)
     stacked = [(m.measured if is_measured else m.predicted) or {} for m in memory]
-    total, predicted = _totals(stacked), _totals([m.predicted for m in memory])
-    edges = list(range(len(memory) + 1))
+    layers: dict[str, list[float]] = {}
+    room = total = [_total(slot) for slot in stacked]
+    for category in [*CATEGORY_COLOURS, *sorted({key for slot in stacked for key in slot} - {*CATEGORY_COLOURS, "total"})]:
+        sizes = [min(left, slot.get(category, 0) / MIB) for left, slot in zip(room, stacked, strict=True)]
+        room = [left - size for left, size in zip(room, sizes, strict=True)]
+        if any(sizes):
+            layers[category] = sizes
+    short = style.shortened(m.slot for m in memory)
+    again = {f"B:{unit}" for unit in recomputed}
+    labels = [f"{short[m.slot]} {RECOMPUTES}" if m.slot in again else short[m.slot] for m in memory]
+    predicted = [_total(m.predicted) for m in memory] if is_measured else []
+    return Stack("measured" if is_measured else "predicted", [m.slot for m in memory], labels, layers, total, predicted)
 
+
+def _total(slot: Mapping[str, int]) -> float:
+    return slot.get("total", sum(slot.values())) / MIB
+
+
+@style.styled
+def memory_over_period(
+    timeline: Timeline, budget_bytes: float | None = None, title: str = "memory", recomputed: Collection[str] = ()
+) -> Figure:
+    """Draw `stack`: bytes per rank in every slot by category, with their total, the predicted total and the budget as lines."""
+    shown = stack(timeline, recomputed)
+    edges, count = list(range(len(shown.slots) + 1)), len(shown.slots)
     figure = style.new_figure(8.2, 4.6, title)
     axes = figure.subplots()
-    ground = [0.0] * len(memory)
-    patches = []
-    for category in _shown(stacked):
-        sizes = [slot.get(category, 0) / MIB for slot in stacked]
+    ground = [0.0] * count
+    handles: list[Patch | Line2D] = []
+    for category, sizes in shown.layers.items():
         ceiling = [g + s for g, s in zip(ground, sizes, strict=True)]
         colour = CATEGORY_COLOURS.get(category, "#BBBBBB")
         axes.stairs(ceiling, edges, baseline=ground, fill=True, color=colour, lw=0)
-        patches.append(Patch(color=colour, label=category.replace("_", " ")))
+        handles.insert(0, Patch(color=colour, label=category.replace("_", " ")))
         ground = ceiling
-    axes.stairs(total, edges, baseline=None, color=style.INK, lw=1.3)
-    handles: list[Patch | Line2D] = list(reversed(patches))
-    peak = f"peak {max(total):.0f} MiB {'measured' if is_measured else 'predicted'}"
-    if is_measured and any(predicted):
-        axes.stairs(predicted, edges, baseline=None, color=style.INK, lw=1.3, ls=(0, (4, 2)))
-        handles += [
-            Line2D([], [], color=style.INK, lw=1.3, label="measured"),
-            Line2D([], [], color=style.INK, lw=1.3, ls=(0, (4, 2)), label="predicted"),
-        ]
-        peak += f", {max(predicted):.0f} predicted"
+    lines = [(shown.total, f"total, {shown.source}", {"color": style.INK, "lw": 1.3})]
+    peak = f"peak {max(shown.total):.0f} MiB {shown.source}"
+    if any(shown.predicted):
+        lines.append((shown.predicted, "total, predicted", {"color": style.INK, "lw": 1.3, "ls": (0, (4, 2))}))
+        peak += f", {max(shown.predicted):.0f} predicted"
+    for total, words, look in lines:
+        axes.stairs(total, edges, baseline=None, **look)
+        handles.append(Line2D([], [], label=words, **look))
     axes.set_title(peak)
-    top = max(*ground, *predicted)
+    top = max(*shown.total, *shown.predicted, 0.0)
     if budget_bytes is not None:
         axes.axhline(budget_bytes / MIB, color="#B00020", lw=1.4)
         top = max(top, budget_bytes / MIB)
         handles.append(Line2D([], [], color="#B00020", lw=1.4, label=ask.budget_words(budget_bytes)))
+    if any(label.endswith(RECOMPUTES) for label in shown.labels):
+        handles.append(Line2D([], [], color="none", marker=f"${RECOMPUTES}$", mec=style.INK, mfc=style.INK, label="recomputes"))
     axes.set_ylim(0, top * 1.06)
-    axes.set_xlim(0, len(memory))
-    _name_slots(axes, memory)
+    axes.set_xlim(0, count)
+    ticks = range(0, count, -(-count // 24))
+    crowded = max(len(shown.labels[i]) for i in ticks) * len(ticks) > 90
+    axes.set_xticks([i + 0.5 for i in ticks], [shown.labels[i] for i in ticks], rotation=90 if crowded else 0)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("slots of the period")
+    turn = sum(slot.startswith("B") for slot in shown.slots)
+    if [slot[:1] for slot in shown.slots] == ["B"] * turn + ["F"] * (count - turn) and 0 < turn < count:
+        axes.axvline(turn, color="#999999", lw=0.8)
+        axes.set_xlabel("slots of the period:  backward  |  forward")
     axes.set_ylabel("MiB per rank")
     # Beside the axes, in the order of the stack.
     figure.legend(handles=handles, loc="outside right center", handlelength=1.8)
     return figure
-
-
-def _totals(slots: Sequence[Mapping[str, int]]) -> list[float]:
-    return [slot.get("total", sum(slot.values())) / MIB for slot in slots]
-
-
-def _shown(slots: Sequence[Mapping[str, int]]) -> list[str]:
-    """The categories with any bytes, in stacking order; unknown ones last."""
-    present = {
-        category for slot in slots for category, size in slot.items() if size > 0 and category != "total"
-    }
-    return [c for c in CATEGORY_COLOURS if c in present] + sorted(present - set(CATEGORY_COLOURS))
-
-
-def _name_slots(axes: Axes, memory: Sequence[SlotMemory]) -> None:
-    count = len(memory)
-    every = -(-count // 24)
-    ticks = range(0, count, every)
-    short = style.shortened(m.slot for m in memory)
-    longest = max(len(short[memory[i].slot]) for i in ticks)
-    axes.set_xticks(
-        [i + 0.5 for i in ticks],
-        [short[memory[i].slot] for i in ticks],
-        rotation=90 if longest * len(ticks) > 90 else 0,
-    )
-    axes.tick_params(axis="x", length=0)
-    turn = sum(m.slot.startswith("B") for m in memory)
-    phases = [m.slot[:1] for m in memory]
-    if phases == ["B"] * turn + ["F"] * (count - turn) and 0 < turn < count:
-        axes.axvline(turn, color="#999999", lw=0.8)
-        axes.set_xlabel("slots of the period:  backward  |  forward")
-    else:
-        axes.set_xlabel("slots of the period")

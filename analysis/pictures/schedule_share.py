@@ -19,12 +19,12 @@ PANELS = (
     ("overlap_s", "overlap duration"),
     ("extra_communication_s", "extra communication"),
 )
-_STAR: dict[str, Any] = {"ms": 13, "mfc": "#FFD700", "mec": style.INK, "mew": 0.8}
+_RING: dict[str, Any] = {"color": "none", "marker": "o", "ms": 13, "mfc": "none", "mec": style.INK, "mew": 0.9}
 
 
 @style.styled
 def tradeoff_curve(
-    frame: pd.DataFrame, model: str | None = None, budget_bytes: float | None = None
+    frame: pd.DataFrame, model: str | None = None, budget_bytes: float | None = None, looks: style.Looks | None = None
 ) -> Figure:
     """Step time, overlap duration and extra communication (ms) over schedule_share, a line per strategy · scheduler.
 
@@ -32,24 +32,19 @@ def tradeoff_curve(
     choice, the curve with most shares. Raises ValueError if no such rows have two shares.
     """
     curve = choose_curve(frame, model, budget_bytes)
-    looks = style.look(ask.series(curve))
+    looks = looks or style.looks(frame)
     figure = style.new_figure(8.2, 5.8, curve_title(curve))
-    axes = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
-    draw_curve(axes, curve, looks)
-    style.legend_below(figure, style.series_handles(looks) + curve_handles(curve))
+    draw_curve(figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1)), curve, looks, 8.2)
+    style.legend_below(figure, style.series_handles(looks, ask.series(curve)) + curve_handles(curve))
     return figure
 
 
-def choose_curve(
-    frame: pd.DataFrame, model: str | None = None, budget_bytes: float | None = None
-) -> pd.DataFrame:
+def choose_curve(frame: pd.DataFrame, model: str | None = None, budget_bytes: float | None = None) -> pd.DataFrame:
     rows = frame if model is None else frame[frame["model"] == model]
     rows = rows if budget_bytes is None else rows[rows["budget_bytes"] == budget_bytes]
     curves = ask.share_curves(rows)
     if not curves:
-        raise ValueError(
-            "no trade-off curve: that needs runs or plans of one budget with two schedule shares or more"
-        )
+        raise ValueError("no trade-off curve: that needs runs or plans of one budget with two schedule shares or more")
     return curves[0]
 
 
@@ -64,7 +59,8 @@ def curve_handles(curve: pd.DataFrame) -> list[Line2D]:
         *([style.measured_handle()] if len(ask.measured(curve)) else []),
         style.predicted_handle(),
         *([style.repetition_handle()] if ask.repeated(curve) else []),
-        Line2D([], [], color="none", marker="*", **_STAR, label="stop point"),
+        style.star_handle(),
+        Line2D([], [], **_RING, label="stop point: fastest of its curve"),
     ]
     missing = ask.not_measured(curve)
     if len(missing):
@@ -73,8 +69,8 @@ def curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     return handles
 
 
-def draw_curve(axes: Sequence[Axes], curve: pd.DataFrame, looks: dict[str, dict[str, str]]) -> None:
-    """Draw into three axes, top to bottom: `PANELS`."""
+def draw_curve(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, inches: float, about: str = "") -> None:
+    """Draw into three axes that are `inches` wide, top to bottom: `PANELS`. `about` goes into the title."""
     by_label = ask.series(curve)
     for panel, (column, title) in zip(axes, PANELS, strict=True):
         for label, rows in by_label.items():
@@ -88,7 +84,7 @@ def draw_curve(axes: Sequence[Axes], curve: pd.DataFrame, looks: dict[str, dict[
 
     top, bottom = axes[0], axes[-1]
     top.margins(y=0.14)
-    _mark_stop_points(top, by_label)
+    style.set_title(top, f"{PANELS[0][1]}{about}\n{_mark_best(top, curve, looks)}", inches)
     for label, rows in by_label.items():
         if not len(missing := ask.not_measured(rows)["schedule_share"]):
             continue
@@ -106,9 +102,7 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]
         return
     share, colour = points["schedule_share"], look["color"]
     predicted = points[f"predicted_{column}"] * 1e3
-    axes.plot(
-        share, predicted, color=colour, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=7, zorder=2
-    )
+    axes.plot(share, predicted, color=colour, ls="--", lw=1.1, marker=look["marker"], mfc="white", mew=1.1, ms=7, zorder=2)
     if not points[column].notna().any():
         return
     axes.plot(share, points[column] * 1e3, color=colour, marker=look["marker"], zorder=3, clip_on=False)
@@ -118,16 +112,15 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]
         style.draw_repetitions(axes, rows["schedule_share"], rows, points["runs"])
 
 
-def _mark_stop_points(axes: Axes, by_label: dict[str, pd.DataFrame]) -> None:
-    best: pd.Series | None = None
-    time = ask.time_of(pd.concat(list(by_label.values())))
-    for rows in by_label.values():
-        points = ask.drawn(rows)
-        if points["schedule_share"].nunique() < 2:  # one share alone is no curve
-            continue
-        point = ask.stop_point(points, time)
-        axes.plot(point["schedule_share"], point[time] * 1e3, "*", **_STAR, zorder=5)
-        best = point if best is None or point[time] < best[time] else best
-    if best is not None:
-        words = f"{'' if time == 'step_s' else 'predicted '}stop point {best['schedule_share']:.3g}: {best[time] * 1e3:.0f} ms"
-        axes.set_title(words, loc="right", color=style.INK, fontweight="bold")
+def _mark_best(axes: Axes, curve: pd.DataFrame, looks: style.Looks) -> str:
+    """Mark the stop point of each curve, and the fastest of all points; return that in words."""
+    shown = ask.drawn(curve)
+    time = ask.time_of(shown)
+    for rows in ask.series(shown).values():
+        if rows["schedule_share"].nunique() > 1:  # one share alone is no curve
+            point = ask.stop_point(rows, time)
+            axes.plot(point["schedule_share"], point[time] * 1e3, **_RING, zorder=5)
+    points = [ask.median_by(rows, "schedule_share").assign(label=label) for label, rows in ask.series(shown).items()]
+    best, words = ask.fastest(pd.concat(points, ignore_index=True), time)
+    style.draw_star(axes, best["schedule_share"], best, time, looks[best["label"]])
+    return words

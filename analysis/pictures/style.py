@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -13,11 +14,30 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from analysis import questions as ask
+
 INK = "#222222"
 GREY = "#767676"
-_SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SERIES = (*_HUES, *(f"#{''.join(f'{int(hue[i : i + 2], 16) * 11 // 20:02X}' for i in (1, 3, 5))}" for hue in _HUES))
+_MARKERS, _PEER_MARKERS = ("o", "s", "^", "D", "v", "<", ">"), ("X", "P", "h", "p", "8", "d")
+"""Twelve colours, each hue also dark, and seven marks: no two of the first 84 series have both alike. Other engines are black."""
+FRONT: dict[str, Any] = {"color": "#AAAAAA", "lw": 1, "drawstyle": "steps-post", "zorder": 1}
+_STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
+Looks = dict[str, dict[str, str]]
 
+KIND_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "AR": "all-reduce",
+    "RS": "reduce-scatter",
+    "AG_F": "all-gather before forward",
+    "AG_B": "all-gather before backward",
+    "RS_N": "reduce-scatter in the node",
+    "AG_F_N": "all-gather in the node, before forward",
+    "AG_B_N": "all-gather in the node, before backward",
+    "update": "update",
+}
 KIND_COLOURS = {
     "F": "#A9CFE8",
     "B": "#5A9BC7",
@@ -76,20 +96,45 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure (inches) that needs no display and is not kept by pyplot."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left")
+    figure.suptitle(textwrap.fill(title, int(width * 9.5)), x=0.01, ha="left")  # letters that an inch holds, bold
     return figure
 
 
-def look(labels: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Colour and marker for each series: the same for the same set of labels in every picture."""
+def set_title(axes: Axes, title: str, inches: float) -> None:
+    """Set the title of axes that are so wide; lines that do not fit are wrapped."""
+    axes.set_title("\n".join(textwrap.fill(line, int(inches * 12)) for line in title.splitlines()))
+
+
+def look(labels: Iterable[str], peers: Iterable[str] = ()) -> Looks:
+    """Colour and mark of each series; `peers` are the labels of other engines."""
+    both = ((set(labels) - set(peers), _SERIES, _MARKERS), (set(peers), (INK,), _PEER_MARKERS))
     return {
-        label: {"color": _SERIES[i % len(_SERIES)], "marker": _MARKERS[i % len(_MARKERS)]}
-        for i, label in enumerate(sorted(set(labels)))
+        label: {"color": colours[i % len(colours)], "marker": marks[i % len(marks)]}
+        for names, colours, marks in both
+        for i, label in enumerate(sorted(names))
     }
 
 
-def series_handles(looks: dict[str, dict[str, str]]) -> list[Line2D]:
-    return [Line2D([], [], label=label, **look) for label, look in looks.items()]  # type: ignore[arg-type]
+def looks(rows: pd.DataFrame) -> Looks:
+    """Colour and mark of each series of a workload, for all of its pictures: they must not depend on what one picture shows."""
+    return look(ask.series(rows), ask.peers(rows))
+
+
+def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Line2D]:
+    """Legend entries of the series, or of those that are shown."""
+    named = looks if shown is None else {label: looks[label] for label in looks if label in set(shown)}
+    return [Line2D([], [], label=label, **look) for label, look in named.items()]  # type: ignore[arg-type]
+
+
+def star_handle() -> Line2D:
+    return Line2D([], [], color="none", label="fastest of all shown", **_STAR)
+
+
+def draw_star(axes: Axes, x: float, best: pd.Series, time: str, look: dict[str, str]) -> None:
+    """Mark the fastest point, with a bar from p10 to p90 of its steps in the colour of its series."""
+    if time == "step_s":
+        axes.vlines(x, best["step_s_p10"] * 1e3, best["step_s_p90"] * 1e3, color=look["color"], lw=1.6, zorder=6)
+    axes.plot(x, best[time] * 1e3, **_STAR, zorder=7)
 
 
 def measured_handle() -> Line2D:
@@ -106,10 +151,14 @@ def repetition_handle() -> Line2D:
     return Line2D([], [], color="none", marker=".", mfc=INK, mec="white", mew=0.5, ms=9, label="a run of several")
 
 
-def draw_steps(axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[str, str]) -> None:
+def draw_steps(
+    axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[str, str], predicted_x: Sequence[float] | None = None
+) -> None:
     """Step time of a series, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
-    colour, step = look["color"], points["step_s"] * 1e3
-    axes.plot(x, points["predicted_step_s"] * 1e3, marker="o", ls="--", lw=1.1, c=colour, mfc="white", mew=1.2, ms=6.5, zorder=2)
+    colour, step, hollow = look["color"], points["step_s"] * 1e3, {"marker": look["marker"], "mfc": "white", "mew": 1.1, "ms": 7}
+    at = x if predicted_x is None else predicted_x
+    if points["predicted_step_s"].notna().any():
+        axes.plot(at, points["predicted_step_s"] * 1e3, ls="--", lw=1.1, c=colour, zorder=2, **hollow)
     if step.notna().any():
         bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
         axes.plot(x, step, color=colour, lw=1.4, zorder=3)

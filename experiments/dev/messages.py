@@ -29,12 +29,11 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import mdcs
+from analysis.table import new_console, new_table
 from experiments.config.checks import load
 from experiments.config.schema import Config
 from experiments.job import app
@@ -57,7 +56,7 @@ FILE = "messages.json"
 
 def main() -> int:
     """Run the measurements of the command line and print the table. Return the exit code."""
-    console = Console(width=110)
+    console = new_console(110)
 
     def measured(config: Config, folder: Path) -> str:
         if config.cluster.emulated or config.cluster.device != "cpu":
@@ -237,9 +236,8 @@ def table(rows: list[dict[str, Any]], config: Config) -> Table:
     link = config.cluster.shaped_link()
     shaped = f", link shaped to {link} ({network.congestion_control()})" if link else ""
     title = f"gloo, {config.cluster.ranks} ranks{shaped}: ms of processor time per step and rank"
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("strategy", "block KiB", "messages", "loop alone", "backend alone", "mdcs", "µs above", "not in gloo"):
-        made.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
+    headings = ("strategy", "block KiB", "messages", "loop alone", "backend alone", "mdcs", "µs above", "not in gloo")
+    made = new_table(title, headings, left=("strategy",), no_wrap=True)
     for row in rows:
         times = (f"{row[name][0] * 1e3:.0f}" for name in ("alone", "backend", "mdcs"))
         above = ((row["mdcs"][i] - row["backend"][i] - row["alone"][i]) / row["messages"] * 1e6 for i in range(2))

@@ -29,12 +29,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     require_alone(Path(__file__).name)
 
 import torch.distributed as dist
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import mdcs
-from analysis.table import WIDTH
+from analysis.table import new_console, new_table
 from experiments.config.checks import compose_config, load, run_composing
 from experiments.job import run as jobs
 from experiments.job.planning import floor_of, job_of
@@ -170,18 +168,16 @@ def is_right(row: Row) -> bool:
 
 def show(rows: list[Row]) -> None:
     """Print a row per run."""
-    table = Table(title="peak of a rank in MiB", title_justify="left", box=box.SIMPLE_HEAD)
     numbers = ("replay", "ledger", "measured", "of the ledger", "registered off by")
-    for heading in ("model", "budget", "units", "recomputed", *numbers):
-        table.add_column(heading, justify="left" if heading in ("model", "units", "recomputed") else "right")
+    left = ("model", "units", "recomputed")
+    table = new_table("peak of a rank in MiB", ("model", "budget", "units", "recomputed", *numbers), left)
     for row in rows:
         sizes = (f"{row[name] / MIB:.2f}" for name in ("replay", "ledger", "measured"))
         table.add_row(
             row["model"], f"{row['budget'] / MIB:.2f}", row["strategies"], row["recomputed"], *sizes,
             f"{row['measured'] / row['ledger']:.2%}", f"{row['registered_off']} bytes",
         )  # fmt: skip
-    console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else WIDTH
+    console = new_console(highlight=False, markup=False)
     console.print(table)
     for model, row in {row["model"]: row for row in rows}.items():
         floors = f"{row['kept_floor'] / MIB:.1f} to {row['floor'] / MIB:.1f} MiB ({row['floor'] / row['kept_floor'] - 1:+.0%})"

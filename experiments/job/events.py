@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import shlex
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +24,7 @@ from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
 from mdcs.plan.times import TIMES
+from mdcs.profile.link import Kind
 from mdcs.profile.schema import is_far_off
 
 if TYPE_CHECKING:  # these modules import torch: a program that only plans need not wait for it
@@ -38,8 +46,20 @@ def job_event(config: Config) -> dict[str, Any]:
         "cross_iteration": config.run.cross_iteration if plans else None,
         "world": cluster.ranks, "emulated": config.link.name == "emulated", "emulated_ranks": cluster.emulated,
         "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
-        "schedule_share": config.budget.schedule_share, "settings": settings(config),
+        "schedule_share": config.budget.schedule_share, "settings": settings(config), **provenance(),
     }  # fmt: skip
+
+
+@cache
+def provenance() -> dict[str, str | None]:
+    """Where a job's figures come from. commit: of this checkout, with a "+" if files differ from it; None without git."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    command = f"{sys.argv[0]} {shlex.join(sys.argv[1:])}".strip()
+    return {"commit": commit, "command": command, "host": socket.gethostname(), "torch": importlib.metadata.version("torch")}
 
 
 _NOT_SETTINGS = (
@@ -67,14 +87,16 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def start_event(
-    config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial], throughput: Throughput
+    config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = (),
+    throughput: Throughput | None = None, parameters: int | None = None,
 ) -> dict[str, Any]:
     """The event at the beginning of training: the plan and its prediction, and the plans that were tried.
 
-    A peer has no plan.
+    A peer has no plan. parameters: of the model; None: those of the plan's units.
     """
     begins = {
-        "event": "start", "time": time.time(), "congestion_control": network.congestion_control(), **throughput.about(),
+        "event": "start", "time": time.time(), "congestion_control": network.congestion_control(), "parameters": parameters,
+        **(throughput.about() if throughput else {}),
     }  # fmt: skip
     if plan is None:
         return begins
@@ -82,6 +104,8 @@ def start_event(
     predicted = dataclasses.asdict(plan.prediction)
     predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
     return begins | {
+        "parameters": parameters or sum(unit.numel for unit in plan.profile.units), "link_gbit": _link_gbit(config, plan),
+        "recomputed": [u.name for u, again in zip(plan.profile.units, plan.recompute, strict=False) if again != "none"],
         "plan_hash": plan.hash, "world": plan.world, "emulated": plan.profile.link.emulated,
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
         "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
@@ -89,6 +113,13 @@ def start_event(
         "tried": [{"strategy": t.plan.strategy, "scheduler": t.plan.scheduler, "messages": len(t.plan.messages),
                    "predicted_s": t.predicted_s, "measured_s": t.measured_s} for t in trials],
     }  # fmt: skip
+
+
+def _link_gbit(config: Config, plan: mdcs.Plan) -> float | None:
+    """Rate of a rank's link: as it was set, or else as the profile measured it."""
+    set_rate = config.cluster.rate_gbit or getattr(config.link, "rate_gbit", None)
+    beta = plan.profile.link.beta_of(Kind.AG_F)
+    return set_rate or (8e-9 / beta if beta else None)
 
 
 def step_event(

@@ -31,7 +31,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     throughput = throughput_of(workload)
     if metrics:
-        metrics.write(events.start_event(config, plan, floor, workload.trials, throughput))
+        parameters = sum(p.numel() for p in workload.model.parameters())
+        metrics.write(events.start_event(config, plan, floor, workload.trials, throughput, parameters))
     if run.eval_every:
         workload.batches(held_out=True, epochs=1)  # raises now if there are too few samples
     losses: dict[int, float | Tensor] = {}

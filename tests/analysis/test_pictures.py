@@ -1,19 +1,34 @@
 """The pictures show the numbers of the sweep, name their workload, and fit their figure."""
 
 import io
+import itertools
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
+import matplotlib.text
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from analysis.load import load_sweep
-from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, step_time_over_setting, tradeoff_curve
+from analysis.pictures import (
+    gantt,
+    memory_over_period,
+    overview,
+    step_time_over_memory,
+    step_time_over_setting,
+    style,
+    tradeoff_curve,
+)
+from analysis.pictures.memory_by_slot import stack
 from analysis.pictures.style import shortened
 from analysis.pictures.three_shares import SHARES, three_shares
-from analysis.questions import share_curves
+from analysis.questions import fastest, share_curves
 from mdcs.telemetry.timeline import SlotMemory, Timeline
+
+SWEEP = Path(__file__).parent / "sweep"
 
 
 @pytest.fixture
@@ -39,11 +54,9 @@ def lines_of(axes, style="-"):
 
 def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
     figure = drawn(tradeoff_curve(frame))
-    assert [axes.get_title("left") for axes in figure.axes] == [
-        "time per iteration",
-        "overlap duration",
-        "extra communication",
-    ]
+    assert [axes.get_title("left").split("\n")[0] for axes in figure.axes] == [
+        "time per iteration", "overlap duration", "extra communication",
+    ]  # fmt: skip
     assert figure.get_suptitle() == "gpt-small · budget 640 MiB · 2 ranks · emulated link"
     rows = frame[(frame["budget_bytes"] == 640 * 2**20) & (frame["scheduler"] == "memory_aware")]
     for axes, column in zip(figure.axes, ("step_s", "overlap_s", "extra_communication_s"), strict=True):
@@ -51,28 +64,40 @@ def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
         assert list(solid.get_xdata()) == [0, 0.25, 0.5, 0.75, 1]
         assert np.allclose(solid.get_ydata(), rows[column] * 1e3)
         assert np.allclose(dashed.get_ydata(), rows[f"predicted_{column}"] * 1e3)
-    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", "measured", "predicted", "stop point"]
+    words = ["measured", "predicted", "fastest of all shown", "stop point: fastest of its curve"]
+    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", *words]
 
 
-def test_the_stop_point_is_a_star_on_each_curve_and_in_words(frame):
+def rings_of(axes):
+    return [line for line in axes.get_lines() if line.get_markersize() == 13]
+
+
+def test_the_star_is_the_fastest_of_all_and_a_ring_is_the_stop_point_of_each_curve(frame):
     axes = tradeoff_curve(frame).axes[0]
     best = frame[frame["budget_bytes"] == 640 * 2**20].sort_values("step_s").iloc[0]
-    stars = [line for line in axes.get_lines() if line.get_marker() == "*"]
-    assert len(stars) == 2
-    assert (best["schedule_share"], best["step_s"] * 1e3) in [
-        (s.get_xdata()[0], s.get_ydata()[0]) for s in stars
-    ]
-    assert (
-        axes.get_title("right") == f"stop point {best['schedule_share']:.3g}: {best['step_s'] * 1e3:.0f} ms"
-    )
+    [star] = [line for line in axes.get_lines() if line.get_marker() == "*"]
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (best["schedule_share"], best["step_s"] * 1e3)
+    assert len(rings_of(axes)) == 2
+    words = f"fastest: ilp · memory_aware, share {best['schedule_share']:.3g}: {best['step_s'] * 1e3:.0f} ms (p10 to p90: "
+    assert axes.get_title("left").split("\n")[1].startswith(words)
 
 
-def test_one_share_alone_is_no_curve_and_has_no_star(run_writer):
+def test_noise_decides_where_another_is_within_the_steps_of_the_fastest():
+    points = pd.DataFrame({"label": ["a", "b", "c"], "schedule_share": np.nan, "step_s": [0.1, 0.104, 0.2],
+                           "step_s_p10": 0.099, "step_s_p90": [0.105, 0.11, 0.21]})  # fmt: skip
+    best, words = fastest(points, "step_s")
+    assert (best["label"], words) == (
+        "a", "fastest: a: 100 ms (p10 to p90: 99 to 105); 1 of 2 others within that: noise decides"
+    )  # fmt: skip
+    assert "noise" not in fastest(points[points["label"] != "b"], "step_s")[1]
+
+
+def test_one_share_alone_is_no_curve_and_has_no_stop_point(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share)
     run_writer("alone", share=0.5, strategy="random")
     axes = tradeoff_curve(load_sweep(run_writer.sweep)).axes[0]
-    assert len([line for line in axes.get_lines() if line.get_marker() == "*"]) == 1
+    assert len(rings_of(axes)) == 1
 
 
 def test_a_real_link_is_not_called_emulated(run_writer):
@@ -97,20 +122,59 @@ def test_a_sweep_without_shares_has_no_curve(run_writer):
         tradeoff_curve(load_sweep(run_writer.sweep))
 
 
-def test_step_time_over_budget_draws_the_best_share_of_each_budget(frame):
-    figure = drawn(step_time_over_budget(frame))
+def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measured_peak(frame):
+    figure = drawn(step_time_over_memory(frame))
     axes = figure.axes[0]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["480", "640", "800"]
     rows = frame[(frame["scheduler"] == "memory_aware") & (frame["status"] == "ok")]
-    best = rows.groupby("budget_bytes")["step_s"].min() * 1e3
-    assert np.allclose(lines_of(axes)[0].get_ydata(), best)
-    assert "each at its stop point" in axes.get_xlabel()
+    best = rows.loc[rows.groupby("budget_bytes")["step_s"].idxmin()]
+    assert np.allclose(lines_of(axes)[0].get_xdata(), best["peak_bytes"] / 2**20)
+    assert np.allclose(lines_of(axes)[0].get_ydata(), best["step_s"] * 1e3)
+    assert axes.get_xlabel() == "peak memory per rank (MiB), measured; of each budget the stop point"
     dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
     assert dotted[0].get_ydata()[0] == frame["compute_s"].min() * 1e3
+    [front] = [line for line in axes.get_lines() if line.get_drawstyle() == "steps-post"]
+    assert (np.diff(front.get_xdata()) >= 0).all() and (np.diff(front.get_ydata()) <= 0).all()
+
+
+def test_other_engines_are_black_at_their_own_memory_and_marks_are_the_same_in_all_pictures():
+    frame = load_sweep(SWEEP / "engines")
+    axes = drawn(step_time_over_memory(frame)).axes[0]
+    looks = style.looks(frame)
+    assert {label: look["color"] for label, look in looks.items() if label != "dp · wfbp"} == {
+        "ddp": style.INK, "fsdp2 always own": style.INK,
+    }  # fmt: skip
+    ddp = frame[frame["engine"] == "ddp"].iloc[0]
+    black = [line for line in axes.get_lines() if line.get_color() == style.INK and line.get_marker() == looks["ddp"]["marker"]]
+    assert (black[0].get_xdata()[0], black[0].get_ydata()[0]) == (ddp["peak_bytes"] / 2**20, ddp["step_s"] * 1e3)
+
+
+def test_no_two_of_many_series_look_alike():
+    assert len({tuple(look.values()) for look in style.look(f"{i:02}" for i in range(84)).values()}) == 84
+    assert len({look["color"] for look in style.look(f"{i:02}" for i in range(12)).values()}) == 12
+
+
+def test_no_title_is_clipped(run_writer):
+    for number, share in enumerate((0.0, 1.0)):
+        for budget in (480, 640):
+            settings = {"scheduler.bucket_mib": 12.5 + number, "optimizer.betas_and_others": "a" * 30 + str(number)}
+            about = {"share": share, "budget_mib": budget, "model": "a" * 40 + " " + "b" * 40, "settings": settings}
+            run_writer(f"{number}-{budget}", strategy="hsdp_no_reshard", **about)
+    frame = load_sweep(run_writer.sweep)
+    for picture in (overview, step_time_over_memory, step_time_over_setting):
+        figure = drawn(picture(frame))
+        FigureCanvasAgg(figure).draw()
+        renderer = figure.canvas.get_renderer()
+        titles = [figure._suptitle, *(axes._left_title for axes in figure.axes)]
+        others = [*figure.legends[0].findobj(matplotlib.text.Text), *(axes.xaxis.label for axes in figure.axes)]
+        for text in (text for text in titles + others if text.get_text()):
+            box = text.get_window_extent(renderer)
+            assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1, text.get_text()
+        boxes = [text.get_window_extent(renderer) for text in titles if text.get_text()]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_predictions_are_hollow_and_bars_reach_from_p10_to_p90(frame):
-    axes = step_time_over_budget(frame).axes[0]
+    axes = step_time_over_memory(frame).axes[0]
     hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
     row = frame[(frame["scheduler"] == "memory_aware") & (frame["budget_gib"] == 480 / 1024)].iloc[0]
     assert hollow[0].get_ydata()[0] == row["predicted_step_s"] * 1e3
@@ -119,15 +183,8 @@ def test_predictions_are_hollow_and_bars_reach_from_p10_to_p90(frame):
 
 
 def test_what_failed_is_named_below_the_picture(frame):
-    note = step_time_over_budget(frame).legends[0].get_title().get_text()
+    note = step_time_over_memory(frame).legends[0].get_title().get_text()
     assert note.startswith("not shown: ilp · priority, budget 384 MiB, share 0.5: infeasible")
-
-
-def test_runs_without_a_budget_stand_beside_the_axis(run_writer):
-    for name, budget in enumerate((480, 640, None)):
-        run_writer(f"{name}", budget_mib=budget, share=None)
-    axes = drawn(step_time_over_budget(load_sweep(run_writer.sweep))).axes[0]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["480", "640", "no limit"]
 
 
 @pytest.mark.parametrize("budget", [640, None])
@@ -154,14 +211,14 @@ def test_many_series_still_fit(run_writer):
             for share in (0.0, 1.0):
                 run_writer(f"{name}-{other}-{share}", strategy=strategy, scheduler=scheduler, share=share)
     frame = load_sweep(run_writer.sweep)
-    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 21
-    drawn(step_time_over_budget(frame))
+    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 22
+    drawn(step_time_over_memory(frame))
 
 
 def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
     measured, _ = timelines
     figure = drawn(memory_over_period(measured, 640 * 2**20, "memory"))
-    assert legend_of(figure)[-3:] == ["measured", "predicted", "budget 640 MiB"]
+    assert legend_of(figure)[-3:] == ["total, measured", "total, predicted", "budget 640 MiB"]
     assert "update scratch" not in legend_of(figure)
     totals = [sum(m.measured.values()) / 2**20 for m in measured.memory]
     expected = [sum(m.predicted.values()) / 2**20 for m in measured.memory]
@@ -178,15 +235,25 @@ def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
 def test_without_measured_memory_the_prediction_is_stacked(timelines):
     _, predicted = timelines
     figure = drawn(memory_over_period(predicted))
-    assert "measured" not in legend_of(figure)
+    assert "total, measured" not in legend_of(figure)
     assert figure.axes[0].get_title("left").endswith("predicted")
 
 
 def test_a_total_is_a_line_and_no_category():
     memory = (SlotMemory("B", {"parameters": 2 * 2**20, "gradients": 2 * 2**20, "total": 3 * 2**20}),)
     figure = drawn(memory_over_period(Timeline(1.0, ("B",), (), memory)))
-    assert legend_of(figure) == ["gradients", "parameters"]
+    assert legend_of(figure) == ["gradients", "parameters", "total, predicted"]
     assert figure.axes[0].get_title("left") == "peak 3 MiB predicted"
+
+
+def test_the_stack_ends_at_the_total_and_slots_that_recompute_are_marked():
+    """Categories are told at their highest, and 2 + 2 MiB were never 4 at once."""
+    sizes = {"parameters": 2 * 2**20, "activations": 2 * 2**20, "total": 3 * 2**20}
+    timeline = Timeline(1.0, ("B:a.0", "B:a.1"), (), (SlotMemory("B:a.0", sizes), SlotMemory("B:a.1", sizes)))
+    shown = stack(timeline, {"a.1"})
+    assert (shown.layers, shown.total) == ({"parameters": [2, 2], "activations": [1, 1]}, [3, 3])
+    assert shown.labels == ["B:0", "B:1 ↻"]
+    assert legend_of(drawn(memory_over_period(timeline, recomputed={"a.1"})))[-1] == "recomputes"
 
 
 def test_a_timeline_without_memory_or_ranks_is_refused():
@@ -208,12 +275,12 @@ def test_the_gantt_has_the_prediction_above_the_ranks(timelines):
     assert sorted(bar.get_width() for bar in bars) == pytest.approx(
         sorted(i.duration_s * 1e3 for i in measured.ranks[0].intervals)
     )
-    assert legend_of(figure)[:3] == ["forward", "backward", "AR"]
+    assert legend_of(figure)[:3] == ["forward", "backward", "all-reduce"]
 
 
 def test_slots_are_named_only_when_few(timelines):
     measured, _ = timelines
-    assert "B6" in [text.get_text() for text in gantt(measured).axes[0].texts]
+    assert "backward 6" in [text.get_text() for text in gantt(measured).axes[0].texts]
     assert not gantt(replace(measured, slots=measured.slots * 4)).axes[0].texts
 
 
@@ -233,12 +300,12 @@ def test_what_is_only_predicted_is_drawn_and_called_so(run_writer):
         run_writer(f"{name}", share=share, times={"step_s": 1.0 + share})
     frame = load_sweep(run_writer.sweep)
     frame["status"], frame["step_s"] = "predicted", float("nan")
-    fastest = frame["predicted_step_s"].idxmin()
+    best = frame.loc[frame["predicted_step_s"].idxmin(), "schedule_share"]
     figure = drawn(tradeoff_curve(frame))
-    assert f"predicted stop point {frame.loc[fastest, 'schedule_share']:.3g}: " in figure.axes[0].get_title("right")
+    assert f"fastest, predicted: ilp · memory_aware, share {best:.3g}: " in figure.axes[0].get_title("left")
     words = legend_of(figure)
     assert "predicted" in words and "measured" not in words and "not measured" not in words
-    drawn(step_time_over_budget(frame))
+    drawn(step_time_over_memory(frame))
 
 
 def test_a_curve_is_of_one_strategy_and_scheduler(run_writer):
@@ -264,12 +331,12 @@ def test_step_time_is_drawn_over_a_number_that_was_swept_with_each_repetition(ru
     assert np.allclose(solid.get_ydata(), by_size["step_s"].median() * 1e3)
     [dots] = [line for line in axes.get_lines() if line.get_marker() == "." and len(line.get_xdata())]
     assert sorted(dots.get_ydata()) == sorted(frame["step_s"] * 1e3)
-    [bars] = axes.collections
+    bars, _star = axes.collections
     ends = [(segment[:, 1].min(), segment[:, 1].max()) for segment in bars.get_segments()]
     assert np.allclose(ends, np.stack([by_size["step_s_p10"].min(), by_size["step_s_p90"].max()], axis=1) * 1e3)
-    assert legend_of(figure) == ["ilp · fusion", "measured", "predicted", "a run of several", "compute alone"]
+    assert legend_of(figure)[:4] == ["ilp · fusion", "measured", "predicted", "a run of several"]
 
-    over_budgets = legend_of(drawn(step_time_over_budget(frame)))
+    over_budgets = legend_of(drawn(step_time_over_memory(frame)))
     assert over_budgets[:3] == [f"ilp · fusion · bucket_mib={size}" for size in ("0.1", "0.5", "25")]
 
 

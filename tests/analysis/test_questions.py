@@ -6,7 +6,7 @@ from analysis.load import load_sweep
 from analysis.questions import (
     best_run,
     best_within_budgets,
-    has_budget_axis,
+    has_memory_axis,
     label,
     repeated,
     series,
@@ -50,8 +50,8 @@ def test_a_curve_has_one_budget_and_several_shares(sweep):
     curves = share_curves(frame)
     assert [set(c["budget_bytes"]) for c in curves] == [{640 * 2**20}]
     assert len(curves[0]) == 10
-    assert has_budget_axis(frame)
-    assert not has_budget_axis(curves[0])
+    assert has_memory_axis(frame)
+    assert not has_memory_axis(curves[0])
 
 
 def test_models_and_links_are_not_mixed(run_writer):

@@ -5,7 +5,6 @@ The pages are Markdown that is read as well without Sphinx; `make docs` builds t
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "mdcs"
 html_show_copyright = False
-html_extra_path = ["period.html"]
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
 myst_heading_anchors = 3
@@ -31,13 +29,6 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 
 
-def embed(_app: Any, _page: str, source: list[str]) -> None:
-    """Show what a picture links to in its place: plain Markdown has `[![words](NAME.png)](NAME.html)`, the site NAME.html."""
-    frame = r'<iframe src="\2.html" title="\1" loading="lazy" style="width:100%;height:660px;border:0"></iframe>'
-    source[0] = re.sub(r"\[!\[(.*?)\]\((\w+)\.png\)\]\(\2\.html\)", frame, source[0])
-
-
 def setup(app: Any) -> None:
     """Make the generated page before pages are read."""
-    app.connect("source-read", embed)
     (HERE / "options.md").write_text(options_reference.page(), encoding="utf-8")

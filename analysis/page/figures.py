@@ -53,7 +53,7 @@ def _curve(curve: pd.DataFrame, looks: style.Looks) -> dict[str, Any]:
     for number, ((_, heading), domain) in enumerate(zip(_CURVES, ([0.54, 1], [0.27, 0.48], [0, 0.21]), strict=True), start=1):
         axes[f"yaxis{number}"] = {"title": {"text": f"{heading}<br>(ms)"}, "domain": domain, "anchor": "x",
                                   "rangemode": "normal" if number == 1 else "tozero"}  # fmt: skip
-    axis = {"title": {"text": "← memory for the strategy   schedule_share   for the schedule →"}, "anchor": "y3"}
+    axis = {"title": {"text": "← for the strategy   schedule_share   for the schedule →"}, "anchor": "y3"}
     return {"told": words, "figure": {"data": traces, "layout": {"height": 620, "xaxis": axis, **axes}}}
 
 
@@ -65,7 +65,7 @@ def _over_memory(points: pd.DataFrame, time: str, looks: style.Looks) -> dict[st
         traces += _pair(of_label["peak"], of_label, "step_s", str(label), looks[str(label)], "y", predicted_x, legend=True)
     star, words = _star(points, "peak", time)
     layout = {
-        "height": 460, "xaxis": {"title": {"text": "peak memory per rank (MiB); of each budget the best share"}},
+        "height": 460, "xaxis": {"title": {"text": "peak memory per rank (MiB)<br>of each budget the best share"}},
         "yaxis": {"title": {"text": "time per iteration (ms)"}},
     }  # fmt: skip
     return {"told": words, "figure": {"data": [*traces, star], "layout": layout}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -79,13 +79,17 @@ def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
-@style.styled
 def gantt(
     timeline: Timeline, predicted: Timeline | None = None, title: str = "one period", ranks: int = 4,
     recomputed: Collection[str] = (),
 ) -> Figure:  # fmt: skip
-    """Draw `panels` on one time axis, coloured by kind. Raises ValueError for a timeline without ranks."""
-    shown = panels(timeline, predicted, ranks, recomputed)
+    """Draw `panels` of a timeline. Raises ValueError for one without ranks."""
+    return draw(panels(timeline, predicted, ranks, recomputed), title)
+
+
+@style.styled
+def draw(shown: Sequence[Panel], title: str) -> Figure:
+    """Draw panels on one time axis, coloured by kind. Raises ValueError without any."""
     if not shown:
         raise ValueError("the timeline has no ranks")
     rows = [sum(count for _, count in panel.lanes) for panel in shown]
@@ -93,7 +97,8 @@ def gantt(
     axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=rows, squeeze=False)[:, 0]
     bars = [bar for panel in shown for bar in panel.bars]
     end = max(max(panel.period for panel in shown), *(bar.start + bar.length for bar in bars))
-    names = style.shortened({bar.unit for bar in bars}) if len(timeline.slots) <= _FEW_SLOTS else {}
+    few = max(sum(bar.kind in "FB" for bar in panel.bars) for panel in shown) <= _FEW_SLOTS
+    names = style.shortened({bar.unit for bar in bars}) if few else {}
     for each, panel in zip(axes, shown, strict=True):
         _draw(each, panel, end, names)
     axes[-1].set_xlabel("ms from the first backward slot")
@@ -112,9 +117,8 @@ def gantt(
 def _draw(axes: Axes, panel: Panel, end: float, names: dict[str, str]) -> None:
     for bar in panel.bars:
         colour, hatch = style.KIND_COLOURS.get(bar.kind, "#BBBBBB"), "////" if bar.recomputes else None
-        axes.barh(
-            bar.row, bar.length, 0.84, bar.start, color=colour, edgecolor="white", lw=0.5 if names else 0.2, hatch=hatch
-        )  # fmt: skip
+        edge = 0 if bar.length < 0.002 * end else 0.5 if names else 0.2  # which would cover the thinnest bars
+        axes.barh(bar.row, bar.length, 0.84, bar.start, color=colour, edgecolor="white", lw=edge, hatch=hatch)
         # About 140 letters of this size fit across the axes: words are written only into a bar that holds them.
         unit, room = names.get(bar.unit, ""), bar.length / end * 140 - 1
         text = next((words for words in (f"{style.KIND_WORDS.get(bar.kind, bar.kind)} {unit}", unit) if len(words) < room), "")

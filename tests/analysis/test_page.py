@@ -90,14 +90,32 @@ def test_a_browser_shows_sorts_and_filters_runs(page, tmp_path, capsys):
     assert page.errors == []
 
 
+def test_the_page_tells_where_runs_come_from_and_shows_other_engines_beside_the_fastest_plans():
+    frame = analysis.runs(SWEEP / "engines").assign(commit="abc", host=["a", "b", "a"])
+    told = contents(frame)
+    made = dict(told["provenance"])
+    assert made["date"].startswith("2026-11-22 21:") and made["command"] == "not recorded"
+    assert (made["commit"], made["host"]) == ("abc", "a, b")
+    [table] = told["engines"]
+    own, ddp, _fsdp = table["rows"]
+    assert (own[0], own[5], ddp[0]) == ("mdcs, dp · wfbp", 1, "ddp") and ddp[5] == pytest.approx(ddp[2] / own[2])
+    assert ddp[3] < ddp[2] < ddp[4]
+
+
 @in_a_browser
-def test_a_page_needs_no_network_and_shows_what_runs_say_as_text(page, run_writer, tmp_path):
-    run_writer("0", strategy="</script><b>")
+def test_a_page_fits_a_phone_needs_no_network_and_shows_what_runs_say_as_text(page, run_writer, tmp_path):
+    run_writer("0", strategy="</script><b>", scheduler='say "hi", so')
     write_page(analysis.runs(run_writer.sweep), tmp_path / "page.html", "<i>")
     page.open(tmp_path / "page.html", "document.body.dataset.ready")
     assert page.value("document.title") == "<i>"
     assert "</script><b>" in page.value("document.querySelector('#runs-table tbody').textContent")
     assert page.value("performance.getEntriesByType('resource').filter(e => e.name.startsWith('http')).length") == 0
+    line = page.value("csv()").splitlines()[1]
+    assert line.startswith('0,gpt-small · 2 ranks · emulated link,</script><b>,"say ""hi"", so",640,0.5,')
+    page.ask("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    page.open(tmp_path / "page.html", "document.body.dataset.ready && document.querySelector('#figures .js-plotly-plot')")
+    assert page.value("document.documentElement.scrollWidth") == 390
+    page.ask("Emulation.clearDeviceMetricsOverride")
     assert page.errors == []
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from experiments.job import record
-from experiments.job.events import doubt
+from experiments.job.events import doubt, provenance
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
@@ -34,3 +34,12 @@ def test_a_doubt_stays_with_the_status_of_the_run(tmp_path, said: str) -> None: 
     record.write(tmp_path, "identity", record.OK, doubt=said)
     read = record.read(tmp_path)
     assert read is not None and (read.state, read.doubt, read.reason) == (record.OK, said, "")
+
+
+def test_a_run_tells_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["mdcs train", "model=mlp", "model.wrap=[a, b]"])
+    provenance.cache_clear()
+    told = provenance()
+    provenance.cache_clear()
+    assert set(told) == {"commit", "command", "host", "torch"} and all(told.values())
+    assert told["command"] == "mdcs train model=mlp 'model.wrap=[a, b]'"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
@@ -15,7 +16,7 @@ from mdcs.plan.worst_case import max_in_flight_bytes
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.linear_costs import linearize_costs
 from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, fitted, while_time_remains
-from mdcs.planner.ilp.rounding import roundings
+from mdcs.planner.ilp.rounding import Mix, mixes, roundings
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
 from mdcs.planner.schedulers.priority import settled
@@ -23,7 +24,8 @@ from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.sizes import MIB
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
-_COARSE, _COARSE_RECOMPUTING = 24, 96  # bins of the first relaxation; choices rounded from few bins make slow plans
+_COARSE = 24  # bins of the first relaxation
+_SENT_RECOMPUTING = (0.35, 0.5, 0.25)  # fraction of a gather from which its buffer is held
 _DECODED_RECOMPUTING = 0.6  # fraction of the time at which the messages of decisions with recomputation are made
 SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
 
@@ -100,7 +102,7 @@ def solve_relaxed(request: SearchRequest, problem: PlanningProblem, *, plans: bo
     proportion to the number of bins.
     """
     bound, status, solution = None, "no answer", None
-    width: int | None = -(-problem.job.period.length // (_COARSE_RECOMPUTING if problem.recomputes else _COARSE))
+    width: int | None = -(-problem.job.period.length // _COARSE)
     while width is not None:
         began = time.monotonic()
         model = SlotModel(problem, fixed=request.fixed, width=width)
@@ -111,8 +113,24 @@ def solve_relaxed(request: SearchRequest, problem: PlanningProblem, *, plans: bo
             solution = model, answer.values
         status = "feasible" if solution is not None else answer.status
         width = finer_width(width, time.monotonic() - began, request.at(SOLVING) - time.monotonic())
-    decisions = list(roundings(*solution)) if plans and solution is not None else []
+    if not plans or solution is None:
+        return SolverResult(status, bound, [])
+    model, values = solution
+    decisions = _resolved(request, mixes(model, values)) if problem.recomputes else roundings(model, values)
     return SolverResult(status, bound, decode(request, decisions))
+
+
+def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecision]:
+    """Yield decisions of mixes near a relaxation. Their windows come from the relaxation of each mix alone.
+
+    Where activations take what is left, buffers of fractional strategies say little about when whole ones fit.
+    """
+    realistic = request.realistic()
+    for strategies, recompute in near:
+        model = SlotModel(realistic.decided(recompute), fixed=strategies)
+        answer = _solved(request, model, relax=True)
+        for sent in _SENT_RECOMPUTING if answer.values is not None else ():
+            yield model.decide(cast(Sequence[float], answer.values), strategies, sent, recompute)
 
 
 def finer_width(width: int, took: float, left: float) -> int | None:
@@ -126,7 +144,7 @@ def _solved(request: SearchRequest, model: SlotModel, start: Sequence[float] | N
     return solve(model.program, seconds=left, start=start, relax=relax)
 
 
-def decode(request: SearchRequest, decisions: Sequence[SlotDecision]) -> list[EvaluatedPlan]:
+def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[EvaluatedPlan]:
     """Return the plans of these decisions, as far as time allows.
 
     The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,14 @@ class Joint(SlotPlanner):
     )
 
     def plan(self, problem: PlanningProblem) -> Plan:
-        """Return a plan within ``problem.budget``. Raises InfeasibleBudget."""
+        """Return a plan within ``problem.budget``. Raises InfeasibleBudget.
+
+        Where recomputation is open but not needed, the plan without it comes first. The rest goes on from it, in half as
+        many seconds, so the result is never slower.
+        """
         problem.starts()
-        return self.solved(problem, self.name)
+        kept = dataclasses.replace(problem, job=dataclasses.replace(problem.job, recompute=()), recomputes=False)
+        if not problem.recomputes or problem.budget is None or kept.floor > problem.budget:
+            return self.solved(problem, self.name)
+        first = self.solved(kept, self.name)
+        return dataclasses.replace(self, seconds=self.seconds / 2).solved(problem, self.name, start=first)

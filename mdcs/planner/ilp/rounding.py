@@ -14,18 +14,27 @@ from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.profile.recompute import NONE
 
+Mix = tuple[tuple[Strategy, ...], tuple[str, ...]]
+"""A strategy per unit, and a choice of recomputation per unit (empty: none is open)."""
+
 # Factors on the shares of strategies other than fsdp: whole buffers need more bytes than fractions of buffers.
 _KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
+_KEPT_RECOMPUTING = (0.85, 0.9, 0.95, 0.8, 0.92, 0.75)
 _FREED = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2)  # factors on bytes that recomputation frees
 _SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
 
 
 def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[SlotDecision]:
     """Yield decisions near a solution of the relaxed model, the most promising first. They may exceed the budget."""
-    mixes = dict.fromkeys(_with_recompute(model, values, _diffused(model, values, kept)) for kept in _KEPT)
     for sent in _SENT:
-        for strategies, recompute in mixes:
+        for strategies, recompute in mixes(model, values):
             yield model.decide(values, strategies, sent, recompute)
+
+
+def mixes(model: SlotModel, values: Sequence[float]) -> list[Mix]:
+    """Return mixes near a solution of the relaxed model, the most promising first."""
+    kept = _KEPT_RECOMPUTING if model.recompute.columns else _KEPT
+    return list(dict.fromkeys(_with_recompute(model, values, _diffused(model, values, each)) for each in kept))
 
 
 def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[Strategy, ...]:
@@ -43,9 +52,7 @@ def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[S
     return tuple(out)
 
 
-def _with_recompute(
-    model: SlotModel, values: Sequence[float], strategies: tuple[Strategy, ...]
-) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+def _with_recompute(model: SlotModel, values: Sequence[float], strategies: tuple[Strategy, ...]) -> Mix:
     """Return the strategies with the choices that free least and with which they fit the budget, or that free most."""
     recompute: tuple[str, ...] = ()
     for more in _FREED if model.recompute.columns else ():

@@ -50,10 +50,13 @@ class SlotPlanner(Solving):
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
 
-    def solved(self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
+    def solved(
+        self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None, start: Plan | None = None
+    ) -> Plan:
         """Return the best plan found within ``seconds`` for ``problem.budget``, with its outcome and the proven bound.
 
         - ``fixed``: strategies of the units. Only the schedule is then open.
+        - ``start``: a plan within the budget. The result is not slower.
 
         The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may
         be slower. Raises PlanError if no plan was found.
@@ -64,6 +67,7 @@ class SlotPlanner(Solving):
         request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
         known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
         known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
+        known += [] if start is None else [evaluate(start)]
         found, raced = _solve_beside_race(request, known)
         candidates = [*found.plans, *raced, *known]
         if not candidates:
@@ -92,18 +96,21 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
 
     Plans come from the integer program of a small problem, from the relaxation of a large one, and from both of those
     between. The bound comes from the exact model: from its integer program if this is small and gives plans as well
-    (messages have no price), otherwise from its relaxation.
+    (messages have no price), otherwise from its relaxation. This gives the plans, too, if recomputation is open and
+    messages have no price.
     """
     slots, fixed = request.problem.job.period.length, request.fixed is not None
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
+    priceless = realistic.job.profile is request.problem.job.profile
+    once = slots > _SMALL and priceless and request.problem.recomputes
     solves: list[Callable[[], SolverResult]] = []
     if slots > _SMALL:
-        solves.append(partial(solve_relaxed, request, realistic, plans=True))
+        solves.append(partial(solve_relaxed, request, request.problem if once else realistic, plans=True))
     if slots <= (_SMALL if request.problem.recomputes else 2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
-    if slots <= _SMALL and realistic.job.profile is request.problem.job.profile:
+    if slots <= _SMALL and priceless:
         solves.append(partial(solve_whole, request, request.problem, best))
-    else:
+    elif not once:
         solves.append(partial(solve_relaxed, request, request.problem, plans=False))
     with ThreadPoolExecutor(len(solves)) as pool:
         solving = [pool.submit(solve) for solve in solves]

@@ -1,7 +1,8 @@
 """Mixed-integer problems, solved by HiGHS through python-mip in a child process with a hard deadline.
 
-A :class:`Problem` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits and may
-crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status.
+An :class:`IntegerProgram` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits and
+may crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status. The bound of the
+relaxation comes first: it is there if the solver of the integer program is killed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,15 +89,16 @@ def solve(program: IntegerProgram, *, seconds: float = 20.0, start: Sequence[flo
     """
     data = {
         "costs": program.costs, "integer": program.integer, "rows": program.rows,
-        "start": None if start is None else list(start), "seconds": _OWN * seconds, "relax": relax,
+        "start": None if start is None else list(start), "until": time.time() + _OWN * seconds, "relax": relax,
     }  # fmt: skip
     try:
         child = subprocess.run(
             [sys.executable, str(_CHILD)],
             input=json.dumps(data), capture_output=True, text=True, timeout=max(0.1, seconds), check=False,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Answer(f"no answer within {seconds:.3g} s")
+    except subprocess.TimeoutExpired as e:
+        *said, _ = (e.stdout or b"").decode().split("\n")  # the last line is not whole
+        return Answer(f"no answer within {seconds:.3g} s", bound=json.loads(said[-1])[2] if said else None)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or ["no message"]
         return Answer(f"the solver failed: {lines[-1]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.curve import front
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.ilp import slot_planner
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.ilp.strategy_ilp import Ilp
@@ -208,6 +210,25 @@ def test_joint_plans_with_recomputation_within_the_budget() -> None:
     plan = make_plan(DEEP, Joint(seconds=2), budget=budget, recompute=Planned())
     assert plan.recompute and plan.prediction is not None and plan.prediction.peak_bytes <= budget
     assert plan.prediction.step_s <= step_s(budget, "planned") * (1 + 1e-9)
+
+
+def test_joint_goes_on_from_its_plan_without_recomputation_and_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the solver gives nothing and searches find nothing, too."""
+    monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
+    budget = floor_bytes(DEEP) + 2000
+    two = make_plan(DEEP, Joint(seconds=2), budget=budget)
+    monkeypatch.setattr(slot_planner, "race", lambda *_, **__: [])
+    seconds, solved = list[float](), Joint.solved
+
+    def recorded(planner: Joint, problem: PlanningProblem, *arguments: Any, **more: Any) -> Plan:
+        seconds.append(planner.seconds)
+        return solved(planner, problem, *arguments, **more) if problem.recomputes else two
+
+    monkeypatch.setattr(Joint, "solved", recorded)
+    three = make_plan(DEEP, Joint(seconds=2), budget=budget, recompute=Planned())
+    assert two.prediction is not None and three.prediction is not None
+    assert three.prediction.step_s <= two.prediction.step_s * (1 + 1e-6)
+    assert seconds == [2, 1]
 
 
 def test_joint_proves_a_bound_over_all_choices_and_says_the_gap() -> None:

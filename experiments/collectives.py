@@ -32,9 +32,6 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -46,6 +43,7 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from launch import network
+from launch.rank import AGENT_PID
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
@@ -94,11 +92,12 @@ def measure(folder: Path) -> None:
 
     from experiments.job.worker import start
     from launch import status
+    from mdcs.profiler.consensus import on_rank_zero
     from mdcs.profiler.link_timing import LinkBenchmark, measure_link
 
     config = load(folder / "config.yaml")
-    repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
     device, backend = start(config), config.cluster.resolved_backend()
+    repeat = on_rank_zero(lambda: int((folder / REPEAT).read_text(encoding="utf-8")))  # the only one with this folder
     ranks = LinkBenchmark(device, None)
     families = [Collectives(name, backend) for name in ALGORITHMS[backend]]
     senders = [(family, kinds) for kinds in TRAINS.values() for family in families]
@@ -210,7 +209,7 @@ def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
+    if AGENT_PID in os.environ:  # one of a job's ranks
         measure(Path(sys.argv[1]))
     else:
         sys.exit(main())

@@ -33,9 +33,6 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -14,9 +14,6 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from rich.console import Console
 from rich.table import Table

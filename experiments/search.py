@@ -22,9 +22,6 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -34,6 +31,7 @@ from analysis import load_run
 from analysis.table import milliseconds, new_console, new_table
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.schema import Config, ConfigError
+from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.claim import Occupied, claim
@@ -102,7 +100,7 @@ def main(module: str = jobs.WORKER) -> int:
     parser.add_argument("overrides", nargs="*", help="config overrides for all trials, e.g. model=gpt2-tiny")
     arguments = parser.parse_intermixed_args()
     try:
-        return run_composing(lambda: Search(arguments, module).run())
+        return app.on_rank_zero(lambda: run_composing(lambda: Search(arguments, module).run()))
     except KeyboardInterrupt:
         print("interrupted: all ranks were ended; the same command goes on", file=sys.stderr)
         return 130

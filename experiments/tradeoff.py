@@ -26,9 +26,6 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 import pandas as pd
 from hydra.core.hydra_config import HydraConfig

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
@@ -18,41 +17,27 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 
 import analysis
+from experiments.config import started
 from experiments.config.schema import Config
 from experiments.job import app, checkpointing, frozen, record, sweep
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
-from launch.place import NoPlace, place
 from launch.warm import Warm
 
 
 def main(worker: str = jobs.WORKER) -> int:
     """Run the jobs of the command line. Return the exit code. The ranks run the module `worker`."""
-    try:
-        joined = place()
-    except NoPlace as error:
-        print(error, file=sys.stderr)
-        return 2
-    if joined is None:
-        return program(worker)
-    from experiments.job import member
-
-    return member.take_part(joined, lambda start, adapt: program(worker, start=start, adapt=adapt))
-
-
-def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[..., Config] = lambda config, _: config) -> int:
-    """The program itself. `start` starts the ranks, and `adapt` changes composed configs to these ranks."""
-    started, console, profiles = time.time(), Console(), Profiles()
+    began, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
         in_sweep, identity = config.run.sweep is not None, record.identity_of(config)
-        config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker, start=start)
+        config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker)
         if reason:
             return reason
-        fork = start is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
+        fork = started.here is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
             config, folder, console, known=profiles, worker=worker, identity=identity,
-            start=warm.run if fork and config.cluster.rate_gbit is None else start,
+            start=warm.run if fork and config.cluster.rate_gbit is None else None,
         )  # fmt: skip
         if outcome.ok and not in_sweep:
             print()
@@ -63,7 +48,7 @@ def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[...
     with Warm() as warm:
         return app.run(
             app.Program(
-                train, adapt=adapt, on_sweep_end=lambda session: sweep.report(session, started), on_earlier=profiles.adopt,
+                train, on_sweep_end=lambda session: sweep.report(session, began), on_earlier=profiles.adopt,
                 objective=lambda folder: float(analysis.load_run(folder).row()["step_s"]), freeze=frozen.Freezer(),
             )
         )  # fmt: skip

@@ -95,6 +95,7 @@ class Membership:
         self.interface, self.address = interface(place)
         self.host = f"{socket.gethostname()} ({self.address})"
         self._exit_code: int | None = None
+        self._lost: Outcome | None = None
         self._number = 0
         if place.serves:
             store, _ = rendezvous.serve(place.address, place.port)
@@ -152,8 +153,11 @@ class Membership:
         """Run a job on this program's ranks, as `launch.elastic.run` does (rank 0).
 
         Each rank runs `module` with its own folder and `arguments`. Status, failure reasons and logs of the other ranks
-        are in `run_dir` too. All ranks have ended when this call ends, except ranks on a host that is gone.
+        are in `run_dir` too. All ranks have ended when this call ends, except ranks on a host that is gone: after that,
+        every other job ends so at once.
         """
+        if self._lost is not None:
+            return self._lost
         run_dir = run_dir.resolve()
         elastic.clear(run_dir)
         store, port = rendezvous.serve(self.place.address)
@@ -171,7 +175,7 @@ class Membership:
             stuck = elastic.watch(run_dir, cluster, agent, on_tick)
             code = agent.poll()
             if (gone := agent.gone()) is not None:
-                outcome = dataclasses.replace(gone, lost=True)
+                outcome = self._lost = dataclasses.replace(gone, lost=True)
             else:
                 outcome = elastic.outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
         finally:

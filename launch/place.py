@@ -78,7 +78,7 @@ def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> 
         return
     if rank == "0":
         why = f"{starter} has started it {world} times, and each would run all of it"
-        print(f"{program}: {why}: start it once; of the programs only train.py runs across ranks", file=sys.stderr)
+        print(f"{program}: {why}: start it once; programs that train or measure run across ranks", file=sys.stderr)
     sys.exit(2)
 
 

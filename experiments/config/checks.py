@@ -38,6 +38,7 @@ from experiments.config.schema import (
     register,
     schema,
 )
+from experiments.config.started import adapted
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
@@ -91,7 +92,7 @@ def from_composed(
     choices: Mapping[str, str] | None = None,
     *,
     said: Sequence[str] | None = None,
-    adapt: Callable[[Config], Config] = lambda config: config,
+    adapt: Callable[[Config, Sequence[str]], Config] = adapted,
 ) -> Config:
     """Return the typed, checked config for a config that Hydra composed. Raises ConfigError.
 
@@ -99,7 +100,7 @@ def from_composed(
       instead.
     - said: overrides of the command line. What they do not say is taken from the profile that the config names. None:
       the config is complete.
-    - adapt: changes the config to the ranks that exist, before it is checked.
+    - adapt: changes the config to the ranks that it will have, before it is checked.
 
     With a strategy that also decides the schedule, the scheduler and the budget's shares become None.
     """
@@ -129,7 +130,8 @@ def from_composed(
         config.budget = dataclasses.replace(config.budget, schedule_share=None, activation_share=None)
     elif config.scheduler is None:
         raise ConfigError("scheduler", f"is needed with strategy={config.strategy.name}, got null")
-    config = adapt(config)
+    if said is not None:
+        config = adapt(config, said)
     check(config)
     return config
 

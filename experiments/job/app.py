@@ -35,13 +35,14 @@ from experiments.config.checks import from_composed
 from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders, groups
 from experiments.config.schema import Config, ConfigError, fields_by_key, register
+from experiments.config.started import require_as_asked, with_ranks
 from experiments.job import checkpoints, record
 from experiments.job.earlier import Earlier, folder_of
-from experiments.job.started import require_as_asked, with_ranks
 from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import MdcsLauncher, measured
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
+from launch.place import NoPlace, place
 from mdcs.planner.registry import decides_schedule
 
 _HANDS_IN = "hydra_plugins._mdcs_slurm."
@@ -94,7 +95,6 @@ class Program:
     """A program that runs jobs.
 
     - job: runs one job.
-    - adapt: changes a composed config, with the overrides that asked for it, to the ranks that exist. Raises ConfigError.
     - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
@@ -103,7 +103,6 @@ class Program:
     """
 
     job: Job
-    adapt: Callable[[Config, Sequence[str]], Config] = lambda config, overrides: config
     on_sweep_end: Callable[[Session], None] | None = None
     on_earlier: Callable[[Config, Path], object] | None = None
     objective: Callable[[Path], float] | None = None
@@ -111,8 +110,28 @@ class Program:
 
 
 def run(program: Program) -> int:
-    """Run the program for the command line. Return the exit code."""
-    session = Session()
+    """Run the program for the command line. Return the exit code.
+
+    Of ranks that torchrun or srun has started, rank 0 runs the program, and all of them its jobs.
+    """
+    return on_rank_zero(lambda: _run_in(Session(), program))
+
+
+def on_rank_zero(program: Callable[[], int]) -> int:
+    """Run the program, which starts jobs, on one rank; the others serve it until its end. Return its exit code."""
+    try:
+        joined = place()
+    except NoPlace as error:
+        print(error, file=sys.stderr)
+        return 2
+    if joined is None:
+        return program()
+    from experiments.job import member  # needs torch
+
+    return member.take_part(joined, program)
+
+
+def _run_in(session: Session, program: Program) -> int:
     with session.claimed:
         return _run(session, program)
 
@@ -201,7 +220,7 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         session.results.append(JobResult("left out", overrides))
         return
     try:
-        config = _config(program, composed, settings.runtime.choices, launcher, overrides)
+        config = _config(composed, settings.runtime.choices, launcher, overrides)
         if session.sweep is not None:
             config.run.sweep = config.run.sweep or sweep_name(session.sweep)
             config.run.varied = config.run.varied or " ".join(varied(overrides, session.asked, but=_NAMED)) or None
@@ -255,23 +274,18 @@ def _launcher(settings: Any) -> dict[str, Any] | None:
     return measured(asked)
 
 
-def _config(
-    program: Program, composed: DictConfig, choices: Any, launcher: Mapping[str, Any] | None, overrides: Sequence[str]
-) -> Config:
+def _config(composed: DictConfig, choices: Any, launcher: Mapping[str, Any] | None, overrides: Sequence[str]) -> Config:
     """The config with the ranks that the job will have. Raises ConfigError."""
-    asked: list[Config] = []
+    if launcher is None:
+        return from_composed(composed, choices, said=overrides)
+    ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
 
-    def adapt(config: Config) -> Config:
-        asked.append(config)
-        if launcher is None:
-            return program.adapt(config, overrides)
-        nodes, each = launcher["nodes"], launcher["ranks_per_node"]
-        return with_ranks(config, "hydra/launcher", nodes * each, nodes, config.cluster.network)
+    def adapt(config: Config, overrides: Sequence[str]) -> Config:
+        made = with_ranks(config, "hydra/launcher", ranks, nodes, None)
+        require_as_asked(config, made, overrides)
+        return made
 
-    config = from_composed(composed, choices, said=overrides, adapt=adapt)
-    if config.cluster.name == "joined":
-        require_as_asked(*asked, config, overrides)
-    return config
+    return from_composed(composed, choices, said=overrides, adapt=adapt)
 
 
 def _ended(result: JobResult) -> JobResult:
@@ -294,7 +308,7 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
     try:
         composed = compose()
         launcher = _launcher(composed.hydra)
-        config = _config(program, composed, None, launcher, overrides)
+        config = _config(composed, None, launcher, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         reason = str(explain(error, overrides))
         if all(reason != result.reason for result in session.results):  # not for every job of an axis

@@ -20,13 +20,13 @@ from typing import Any
 from rich.console import Console
 
 from analysis.events import METRICS, read_events
-from experiments.config import checks
+from experiments.config import checks, started
 from experiments.config.schema import BudgetConfig, Config, ConfigError
+from experiments.config.started import require_as_asked, with_ranks
 from experiments.job import checkpointing, checkpoints, profiles, record
 from experiments.job import run as jobs
 from experiments.job.checkpointing import ways_of
 from experiments.job.profiles import Profiles
-from experiments.job.started import require_as_asked
 from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import JOB
 from launch import preemption
@@ -109,7 +109,13 @@ def main(folder: Path) -> int:
     if joined is None:
         raise NoPlace("nobody has made this process a rank")
     part = measure if (folder / _ONLY).exists() else run
-    return member.take_part(joined, lambda start, adapt: part(folder, start, adapt))
+
+    def program() -> int:
+        here = started.here
+        assert here is not None
+        return part(folder, here.run, lambda config: with_ranks(config, here.starter, here.ranks, here.hosts, here.network))
+
+    return member.take_part(joined, program)
 
 
 def measure(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:

@@ -17,20 +17,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from experiments.config import checks
-from experiments.config.schema import Config
+from experiments.config import checks, started
+from experiments.config.started import Started
 from experiments.job import run as jobs
-from experiments.job.started import with_ranks
 from launch import orphans, preemption
 from launch.elastic import Cluster, Outcome
 from launch.joined import Gone, Membership
 from launch.place import NoPlace, Place, described
 
-Program = Callable[[jobs.Start, Callable[..., Config]], int]
-"""(function that starts ranks, function that adapts a composed config to these ranks) → exit code."""
 
-
-def take_part(place: Place, program: Program) -> int:
+def take_part(place: Place, program: Callable[[], int]) -> int:
     """Run the program as rank 0, or the jobs of another rank. Return the exit code, which is the same on all ranks."""
     orphans.die_with_parent(os.getppid())
     try:
@@ -43,18 +39,7 @@ def take_part(place: Place, program: Program) -> int:
         return 130
 
 
-def adapted(config: Config, place: Place, network: str, overrides: Sequence[str] | None = None) -> Config:
-    """The config with the ranks that exist. Raises ConfigError for a cluster that starts its own ranks.
-
-    overrides: of the command line. A network that the config has from its profile alone is not the one that is here.
-    """
-    said = overrides is None or any(each.lstrip("+").startswith("cluster.network=") for each in overrides)
-    if config.profile.path is not None and not said:
-        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, network=None))
-    return with_ranks(config, place.starter, place.world, place.hosts, network)
-
-
-def _lead(member: Membership, program: Program) -> int:
+def _lead(member: Membership, program: Callable[[], int]) -> int:
     def start(
         folder: Path, cluster: Cluster, env: Mapping[str, str], *, module: str, arguments: Sequence[str], on_tick: Any
     ) -> Outcome:
@@ -64,8 +49,12 @@ def _lead(member: Membership, program: Program) -> int:
             folder, cluster, env, payload=payload, module=module, arguments=arguments[1:], on_tick=on_tick
         )  # without the folder: each rank adds its own
 
-    network = described(member.interface)
-    return member.leave(program(start, lambda config, overrides=None: adapted(config, member.place, network, overrides)))
+    place = member.place
+    started.here = Started(place.starter, place.world, place.hosts, described(member.interface), start)
+    try:
+        return member.leave(program())
+    finally:
+        started.here = None
 
 
 def _follow(member: Membership) -> int:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import analysis
 from analysis.events import METRICS, Tail
+from experiments.config import started
 from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints, profiles, record
@@ -74,7 +75,8 @@ def run(
     - only: "profile" or "plan": stop after profile.json, or after plan.json too. None: train.
     - kind: the trackers' name for a job that trains.
     - worker: the module that the ranks run.
-    - start: starts the ranks and waits for them. None: `launch.elastic.run`.
+    - start: starts the ranks and waits for them. None: the ranks that torchrun or srun has started run the job, or
+      `launch.elastic.run` starts some.
     - identity: of the job as it was requested, if that is not `config` (`experiments.job.record`).
 
     Raises ConfigError
@@ -91,7 +93,8 @@ def run(
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (mdcs plan): there are no ranks like these")
-    if config.cluster.name == "joined" and start is None:
+    start = start or (elastic.run if started.here is None else started.here.run)
+    if config.cluster.name == "joined" and start is elastic.run:
         nodes = "" if config.cluster.nodes is None else f" on {config.cluster.nodes} hosts"
         raise ConfigError("cluster.ranks", f"{config.cluster.ranks}{nodes} are for torchrun or srun to start, and nobody has")
     rate = config.cluster.rate_gbit
@@ -107,7 +110,7 @@ def run(
         with _claimed(folder):
             identity = identity or record.identity_of(config)
             return _run(
-                config, folder.resolve(), console, known or Profiles(), only, kind, worker, start or elastic.run, identity
+                config, folder.resolve(), console, known or Profiles(), only, kind, worker, start, identity
             )
     except OSError as error:  # the folder cannot be written: no rank has run
         return _failed(error)

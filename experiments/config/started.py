@@ -1,11 +1,48 @@
-"""Configs of jobs whose ranks are started by others: torchrun, srun, or a launcher that hands jobs in."""
+"""Ranks that somebody else starts: torchrun or srun for this program, or a launcher for jobs that run later."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from experiments.config.schema import ClusterConfig, Config, ConfigError
+
+
+@dataclass(frozen=True)
+class Started:
+    """The ranks of this program.
+
+    - starter: torchrun or srun.
+    - ranks, hosts: how many.
+    - network: the interface towards rank 0, with its rate.
+    - run: runs a job on them, as `launch.elastic.run` does.
+    """
+
+    starter: str
+    ranks: int
+    hosts: int
+    network: str
+    run: Callable[..., Any]
+
+
+here: Started | None = None
+"""Set on rank 0 of ranks that torchrun or srun has started, while its program runs (`experiments.job.member`)."""
+
+
+def adapted(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with the ranks of this program, if they are started already. Raises ConfigError if it asks for others.
+    """
+    if here is None:
+        return config
+    said = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if config.profile.path is not None:  # its ranks and network are compared with those that are here, not asked for
+        usual = {name: getattr(ClusterConfig(), name) for name in ("ranks", "nodes", "network") if f"cluster.{name}" not in said}
+        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **usual))
+    made = with_ranks(config, here.starter, here.ranks, here.hosts, here.network)
+    require_as_asked(config, made, overrides)
+    return made
 
 
 def with_ranks(config: Config, starter: str, ranks: int, hosts: int, network: str | None) -> Config:

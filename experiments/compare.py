@@ -136,7 +136,7 @@ class Comparison:
                 continue
             overrides = [*self._base_of(words), *words, f"run.name='{name}'"]
             try:
-                config = compose_config(overrides)
+                config = compose_config(overrides, like=self.config.profile.path)
                 if not config.engine.plans and self.config.link.name == "emulated":
                     raise ConfigError("link.name", "an emulated link paces mdcs alone: engines are compared on a real one")
                 config.engine.require()
@@ -149,7 +149,7 @@ class Comparison:
                 yield Candidate(name, config)
                 continue
             for budget in self.budgets:
-                yield Candidate(name, compose_config([*overrides, *budget.overrides]), budget)
+                yield Candidate(name, compose_config([*overrides, *budget.overrides], like=self.config.profile.path), budget)
 
     def _base_of(self, words: Sequence[str]) -> list[str]:
         """The given overrides that hold for a candidate with these overrides, and what is usual for an engine."""

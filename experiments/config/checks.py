@@ -79,10 +79,13 @@ def positive(text: str) -> int:
     return value
 
 
-def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error."""
+def compose_config(overrides: Sequence[str], *, like: str | None = None) -> Config:
+    """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error.
+
+    like: a profile that says what the command line does not, for a job without one.
+    """
     try:
-        return from_composed(compose("config", list(overrides), return_hydra_config=True), said=overrides)
+        return from_composed(compose("config", list(overrides), return_hydra_config=True), said=overrides, like=like)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise explain(error, overrides) from error
 
@@ -92,14 +95,15 @@ def from_composed(
     choices: Mapping[str, str] | None = None,
     *,
     said: Sequence[str] | None = None,
+    like: str | None = None,
     adapt: Callable[[Config, Sequence[str]], Config] = adapted,
 ) -> Config:
     """Return the typed, checked config for a config that Hydra composed. Raises ConfigError.
 
     - choices: the chosen option of each group, for errors. If `composed` has Hydra's own part, its choices are used
       instead.
-    - said: overrides of the command line. What they do not say is taken from the profile that the config names. None:
-      the config is complete.
+    - said: overrides of the command line. What they do not say is taken from the profile that the config names, or from
+      `like`. None: the config is complete.
     - adapt: changes the config to the ranks that it will have, before it is checked.
 
     With a strategy that also decides the schedule, the scheduler and the budget's shares become None.
@@ -111,7 +115,7 @@ def from_composed(
             del composed["hydra"]
     _check_keys(composed)
     if said is not None:
-        composed = with_profile(composed, said)
+        composed = with_profile(composed, said, like)
     made: dict[str, Any] = {}
     for group in OPTION_GROUPS:
         given = composed[group]

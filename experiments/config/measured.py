@@ -19,14 +19,14 @@ from mdcs.profile.schema import Profile
 _EMULATED = re.compile(r"emulated (?P<rate_gbit>\S+) Gbit/s (?P<latency_us>\S+) us (?P<depth>\S+) in flight")
 
 
-def with_profile(composed: DictConfig, said: Sequence[str]) -> DictConfig:
-    """Return the composed config with what `profile.path` says and the overrides `said` do not.
+def with_profile(composed: DictConfig, said: Sequence[str], like: str | None = None) -> DictConfig:
+    """Return the composed config with what `profile.path`, or else `like`, says and the overrides `said` do not.
 
     These are model, data, optimizer, precision, ranks, hosts, network and link. An experiment says the first four
     itself. A file that is missing or no profile changes nothing: the checks refuse it. Raises ConfigError for a class
     that is not here.
     """
-    path = OmegaConf.select(composed, "profile.path")
+    path = OmegaConf.select(composed, "profile.path") or like
     try:
         profile = Profile.from_json(Path(str(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError):

@@ -1,9 +1,10 @@
-"""Two hosts (network namespaces) whose ranks torchrun starts: they train as the ranks of one host do, share no files, and when
+"""Two hosts (network namespaces) whose ranks torchrun starts: programs run on them as on one host, they share no files, and when
 one of them is gone the other says so and ends. (test_shaped.py: hosts that the program makes. launch/test_joined.py: a host
 that is gone is named with all its ranks.)
 """
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -33,38 +34,50 @@ TIMEOUT_S = 15
 SAID = re.compile("^rank 1: .*", re.M)
 
 
-def start(folder: Path, per_node: int, *overrides: str) -> "subprocess.Popen[bytes]":
-    program = [*TORCHRUN, f"--nproc-per-node={per_node}", str(ROOT / "experiments/train.py")]
-    command = [sys.executable, "-m", "tests.launch.hosts", str(folder), *program, *JOB, *overrides, "hydra.run.dir=out"]
-    return subprocess.Popen(command, cwd=ROOT)
+def start(folder: Path, per_node: int, program: str, *overrides: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "tests.launch.hosts", str(folder), *TORCHRUN, f"--nproc-per-node={per_node}"]
+    return subprocess.Popen([*command, str(ROOT / "mdcs/cli.py"), program, *overrides, "hydra.run.dir=out"], cwd=ROOT)
 
 
 def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
 
 
-def test_two_hosts_train_as_one_does(tmp_path, warm):
+def test_two_hosts_measure_a_curve_and_compare_as_one_does(tmp_path, warm):
+    """The comparison needs no more than the curve's profile; all losses are those of four ranks on one host."""
     exact = ("run.steps=4", "run.precision=fp64")
-    (tmp_path / "torchrun").mkdir()
-    assert start(tmp_path / "torchrun", 2, *exact).wait(300) == 0, (tmp_path / "torchrun/host0/log").read_text()
-    out = tmp_path / "torchrun/host0/out"
+    curve, compare = tmp_path / "curve", tmp_path / "compare"
+    for folder in (curve, compare):
+        folder.mkdir()
+    few = ("budget.over_floor=0.3", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
+    assert start(curve, 2, "curve", *JOB, *exact, *few).wait(300) == 0, (curve / "host0/log").read_text()
+    out = curve / "host0/out"
+    assert [point["measured"] is not None for point in json.loads((out / "tradeoff.json").read_text())["points"]].count(True) == 1
+    short = (*exact[:1], *JOB[-2:], "cluster.threads=1", "compare.only=[mdcs,ddp]", "compare.rounds=1")
+    given = f"profile.path={out / 'profile.json'}"
+    assert start(compare, 2, "compare", given, *short).wait(300) == 0, (compare / "host0/log").read_text()
+
     with checks.composing():
         config = checks.compose_config([*JOB, *exact, "cluster.ranks=4"])
     hasty = {"worker": "tests.experiments.hasty_worker", "start": warm.run}
     outcome = jobs.run(config, tmp_path / "one", Console(file=io.StringIO()), **hasty)
     assert outcome.ok, outcome.reason
-    assert len(losses(out)) == 4 and losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    runs = [out / "runs/0", *sorted((compare / "host0/out/runs").glob("0-*"))]
+    assert len(runs) == 3
+    for each in runs:
+        assert len(losses(each)) == 4 and losses(each) == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+        cluster = yaml.safe_load((each / "config.yaml").read_text())["cluster"]
+        assert (cluster["name"], cluster["ranks"], cluster["nodes"]) == ("joined", 4, 2)
+        assert all((each / f"rank{rank}.log").read_text() for rank in range(4))
     # The second host has written nothing that stays; profiles of one host, and of another network, are others.
-    assert [file.name for file in (tmp_path / "torchrun/host1").iterdir()] == ["log"]
+    assert [file.name for file in (curve / "host1").iterdir()] == ["log"]
     two, one = (Profile.from_json((folder / "profile.json").read_text()).about for folder in (out, tmp_path / "one"))
     assert (one.get("hosts"), two["hosts"]) == (None, "2") and two["network"].startswith(network.INTERFACE)
-    cluster = yaml.safe_load((out / "config.yaml").read_text())["cluster"]
-    assert (cluster["name"], cluster["ranks"], cluster["nodes"]) == ("joined", 4, 2)
 
 
 @pytest.mark.parametrize("gone", [1, 0])
 def test_a_host_that_is_gone_ends_the_job_on_the_other(tmp_path, gone):
-    hosts = start(tmp_path, 1, "run.steps=100000", f"cluster.timeout_s={TIMEOUT_S}")
+    hosts = start(tmp_path, 1, "train", *JOB, "run.steps=100000", f"cluster.timeout_s={TIMEOUT_S}")
     metrics, deadline = tmp_path / "host0/out/metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and len(losses(metrics.parent)) >= 200):  # all ranks' steps are known by then
         assert hosts.poll() is None and time.monotonic() < deadline, (tmp_path / "host0/log").read_text()

@@ -60,9 +60,11 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
         limit += f" (floor + {part['over_floor']:.0%})"
     bounds = ", ".join(f"{name} bound {seconds * 1e3:.1f} ms" for name, seconds in part["bounds"].items())
     link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
-    title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
-    over = f"× {document['base']}\n[range]"
-    headings = ("candidate", "step ms\n[range]", "predicted\nms", "error", "bound\nms", "×\nbound", over, "stalled\nms",
+    several = document["rounds"] > 1
+    rounds, spread = (f"medians of {document['rounds']} rounds", "\n[range]") if several else ("one round", "")
+    title = f"{document['model']}, {document['world']} ranks{link}, {rounds}; {limit}"
+    over = f"× {document['base']}{spread}"
+    headings = ("candidate", f"step ms{spread}", "predicted\nms", "error", "bound\nms", "×\nbound", over, "stalled\nms",
                 "exposed\nms", "overlap\nratio", "messages", "CPU\nms", "peak\nMiB")  # fmt: skip
     made = new_table(f"{title}\n{bounds}", headings, left=("candidate",), no_wrap=True)
     for line in part["lines"]:
@@ -70,16 +72,22 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
             step, ratio, bound = line["step_s"], line["ratio"], line["bound_s"]
             error = _error(line)
             made.add_row(
-                line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
+                line["engine"], _ranged({name: seconds * 1e3 for name, seconds in step.items()}, 1, several),
                 milliseconds(line["predicted_s"]), "–" if error is None else f"{error:+.1%}",
                 milliseconds(bound), f"{step['median'] / bound:.3f}" if bound else "–",
-                "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
+                "–" if ratio is None else _ranged(ratio, 2, several),
                 milliseconds(line["stalled_s"]), milliseconds(line["exposed_s"]),
                 "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
                 "–" if line["messages"] is None else f"{line['messages']:.0f}",
                 milliseconds(line["processor_s"]), _mib(line["peak_bytes"]),
             )  # fmt: skip
     return made
+
+
+def _ranged(of: dict[str, float], digits: int, several: bool) -> str:
+    """The median, with the range of several rounds."""
+    spread = f" [{of['low']:.{digits}f}–{of['high']:.{digits}f}]" if several else ""
+    return f"{of['median']:.{digits}f}{spread}"
 
 
 def _error(line: dict[str, Any]) -> float | None:

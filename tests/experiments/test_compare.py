@@ -146,7 +146,7 @@ def test_what_was_measured_before_an_interruption_is_shown(ranks, monkeypatch, c
     assert document["budgets"][0]["bounds"] == {}  # nobody waits for a solver
     assert {line["engine"] for line in document["budgets"][0]["lines"]} == engines
     printed = capsys.readouterr()
-    assert "interrupted: all ranks were ended" in printed.err and "medians of 1 rounds" in printed.out
+    assert "interrupted: all ranks were ended" in printed.err and "one round; " in printed.out
 
 
 def test_results_are_written_before_bounds_are_solved(ranks, monkeypatch, capsys):
@@ -160,7 +160,7 @@ def test_results_are_written_before_bounds_are_solved(ranks, monkeypatch, capsys
     monkeypatch.setattr(compare, "bounds_of", bounds_of)
     assert asked(monkeypatch, "compare.rounds=1", only("ddp")) == 130
     printed = capsys.readouterr()
-    assert "interrupted: without bounds" in printed.err and "medians of 1 rounds" in printed.out
+    assert "interrupted: without bounds" in printed.err and "one round; " in printed.out
     monkeypatch.setattr(compare, "bounds_of", lambda plan, seconds: BOUNDS)
     assert asked(monkeypatch, "compare.rounds=1", only("ddp")) == 0
     assert json.loads(written.read_text())["budgets"][0]["bounds"] == {"traffic": 0.05, "structural": 0.08}

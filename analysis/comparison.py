@@ -56,6 +56,11 @@ class Line:
     peak_bytes: float | None
 
 
+_MEDIANS = {name: name for name in ("bound_s", "processor_s", "compute_s", "communication_s", "exposed_s", "stalled_s",
+                                    "overlap_ratio")}  # fmt: skip
+_MEDIANS |= {"predicted_s": "predicted_step_s", "sent_bytes": "bytes_total", "messages": "messages_total"}
+
+
 def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int | None]) -> list[Line]:
     """A line per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing.
 
@@ -75,16 +80,7 @@ def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int
                 fits=fits,
                 step_s=Spread.of(steps),
                 ratio=Spread.of(ratios) if ratios else None,
-                predicted_s=_median(rows, "predicted_step_s"),
-                bound_s=_median(rows, "bound_s"),
-                processor_s=_median(rows, "processor_s"),
-                compute_s=_median(rows, "compute_s"),
-                communication_s=_median(rows, "communication_s"),
-                exposed_s=_median(rows, "exposed_s"),
-                stalled_s=_median(rows, "stalled_s"),
-                overlap_ratio=_median(rows, "overlap_ratio"),
-                sent_bytes=_median(rows, "bytes_total"),
-                messages=_median(rows, "messages_total"),
+                **{name: _median(rows, column) for name, column in _MEDIANS.items()},
                 peak_bytes=peak,
             )
         )

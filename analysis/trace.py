@@ -48,22 +48,15 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             for row in range(max(rows, default=0) + 1):
                 name = _THREADS[lane] if row == 0 else f"{_THREADS[lane]} {row + 1}"
                 events.append(_metadata("thread_name", pid, first_tid + row, name=name))
-                events.append(
-                    _metadata("thread_sort_index", pid, first_tid + row, sort_index=first_tid + row)
-                )
-            for interval, row in zip(intervals, rows, strict=True):
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": interval.name,
-                        "cat": interval.kind,
-                        "pid": pid,
-                        "tid": first_tid + row,
-                        "ts": interval.start * 1e6,
-                        "dur": interval.duration_s * 1e6,
-                        "args": {"unit": interval.unit, "kind": interval.kind, "bytes": interval.bytes},
-                    }
-                )
+                events.append(_metadata("thread_sort_index", pid, first_tid + row, sort_index=first_tid + row))
+            events += [
+                {
+                    "ph": "X", "name": interval.name, "cat": interval.kind, "pid": pid, "tid": first_tid + row,
+                    "ts": interval.start * 1e6, "dur": interval.duration_s * 1e6,
+                    "args": {"unit": interval.unit, "kind": interval.kind, "bytes": interval.bytes},
+                }
+                for interval, row in zip(intervals, rows, strict=True)
+            ]  # fmt: skip
     events.extend(_memory_counters(timeline))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"period_s": timeline.period_s}}
 
@@ -78,21 +71,14 @@ def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
 
 
 def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
-    events = []
-    for source in ("predicted", "measured"):
-        for slot, start in zip(timeline.memory, memory_times(timeline), strict=True):
-            by_category = slot.predicted if source == "predicted" else slot.measured
-            if by_category:
-                events.append(
-                    {
-                        "ph": "C",
-                        "name": f"memory, {source} (bytes)",
-                        "pid": _process(timeline.ranks[0].rank) if timeline.ranks else 1,
-                        "ts": start * 1e6,
-                        "args": {k: size for k, size in by_category.items() if k != "total"},
-                    }
-                )
-    return events
+    pid = _process(timeline.ranks[0].rank) if timeline.ranks else 1
+    return [
+        {"ph": "C", "name": f"memory, {source} (bytes)", "pid": pid, "ts": start * 1e6,
+         "args": {category: size for category, size in sizes.items() if category != "total"}}
+        for source in ("predicted", "measured")
+        for slot, start in zip(timeline.memory, memory_times(timeline), strict=True)
+        if (sizes := getattr(slot, source))
+    ]  # fmt: skip
 
 
 def memory_times(timeline: Timeline) -> tuple[float, ...]:

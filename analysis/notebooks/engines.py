@@ -20,7 +20,6 @@
 
 # %%
 # %matplotlib inline
-import dataclasses
 import os
 from pathlib import Path
 
@@ -46,13 +45,11 @@ workload.title
 # A ratio of 2 takes twice as long as the first plan of mdcs.
 
 # %%
-budgets, table = [], []
+table = []
 for budget, of_budget in rows.groupby("budget_bytes", dropna=False):
     runs = names[of_budget.index].value_counts()
     limit = None if pd.isna(budget) else int(budget)
     by_name = {name: of.to_dict("records") for name, of in of_budget.groupby(names)}
-    compared = lines(by_name, base, dict.fromkeys(by_name, limit))
-    budgets.append({"budget_bytes": limit, "over_floor": None, "bounds": {}, "lines": [dataclasses.asdict(x) for x in compared]})
     table += [
         {
             "budget": questions.budget_words(budget), "engine": line.engine, "runs": runs[line.engine],
@@ -61,19 +58,13 @@ for budget, of_budget in rows.groupby("budget_bytes", dropna=False):
             "overlap ratio": line.overlap_ratio, "sent MB": line.sent_bytes and line.sent_bytes / 1e6,
             "peak MiB": line.peak_bytes and line.peak_bytes / MIB,
         }
-        for line in compared
+        for line in lines(by_name, base, dict.fromkeys(by_name, limit))
     ]  # fmt: skip
 table = pd.DataFrame(table)
 table.round(2)
 
 # %%
-pictures.engine_comparison(
-    {
-        "model": workload.model, "world": workload.world, "rounds": int(table["runs"].max()), "base": base,
-        "shaped_link": None if workload.shaped_gbit is None else f"{workload.shaped_gbit:g} Gbit/s",
-        "budgets": budgets, "losses": {"differences": {}, "equal": False},
-    }
-)  # fmt: skip
+pictures.step_time_over_memory(rows)
 
 # %% [markdown]
 # ## Losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -88,10 +88,11 @@ def memory_over_period(
         axes.stairs(ceiling, edges, baseline=ground, fill=True, color=colour, lw=0)
         handles.insert(0, Patch(color=colour, label=category.replace("_", " ")))
         ground = ceiling
-    lines = [(shown.total, f"total, {shown.source}", {"color": style.INK, "lw": 1.3})]
+    solid: dict[str, Any] = {"color": style.INK, "lw": 1.3}
+    lines = [(shown.total, f"total, {shown.source}", solid)]
     peak = f"peak {max(shown.total):.0f} MiB {shown.source}"
     if any(shown.predicted):
-        lines.append((shown.predicted, "total, predicted", {"color": style.INK, "lw": 1.3, "ls": (0, (4, 2))}))
+        lines.append((shown.predicted, "total, predicted", solid | {"ls": (0, (4, 2))}))
         peak += f", {max(shown.predicted):.0f} predicted"
     for total, words, look in lines:
         axes.stairs(total, edges, baseline=None, **look)

@@ -26,60 +26,28 @@ FRONT: dict[str, Any] = {"color": "#AAAAAA", "lw": 1, "drawstyle": "steps-post",
 _STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
 Looks = dict[str, dict[str, str]]
 
-KIND_WORDS = {
-    "F": "forward",
-    "B": "backward",
-    "AR": "all-reduce",
-    "RS": "reduce-scatter",
-    "AG_F": "all-gather before forward",
-    "AG_B": "all-gather before backward",
-    "RS_N": "reduce-scatter in the node",
-    "AG_F_N": "all-gather in the node, before forward",
-    "AG_B_N": "all-gather in the node, before backward",
-    "update": "update",
+KINDS = {
+    "F": ("forward", "#A9CFE8"),
+    "B": ("backward", "#5A9BC7"),
+    "AR": ("all-reduce", "#CC79A7"),
+    "RS": ("reduce-scatter", "#D55E00"),
+    "AG_F": ("all-gather before forward", "#009E73"),
+    "AG_B": ("all-gather before backward", "#E6B800"),
+    "RS_N": ("reduce-scatter in the node", "#A84A00"),
+    "AG_F_N": ("all-gather in the node, before forward", "#7CCBB2"),
+    "AG_B_N": ("all-gather in the node, before backward", "#F3DC80"),
+    "update": ("update", "#767676"),
 }
-KIND_COLOURS = {
-    "F": "#A9CFE8",
-    "B": "#5A9BC7",
-    "AR": "#CC79A7",
-    "RS": "#D55E00",
-    "AG_F": "#009E73",
-    "AG_B": "#E6B800",
-    "RS_N": "#A84A00",
-    "AG_F_N": "#7CCBB2",
-    "AG_B_N": "#F3DC80",
-    "update": "#767676",
-}
+KIND_WORDS, KIND_COLOURS = ({kind: of[i] for kind, of in KINDS.items()} for i in range(2))
 
 STYLE: dict[str, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 6,
-    "axes.labelsize": 9,
-    "axes.edgecolor": "#999999",
-    "axes.linewidth": 0.8,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7,
-    "xtick.color": "#555555",
-    "ytick.color": "#555555",
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "figure.titlesize": 11,
-    "figure.titleweight": "bold",
-    "text.color": INK,
-    "savefig.facecolor": "white",
-}
+    "font.size": 9, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.titlepad": 6, "axes.labelsize": 9,
+    "axes.edgecolor": "#999999", "axes.linewidth": 0.8, "axes.labelcolor": INK, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7, "xtick.color": "#555555", "ytick.color": "#555555", "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.6, "lines.markersize": 5, "figure.titlesize": 11,
+    "figure.titleweight": "bold", "text.color": INK, "savefig.facecolor": "white",
+}  # fmt: skip
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -142,9 +110,7 @@ def measured_handle() -> Line2D:
 
 
 def predicted_handle() -> Line2D:
-    return Line2D(
-        [], [], color=GREY, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=6.5, label="predicted"
-    )
+    return Line2D([], [], color=GREY, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=6.5, label="predicted")
 
 
 def repetition_handle() -> Line2D:
@@ -155,10 +121,11 @@ def draw_steps(
     axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[str, str], predicted_x: Sequence[float] | None = None
 ) -> None:
     """Step time of a series, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
-    colour, step, hollow = look["color"], points["step_s"] * 1e3, {"marker": look["marker"], "mfc": "white", "mew": 1.1, "ms": 7}
+    colour, step = look["color"], points["step_s"] * 1e3
     at = x if predicted_x is None else predicted_x
     if points["predicted_step_s"].notna().any():
-        axes.plot(at, points["predicted_step_s"] * 1e3, ls="--", lw=1.1, c=colour, zorder=2, **hollow)
+        predicted, mark = points["predicted_step_s"] * 1e3, look["marker"]
+        axes.plot(at, predicted, ls="--", lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
     if step.notna().any():
         bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
         axes.plot(x, step, color=colour, lw=1.4, zorder=3)
@@ -183,15 +150,9 @@ def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
     small_rows = notes.count("\n") + 1 if notes else 0
     figure.set_figheight(figure.get_figheight() + (14 * rows + 11 * small_rows) / 72)
     legend = figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=columns,
-        columnspacing=1.8,
-        handlelength=2.6,
-        title=notes or None,
-        title_fontsize=7.5,
-        alignment="left",
-    )
+        handles=handles, loc="outside lower left", ncols=columns, columnspacing=1.8, handlelength=2.6, title=notes or None,
+        title_fontsize=7.5, alignment="left",
+    )  # fmt: skip
     legend.get_title().set_color(GREY)
 
 

@@ -12,7 +12,8 @@ of `compare.budgets`: a budget is in GiB or MiB, a share of the candidate's floo
 engines fit a budget if no rank ever exceeded it, with the floor of the base; overrides of strategy, scheduler,
 collectives and profile do not apply to them.
 Ratios to `compare.base` are taken within a round. Losses are compared with those of the base. comparison.json,
-comparison.png and the runs are left in the folder. An interrupted session shows the rounds that ended.
+comparison.png, step_time.png (over measured memory) and the runs are left in the folder. An interrupted session shows the
+rounds that ended.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hydra.errors import HydraException
 from rich.console import Console
 
 import mdcs
-from analysis import load_run, pictures
+from analysis import load_run, pictures, table_of
 from analysis.comparison import lines, loss_differences
 from experiments.compare_tables import show
 from experiments.config.budgets import Budget
@@ -184,8 +185,11 @@ class Comparison:
                 self.console.print("interrupted: without bounds:")
         if any(part["lines"] for part in document["budgets"]):
             pictures.save(pictures.engine_comparison(document), self.folder / "comparison.png")
+        rows = table_of([row for rows in self.runs.values() for row in rows])
+        if rows["peak_bytes"].notna().any():
+            pictures.save(pictures.step_time_over_memory(rows), self.folder / "step_time.png")
         show(document)
-        told = f"in {self.folder}: comparison.json, comparison.png, runs"
+        told = f"in {self.folder}: comparison.json, comparison.png, step_time.png, runs"
         self.console.print(told, markup=False, highlight=False, soft_wrap=True)
         if interrupted:
             raise KeyboardInterrupt

@@ -101,7 +101,7 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     assert "traffic bound" in unlimited and "structural bound" in unlimited
     assert "an ideal DDP: " in unlimited and "mdcs wins 50.0 ms over ddp" in unlimited and "ideal DDP" not in limited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
-    assert (Path("results/compare/comparison.png")).stat().st_size > 10_000
+    assert all(Path("results/compare", name).stat().st_size > 10_000 for name in ("comparison.png", "step_time.png"))
     [limited] = [line for line in printed.splitlines() if line.startswith("  floor + 50%")]
     assert limited.split()[3:] == ["–"] * 6 + ["80.0", "–"]
     [unlimited] = [line for line in printed.splitlines() if line.startswith("  none")]

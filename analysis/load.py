@@ -76,9 +76,7 @@ class Run:
     def reason(self) -> str:
         """Why there is no summary, or why the predictions of a run that is ok are not to be believed; else empty."""
         if self.failure:
-            where = [
-                f"{key} {self.failure[key]}" for key in ("rank", "step") if self.failure.get(key) is not None
-            ]
+            where = [f"{key} {self.failure[key]}" for key in ("rank", "step") if self.failure.get(key) is not None]
             reason = str(self.failure.get("reason") or "no reason given")
             return f"{reason} ({', '.join(where)})" if where and where[0] not in reason else reason
         if self.summary:
@@ -128,9 +126,7 @@ class Run:
         row |= self._measured()
         memory = self.summary.get("memory") or {}
         for source in ("predicted", "measured"):
-            by_category = (
-                memory.get(source) or (predicted.get("memory") if source == "predicted" else None) or {}
-            )
+            by_category = memory.get(source) or (predicted.get("memory") if source == "predicted" else None) or {}
             row |= {f"{source}_memory_{category}": by_category.get(category) for category in CATEGORIES}
         return row
 
@@ -142,16 +138,12 @@ class Run:
             if key in steps and steps[key].notna().any():
                 values[key] = float(steps[key].median())
         if "step_s" in values:
-            values["step_s_p10"], values["step_s_p90"] = (
-                float(steps["step_s"].quantile(q)) for q in (0.1, 0.9)
-            )
+            values["step_s_p10"], values["step_s_p90"] = (float(steps["step_s"].quantile(q)) for q in (0.1, 0.9))
         if "loss" in self.steps and len(self.steps):
             values["loss"] = self.steps["loss"].iloc[-1]
         if "peak_bytes" in steps and steps["peak_bytes"].notna().any():
             values["peak_bytes"] = float(steps["peak_bytes"].max())
-        counts = {
-            key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")
-        }
+        counts = {key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")}
 
         known = {key: summary[key] for key in (*TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s")
                  if summary.get(key) is not None}  # fmt: skip
@@ -203,9 +195,7 @@ def load_run(folder: str | Path) -> Run:
 def run_folders(folder: str | Path) -> list[Path]:
     """The folders of all runs at or below `folder`, in natural order (job 2 before job 10)."""
     found = (path.parent for path in Path(folder).rglob(METRICS) if path.is_file())
-    return sorted(
-        found, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(path))]
-    )
+    return sorted(found, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(path))])
 
 
 def load_sweep(folder: str | Path) -> pd.DataFrame:

@@ -164,8 +164,9 @@ def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
 
 
 def milliseconds(seconds: float) -> str:
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    """In words of three digits or more; empty for what is not known."""
+    of = seconds * 1e3
+    return "" if pd.isna(of) else f"{of:.0f}" if of >= 1000 else f"{of:.1f}" if of >= 10 else f"{of:.2f}"
 
 
 def at_points(frame: pd.DataFrame, points: pd.DataFrame, *axes: str) -> pd.DataFrame:
@@ -217,9 +218,7 @@ def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
     if time == "step_s":
         rows = measured(rows)
     if not len(rows):
-        raise ValueError(
-            f"no run has both schedule_share and {time}: there is no curve to find a stop point on"
-        )
+        raise ValueError(f"no run has both schedule_share and {time}: there is no curve to find a stop point on")
     points = median_by(rows, "schedule_share")
     return points.loc[points[time].idxmin()]
 

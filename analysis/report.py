@@ -54,10 +54,7 @@ def merged_timeline(run: Run) -> Timeline:
     """
     measured, predicted = run.timeline(), run.predicted_timeline()
     if measured is not None and predicted is not None:
-        ranks = (
-            *(r for r in predicted.ranks if r.rank not in {m.rank for m in measured.ranks}),
-            *measured.ranks,
-        )
+        ranks = (*(r for r in predicted.ranks if r.rank not in {m.rank for m in measured.ranks}), *measured.ranks)
         return replace(measured, ranks=ranks, memory=measured.memory or predicted.memory)
     found = measured or predicted
     if found is None:

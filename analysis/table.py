@@ -38,6 +38,7 @@ _HEADINGS = {
 }
 _LEFT_OUT_FIRST = ("tokens", "range", "sent", "exposed", "predicted", "overlap")
 """Where there are too few columns, after those that are empty; table.csv has them all."""
+_ms = ask.milliseconds
 _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
 
@@ -123,17 +124,9 @@ def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str] = ()) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="" if plain else "bold",
-        header_style="" if plain else "bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
+    bold = "" if plain else "bold"
+    table = Table(title=title, title_justify="left", title_style=bold, header_style=bold, box=box.SIMPLE_HEAD, show_edge=False,
+                  padding=(0, 1), collapse_padding=True, pad_edge=False)  # fmt: skip
     swept = {key: key.removesuffix(".name").replace(".", "\n", 1) for key in ask.swept(rows) if rows[key].notna().any()}
     headings = {name: heading for name, heading in {**_HEADINGS, **swept}.items() if name not in without}
     known = {"tokens": "throughput_tokens_s", "mfu": "mfu"}
@@ -202,10 +195,3 @@ def _number(number: float, form: str) -> str:
 
 def _mib(size: float) -> str:
     return "–" if pd.isna(size) else f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"
-
-
-def _ms(seconds: float) -> str:
-    milliseconds = seconds * 1e3
-    return _number(
-        milliseconds, "{:.0f}" if milliseconds >= 1000 else "{:.1f}" if milliseconds >= 10 else "{:.2f}"
-    )

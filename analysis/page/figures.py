@@ -11,6 +11,7 @@ from analysis import questions as ask
 from analysis.pictures import style
 from analysis.pictures.gantt import Bar, panels
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS, RECOMPUTES, stack
+from analysis.pictures.schedule_share import PANELS
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import Timeline
 
@@ -23,7 +24,6 @@ _SYMBOLS = {
 """Of matplotlib's marks, those that :func:`analysis.pictures.style.looks` gives."""
 _PATTERNS = {"AR": "x", "RS": "/", "AG_F": "\\", "AG_B": "."}
 """Beside colour, so that kinds of messages are told apart in print, too."""
-_CURVES = (("step_s", "time per iteration"), ("overlap_s", "overlap duration"), ("extra_communication_s", "extra communication"))
 
 
 def of_sweep(title: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -41,7 +41,7 @@ def of_sweep(title: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
 def _curve(curve: pd.DataFrame, looks: style.Looks) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
     shown = ask.drawn(curve)
-    for number, (column, _) in enumerate(_CURVES, start=1):
+    for number, (column, _) in enumerate(PANELS, start=1):
         for label, rows in ask.series(shown).items():
             points = ask.median_by(rows, "schedule_share")
             traces += _pair(points["schedule_share"], points, column, label, looks[label], f"y{number}", legend=number == 1)
@@ -50,7 +50,7 @@ def _curve(curve: pd.DataFrame, looks: style.Looks) -> dict[str, Any]:
     star, words = _star(pd.concat(points, ignore_index=True), "schedule_share", time)
     traces.append(star)
     axes = {}
-    for number, ((_, heading), domain) in enumerate(zip(_CURVES, ([0.54, 1], [0.27, 0.48], [0, 0.21]), strict=True), start=1):
+    for number, ((_, heading), domain) in enumerate(zip(PANELS, ([0.54, 1], [0.27, 0.48], [0, 0.21]), strict=True), start=1):
         axes[f"yaxis{number}"] = {"title": {"text": f"{heading}<br>(ms)"}, "domain": domain, "anchor": "x",
                                   "rangemode": "normal" if number == 1 else "tozero"}  # fmt: skip
     axis = {"title": {"text": "← for the strategy   schedule_share   for the schedule →"}, "anchor": "y3"}

@@ -14,11 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from analysis import questions as ask
 from analysis.pictures import style
 
-PANELS = (
-    ("step_s", "time per iteration"),
-    ("overlap_s", "overlap duration"),
-    ("extra_communication_s", "extra communication"),
-)
+PANELS = (("step_s", "time per iteration"), ("overlap_s", "overlap duration"), ("extra_communication_s", "extra communication"))
 _RING: dict[str, Any] = {"color": "none", "marker": "o", "ms": 13, "mfc": "none", "mec": style.INK, "mew": 0.9}
 
 

@@ -70,7 +70,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 def set_title(axes: Axes, title: str, inches: float) -> None:
     """Set the title of axes that are so wide; lines that do not fit are wrapped."""
-    axes.set_title("\n".join(textwrap.fill(line, int(inches * 12)) for line in title.splitlines()))
+    axes.set_title("\n".join(textwrap.fill(line, int(inches * 13)) for line in title.splitlines()))
 
 
 def look(labels: Iterable[str], peers: Iterable[str] = ()) -> Looks:

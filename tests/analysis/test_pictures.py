@@ -3,7 +3,6 @@
 import io
 import itertools
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.text
@@ -27,6 +26,7 @@ from analysis.pictures.style import shortened
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
 from mdcs.telemetry.timeline import SlotMemory, Timeline
+from tests.analysis.conftest import toy_timelines
 
 SWEEP = Path(__file__).parent / "sweep"
 
@@ -87,7 +87,7 @@ def test_noise_decides_where_another_is_within_the_steps_of_the_fastest():
                            "step_s_p10": 0.099, "step_s_p90": [0.105, 0.11, 0.21]})  # fmt: skip
     best, words = fastest(points, "step_s")
     assert (best["label"], words) == (
-        "a", "fastest: a: 100 ms (p10 to p90: 99 to 105); 1 of 2 others within that: noise decides"
+        "a", "fastest: a: 100.0 ms (p10 to p90: 99.0 to 105.0); 1 of 2 others within that: noise decides"
     )  # fmt: skip
     assert "noise" not in fastest(points[points["label"] != "b"], "step_s")[1]
 
@@ -281,7 +281,7 @@ def test_the_gantt_has_the_prediction_above_the_ranks(timelines):
 def test_slots_are_named_only_when_few(timelines):
     measured, _ = timelines
     assert "backward 6" in [text.get_text() for text in gantt(measured).axes[0].texts]
-    assert not gantt(replace(measured, slots=measured.slots * 4)).axes[0].texts
+    assert not gantt(toy_timelines(layers=17)[0]).axes[0].texts
 
 
 def test_names_are_cut_to_what_tells_them_apart():

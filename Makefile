@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep bench gpu test test-slow docs lint format clean
+.PHONY: help install sweep bench results gpu test test-slow docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
 	$(RUN) experiments/compare.py experiment=bench hydra.run.dir=results/bench
+
+results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, and write docs/results.md (an hour)
+	$(RUN) experiments/results.py
 
 gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, emulated worlds (under ten minutes)
 	$(RUN) experiments/gpu.py

@@ -64,11 +64,16 @@ USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=none", "collectives=auto", 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the jobs that take turns. budget: one of `compare.budgets`; None: whatever the job's own is."""
+    """One of the jobs that take turns.
+
+    - budget: one of `compare.budgets`; None: whatever the job's own is.
+    - words: its overrides of the job.
+    """
 
     name: str
     config: Config
     budget: Budget | None = None
+    words: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name if self.budget in (None, Budget()) else f"{self.name} @ {self.budget}"
@@ -147,10 +152,11 @@ class Comparison:
                 self.left_out[name] = str(error)
                 continue
             if not self.budgets or not config.engine.plans or "budget" in map(_group, words):
-                yield Candidate(name, config)
+                yield Candidate(name, config, None, tuple(words))
                 continue
             for budget in self.budgets:
-                yield Candidate(name, compose_config([*overrides, *budget.overrides], like=self.config.profile.path), budget)
+                with_budget = compose_config([*overrides, *budget.overrides], like=self.config.profile.path)
+                yield Candidate(name, with_budget, budget, tuple(words))
 
     def _base_of(self, words: Sequence[str]) -> list[str]:
         """The given overrides that hold for a candidate with these overrides, and what is usual for an engine."""
@@ -246,7 +252,8 @@ class Comparison:
             return
         run = load_run(folder)
         losses = [float(loss) for loss in run.steps["loss"]]
-        self.runs.setdefault(name, []).append(run.row() | {"folder": folder, "losses": losses})
+        steps_s = [float(seconds) for seconds in run.measured_steps["step_s"]]
+        self.runs.setdefault(name, []).append(run.row() | {"folder": folder, "losses": losses, "steps_s": steps_s})
 
     # ---- what is written and shown
 
@@ -277,9 +284,26 @@ class Comparison:
                 "differences": {name: value if math.isfinite(value) else None for name, value in differences.items()},
                 "equal": all(difference <= self.asked.tolerance for difference in differences.values()),
             },
-            "left_out": self.left_out, "failed": self.failed,
+            "left_out": self.left_out, "failed": self.failed, "parameters": self._parameters(),
+            "candidates": [self._repetitions(each, complete[str(each)]) for each in ended if str(each) in complete],
             "budgets": [self._under(budget, complete, bounded) for budget in budgets],
         }  # fmt: skip
+
+    def _repetitions(self, candidate: Candidate, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All runs of a candidate, a row per round."""
+        kept = "step_s", "steps_s", "predicted_step_s", "peak_bytes", "processor_s"
+        limit, budget = self._limit(candidate.budget, candidate.name), candidate.budget
+        return {
+            "name": candidate.name, "overrides": candidate.words, "plans": candidate.config.engine.plans,
+            "budget": None if budget is None else str(budget), "budget_bytes": limit,
+            "rounds": [{key: row.get(key) for key in kept} for row in rows],
+        }  # fmt: skip
+
+    def _parameters(self) -> int | None:
+        """Parameters of the model, as the first plan has them. None without a plan."""
+        plans = (_plan(rows[0]["folder"]) for rows in self.runs.values())
+        plan = next((plan for plan in plans if plan is not None), None)
+        return None if plan is None else sum(unit.numel for unit in plan.profile.units)
 
     def _under(self, budget: Budget | None, complete: Mapping[str, list[dict[str, Any]]], bounded: bool) -> dict[str, Any]:
         """The candidates under one of the budgets, beside those without one."""

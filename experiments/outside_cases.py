@@ -289,20 +289,19 @@ def _seconds(row: dict[str, Any]) -> float | None:
 _FIELDS = {field.name for field in dataclasses.fields(Case)}
 
 
-def _case(row: dict[str, Any], devices: dict[str, Device]) -> Case:
+def _case(row: dict[str, Any]) -> Case:
     known = {key: value for key, value in row.items() if key in _FIELDS}
-    return Case(**known | {"device": devices[row["device"]], "seconds": _seconds(row)})
+    return Case(**known | {"device": DEVICES[row["device"]], "seconds": _seconds(row)})
 
 
 def read(path: Path = PUBLISHED) -> list[Group]:
     """Return all groups of the file."""
     data = _load(path)
-    devices = _devices(data)
     groups = []
     for table in data["tables"]:
         for group in table["groups"]:
             shared = table["all"] | {key: value for key, value in group.items() if key != "runs"}
-            runs = tuple(_case(shared | run, devices) for run in group["runs"])
+            runs = tuple(_case(shared | run) for run in group["runs"])
             groups.append(Group(table["title"], table["url"], table["network"], runs, table.get("fits_link", False)))
     return groups
 
@@ -333,7 +332,7 @@ def read_collectives(path: Path = PUBLISHED) -> list[Collective]:
     data = _load(path)
     out = []
     for row in data["collectives"]:
-        device, kind, world = _devices(data)[row["device"]], Kind(row["kind"]), row["devices"]
+        device, kind, world = DEVICES[row["device"]], Kind(row["kind"]), row["devices"]
         seconds = {mib: each / 1e6 for mib, each in row.get("microseconds", {}).items()}
         seconds |= {mib: NCCL.sent(kind, mib * MIB, world) / (each * 1e9) for mib, each in row.get("bus_gbyte", {}).items()}
         cluster = Cluster(1, world, device.inside_gbyte * 1e9, 1.0, nvlink=device.nvlink)
@@ -353,8 +352,5 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
-def _devices(data: dict[str, Any]) -> dict[str, Device]:
-    return {name: Device(**fields) for name, fields in data["devices"].items()}
-
-
+DEVICES = {name: Device(**fields) for name, fields in _load(PUBLISHED)["devices"].items()}
 DECODERS = {name: Decoder(**shape) for name, shape in _load(PUBLISHED)["decoders"].items()}

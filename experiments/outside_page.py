@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from statistics import median
 
+from experiments.markdown import head, percent, row
 from experiments.outside_cases import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
 from mdcs.sizes import GIB, MIB
 
@@ -84,43 +85,43 @@ def steps_of(groups: Predictions) -> Iterator[tuple[Predicted, float]]:
 def summary(groups: Predictions, undisturbed: Predictions) -> list[str]:
     """A table of how many predictions are within the marks, and of how many cruder ones would be."""
     crude = "within, if messages did not slow compute", "within, if communication cost nothing"
-    lines = _head("what", "wanted", "runs", "within", "median error", *crude)
+    lines = head("what", "wanted", "runs", "within", "median error", *crude)
     for name, mark, tcp in (("step, RDMA and NVLink", 0.1, False), ("step, TCP", 0.2, True)):
         some = [(abs(each.error), abs(hidden)) for each, hidden in steps_of(groups) if each.case.tcp == tcp]
         other = [abs(each.error) for each, _ in steps_of(undisturbed) if each.case.tcp == tcp]
         within, hidden = (sum(pair[i] <= mark for pair in some) for i in range(2))
         apart = sum(error <= mark for error in other)
         middle = median(error for error, _ in some)
-        lines.append(_row(name, f"± {mark * 100:.0f} %", len(some), within, f"{middle * 100:.1f} %", apart, hidden))
+        lines.append(row(name, f"± {mark * 100:.0f} %", len(some), within, f"{middle * 100:.1f} %", apart, hidden))
     errors = [abs(_difference(*pair)[2]) for pair in _pairs(groups)]
     within = sum(error <= MEMORY_MARK for error in errors)
     name, mark = "difference of memory", MEMORY_MARK
-    lines.append(_row(name, f"± {mark * 100:.0f} %", len(errors), within, f"{median(errors) * 100:.1f} %", "", ""))
+    lines.append(row(name, f"± {mark * 100:.0f} %", len(errors), within, f"{median(errors) * 100:.1f} %", "", ""))
     every = [each for _, told in groups for each in told]
     for name, fits in (("fits", True), ("runs out of memory", False)):
         alike = [each for each in every if each.case.fits == fits]
-        lines.append(_row(name, "all", len(alike), sum(each.fits == fits for each in alike), "", "", ""))
+        lines.append(row(name, "all", len(alike), sum(each.fits == fits for each in alike), "", "", ""))
     return lines
 
 
 def _worst(groups: Predictions) -> list[str]:
     beyond = sorted((each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark), key=lambda each: -abs(each.error))
     lines = [f"The {len(beyond)} steps beyond the marks, the worst first:", ""]
-    return [*lines, *(f"- {_name(each.case)}, {_percent(each.error)}: {each.case.why}" for each in beyond), ""]
+    return [*lines, *(f"- {_name(each.case)}, {percent(each.error)}: {each.case.why}" for each in beyond), ""]
 
 
 def _steps(title: str, members: Predictions) -> list[str]:
     group = members[0][0]
     lines = [f"### {title}", "", f"[Source]({group.url}). {group.network}.", ""]
-    lines += _head("model", "devices", "run", "published s", "predicted s", "error", "beyond computing: published, predicted ms")
+    lines += head("model", "devices", "run", "published s", "predicted s", "error", "beyond computing: published, predicted ms")
     for each, told in members:
         for i, run in enumerate(told):
             case = run.case
             if case.seconds is None:
                 continue
-            error = "the smallest" if i == 0 else "fits the link" if i < each.judged else _percent(run.error)
+            error = "the smallest" if i == 0 else "fits the link" if i < each.judged else percent(run.error)
             beyond = f"{(case.seconds - run.alone_s) * 1e3:,.0f}, {(run.step_s - run.alone_s) * 1e3:,.0f}"
-            lines.append(_row(case.model, case.devices, _run(case), f"{case.seconds:.4g}", f"{run.step_s:.4g}", error, beyond))
+            lines.append(row(case.model, case.devices, _run(case), f"{case.seconds:.4g}", f"{run.step_s:.4g}", error, beyond))
     if group.fits_link:
         lines += ["", f"The fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device."]
     return [*lines, ""]
@@ -139,37 +140,37 @@ def _difference(few: Predicted, many: Predicted) -> tuple[float, float, float]:
 
 def _memory(groups: Predictions) -> list[str]:
     lines = ["## Memory", "", "GiB that are reserved on a device, and how many fewer they are on more devices:", ""]
-    lines += _head("model", "devices", "published", "predicted", "difference published", "predicted", "error")
+    lines += head("model", "devices", "published", "predicted", "difference published", "predicted", "error")
     for few, many in _pairs(groups):
         published, predicted, error = _difference(few, many)
         both = f"{few.reserved / GIB:.1f}, {many.reserved / GIB:.1f}"
         name, devices = f"{few.case.model}, {few.case.note}", f"{few.case.devices}, {many.case.devices}"
         said = f"{few.case.gib:.1f}, {many.case.gib:.1f}"
-        lines.append(_row(name, devices, said, both, f"{published:.2f}", f"{predicted:.2f}", _percent(error)))
+        lines.append(row(name, devices, said, both, f"{published:.2f}", f"{predicted:.2f}", percent(error)))
     why = [many.case.why for few, many in _pairs(groups) if abs(_difference(few, many)[2]) > MEMORY_MARK]
     return [*lines, "", *why, ""]
 
 
 def _verdicts(groups: Predictions) -> list[str]:
     every = [each for _, told in groups for each in told]
-    lines = [_VERDICTS.format(len(every)), *_head("model", "devices", "run", "predicted GiB", "of", "predicted", "published")]
+    lines = [_VERDICTS.format(len(every)), *head("model", "devices", "run", "predicted GiB", "of", "predicted", "published")]
     words = {True: "fits", False: "out of memory"}
     for each in every:
         case = each.case
         if not (case.fits and each.fits):
             needed, has = f"{each.needed / GIB:.1f}", f"{case.device.memory_gib:.0f}"
-            lines.append(_row(case.model, case.devices, _run(case), needed, has, words[each.fits], words[case.fits]))
+            lines.append(row(case.model, case.devices, _run(case), needed, has, words[each.fits], words[case.fits]))
     return [*lines, ""]
 
 
 def _collectives() -> list[str]:
     about = "Single collectives on eight devices. Rings know no sums in the switch, as H200s do. Not judged:"
     lines = ["## Collectives", "", about, ""]
-    lines += _head("collective", "device", "MiB", "published µs", "predicted µs", "error")
+    lines += head("collective", "device", "MiB", "published µs", "predicted µs", "error")
     for each in read_collectives():
         of = f"[{each.what}]({each.url})"
         lines += [
-            _row(of, each.device, mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", _percent(told / said - 1))
+            row(of, each.device, mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1))
             for mib, said, told in each.compared()
         ]
     return [*lines, ""]
@@ -179,32 +180,20 @@ def _layers() -> list[str]:
     data, layers = read_layers()
     of = f"{data['model']} with {data['sequence']:,} tokens"
     lines = ["## Layers", "", f"Bytes of {of}, as [Galvatron]({data['url']}) measured them. Not judged:", ""]
-    lines += _head("what", "published MiB", "predicted MiB", "error")
-    root, block, head = layers[0], layers[1], layers[-1]
+    lines += head("what", "published MiB", "predicted MiB", "error")
+    root, block, last = layers[0], layers[1], layers[-1]
     predicted = {
         "parameters": ("parameters of a block, 32 bit", 4 * block.parameters),
         "kept": ("what a block keeps", block.kept),
         "recomputed": ("what a block keeps if it recomputes", root.output),
-        "ends": ("states of embedding and head", 16 * (root.parameters + head.parameters)),
-        "logits": ("what embedding and head keep", root.output + head.kept),
+        "ends": ("states of embedding and head", 16 * (root.parameters + last.parameters)),
+        "logits": ("what embedding and head keep", root.output + last.kept),
     }
     for key, (what, size) in predicted.items():
         said, told = data["mib"][key], size / MIB
-        lines.append(_row(what, f"{said:,.0f}", f"{told:,.0f}", _percent(told / said - 1)))
+        lines.append(row(what, f"{said:,.0f}", f"{told:,.0f}", percent(told / said - 1)))
     why = "What is measured of the head is about the logits in 32 bit alone. The prediction keeps them in 16 bit, too."
     return [*lines, "", why, ""]
-
-
-def _head(*cells: str) -> list[str]:
-    return [_row(*cells), "|" + "---|" * len(cells)]
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _percent(fraction: float) -> str:
-    return f"{fraction * 100:+.1f} %"
 
 
 def _name(case: Case) -> str:

@@ -28,6 +28,8 @@ PROGRAMS = {
     "collectives": "experiments/collectives.py",
     "gpu": "experiments/gpu.py",
     "outside": "experiments/outside.py",
+    "results": "experiments/results.py",
+    "scale": "experiments/scale.py",
     "report": "analysis/__main__.py",
 }
 """File of each command, from the checkout's root."""

@@ -8,12 +8,14 @@ from analysis.pictures.engine_comparison import engine_comparison
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.overview import overview
+from analysis.pictures.results import predictions, time_over_memory
+from analysis.pictures.scale import scale_curves, scale_map
 from analysis.pictures.schedule_share import tradeoff_curve
 from analysis.pictures.setting import step_time_over_setting
 from analysis.pictures.step_time import step_time_over_memory
 from analysis.pictures.style import save
 
 __all__ = [
-    "engine_comparison", "gantt", "memory_over_period", "overview", "save", "step_time_over_memory", "step_time_over_setting",
-    "tradeoff_curve",
+    "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save", "scale_curves", "scale_map",
+    "step_time_over_memory", "step_time_over_setting", "time_over_memory", "tradeoff_curve",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ from experiments.config.files import CONF
 from experiments.config.identity import CODE, hosts_identity, job_identity
 from experiments.config.measured import with_profile
 from experiments.config.schema import (
+    NOT_OF_A_JOB,
     OPTION_GROUPS,
     CollectivesConfig,
     Config,
@@ -149,7 +150,7 @@ def as_mapping(config: Config) -> dict[str, Any]:
     return {
         field.name: plain(value) if field.name in OPTION_GROUPS else dataclasses.asdict(value)
         for field in dataclasses.fields(config)
-        if field.name != "compare"
+        if field.name not in NOT_OF_A_JOB
         for value in [getattr(config, field.name)]
     }
 

@@ -35,6 +35,8 @@ else:  # for Hydra these groups are mappings; checks.from_composed makes the obj
     Model = Data = Optimizer = Strategy = Scheduler = RecomputeRule = Engine = Tracker = Any
 
 SCHEMA_NAME = "mdcs_schema"
+NOT_OF_A_JOB = ("compare", "results", "scale")
+"""Groups of single programs, which are no part of a job."""
 OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "recompute", "engine", "tracker")
 
 
@@ -290,6 +292,30 @@ class CompareConfig:
     tolerance: float = option(5e-3, "greatest relative difference of equal losses", at_least=0)
 
 
+@dataclass
+class ResultsConfig:
+    """Settings of mdcs results; other programs ignore them, and they are no part of a job."""
+
+    names: list[str] = option([], "options of results to run; none: all")
+    quick: bool = option(False, "one round of three steps, to try it: the page is not written")
+    out: str = option("docs/results", "folder of the measurements, one below it per day")
+
+
+@dataclass
+class ScaleConfig:
+    """Settings of mdcs scale; other programs ignore them, and they are no part of a job."""
+
+    models: list[str] = option([], "decoders of experiments/published.yaml")
+    device: str = option("h100-80", "device of experiments/published.yaml")
+    devices: list[int] = option([], "devices in all, eight a node", at_least=16)
+    node_gbit: list[float] = option([], "rates of a node's network", above=0)
+    budgets_gib: list[float] = option([], "memory of a device", above=0)
+    sequence: int = option(8192, "tokens in a sequence", at_least=1)
+    batch: int = option(1, "sequences per device", at_least=1)
+    tflops: float = option(394.0, "rate that a device reaches", above=0)
+    out: str | None = option(None, "folder of the page, its data and pictures; null: that of the run")
+
+
 @dataclass(frozen=True)
 class EngineOptions(Checked, ABC):
     """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
@@ -342,6 +368,8 @@ class Config:
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    results: ResultsConfig = field(default_factory=ResultsConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
 
 
 def schema() -> DictConfig:

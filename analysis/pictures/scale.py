@@ -1,0 +1,83 @@
+"""Predictions of `mdcs scale`: what decides by budget and cluster, and step time over memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from analysis.pictures import style
+from mdcs.sizes import GIB
+
+_COLOURS = {
+    "sharding": "#56B4E9", "scheduling": "#CC79A7", "recomputation": "#E69F00", "only together": "#009E73", "1.0 ×": "#DDDDDD",
+}  # fmt: skip
+_STRATEGIES = {"fsdp": "#0072B2", "sdp": "#56B4E9", "hsdp": "#D55E00", "hsdp_no_reshard": "#E69F00"}
+_MARKS = {"none": "o", "selective": "s", "full": "^"}
+
+
+@style.styled
+def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], str]) -> Figure:
+    """A cell per cluster and budget: colour of what decides, and the gain of all together."""
+    models, budgets = document["settings"]["models"], document["settings"]["budgets_gib"]
+    figure = style.new_figure(5.6 * len(models), 3.4, "What gains most over the best plan alike for all blocks (predicted)")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        curves = [curve for curve in document["curves"] if curve["model"] == model]
+        curves.sort(key=lambda curve: (curve["gbit"], curve["devices"]))
+        for x, curve in enumerate(curves):
+            for y, point in enumerate(curve["points"]):
+                if not point["base"]:
+                    axes.text(x, y, "–", ha="center", va="center", color=style.GREY)
+                    continue
+                axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=_COLOURS[decides(point)]))
+                gained = point["base"]["step_s"] / point["all"]["step_s"]
+                axes.text(x, y, f"{gained:.2f}", ha="center", va="center", fontsize=8)
+        axes.grid(visible=False)
+        axes.set_xlim(-0.5, len(curves) - 0.5)
+        axes.set_ylim(-0.5, len(budgets) - 0.5)
+        axes.set_xticks(range(len(curves)), [f"{curve['devices']:,}\n{curve['gbit']:,g}" for curve in curves])
+        axes.set_yticks(range(len(budgets)), [f"{gib:g}" for gib in budgets])
+        axes.set_xlabel("devices, Gbit/s of a node")
+        axes.set_ylabel("GiB of a device")
+        axes.set_title(f"{model}, {curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters")
+    notes = "numbers: gain of all together, as a multiple; –: nothing fits"
+    style.legend_below(figure, [Patch(color=colour, label=name) for name, colour in _COLOURS.items()], notes)
+    return figure
+
+
+@style.styled
+def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
+    """Step time over memory: plans that are the same for all blocks, each at its own memory, and mdcs by budget."""
+    curves = [curve for curve in document["curves"] if curve["model"] == model]
+    devices, rates = sorted({curve["devices"] for curve in curves}), sorted({curve["gbit"] for curve in curves})
+    budgets = document["settings"]["budgets_gib"]
+    title = f"{model}, {curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters: step time over memory (predicted)"
+    figure = style.new_figure(3.6 * len(devices), 2.4 * len(rates), title)
+    panels = figure.subplots(len(rates), len(devices), squeeze=False, sharex=True, sharey="row")
+    for curve in curves:
+        axes = panels[rates.index(curve["gbit"])][devices.index(curve["devices"])]
+        right = max(budgets) * 1.04
+        for each in curve["alike"]:
+            if each["bytes"] / GIB <= right:
+                colour, mark = _STRATEGIES[each["strategy"]], _MARKS[each["recompute"]]
+                axes.plot(each["bytes"] / GIB, each["step_s"], mark, color=colour, ms=6, alpha=0.85)
+        steps = [point["all"]["step_s"] if point["base"] else math.nan for point in curve["points"]]
+        axes.plot(budgets, steps, color=style.INK, marker=".", lw=1.4)
+        axes.axhline(curve["compute_s"], color=style.GREY, ls=":", lw=1)
+        axes.set_xlim(0, right)
+        axes.set_title(f"{curve['devices']:,} devices, {curve['gbit']:,g} Gbit/s")
+    for axes in panels[-1]:
+        axes.set_xlabel("GiB of a device")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("s per step")
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+    handles = [Line2D([], [], color=style.INK, marker=".", label="mdcs, by budget")]
+    handles += [Line2D([], [], color=colour, marker="o", ls="", label=name) for name, colour in _STRATEGIES.items()]
+    handles += [Line2D([], [], color=style.GREY, marker=mark, ls="", label=f"recompute: {name}") for name, mark in _MARKS.items()]
+    handles += [Line2D([], [], color=style.GREY, ls=":", lw=1, label="computing alone, nothing recomputed")]
+    style.legend_below(figure, handles)
+    return figure

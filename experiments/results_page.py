@@ -1,0 +1,227 @@
+"""The page docs/results.md and its pictures, made of the measurements in docs/results/."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.comparison import Spread
+from experiments.markdown import head, percent, row
+from mdcs.sizes import MIB
+
+ABLATION = {
+    "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap", "schedule": "all `fsdp`, scheduled",
+    "both": "both, one after the other", "joint": "both at once", "recompute": "both at once, with recomputation",
+}  # fmt: skip
+
+_HEAD = """# Results
+
+<!-- Written by `mdcs results` from docs/results/*/*.json. Change nothing here: a test compares page and data. -->
+
+Step times of mdcs beside other engines, measured by `make results`. Engines take turns: each round runs all of them once. A
+step is the median over rounds of each run's median step; in brackets stand the least and the greatest round. Those of five rounds
+enclose the true median with 94 % probability. Ratios are taken within a round. Losses are compared in every session.
+**Timed compute** [takes no core](timed.md): parameters, messages and updates are real, and computing only waits.
+
+A [GPU](gpu.md) and [clusters, predicted](scale.md), have their own pages. Older measurements: [lab notes](lab-notes.md).
+
+"""
+
+Result = dict[str, Any]
+
+
+def newest(folder: Path) -> list[Result]:
+    """The newest measurement of each name, by name."""
+    files = {path.stem: path for path in sorted(folder.glob("*/*.json"))}
+    return [json.loads(path.read_text(encoding="utf-8")) for _, path in sorted(files.items())]
+
+
+def write_page(results: Sequence[Result], docs: Path) -> Path:
+    """Write the page and its pictures into the folder. Return the page's file."""
+    from analysis import pictures
+
+    found = docs / "results.md"
+    found.write_text(page(results), encoding="utf-8")
+    pictures.save(pictures.time_over_memory(results), docs / "results.png")
+    pictures.save(pictures.predictions(predictions(results)), docs / "results-predictions.png")
+    return found
+
+
+def page(results: Sequence[Result]) -> str:
+    """Return the page as Markdown."""
+    compared = [each for each in results if not is_ablation(each)]
+    lines = [_HEAD + "## Where mdcs wins, and where not", "", *_verdicts(compared)]
+    lines += ["![Step time over peak memory](results.png)", ""]
+    for each in results:
+        lines += _ablation(each) if is_ablation(each) else _engines(each)
+    return "\n".join([*lines, *_predictions(results), *_setup(results)])
+
+
+def is_ablation(result: Result) -> bool:
+    """Whether all candidates are plans of mdcs."""
+    return all(each["plans"] for each in result["comparison"]["candidates"])
+
+
+def steps(candidate: Result) -> list[float]:
+    """Seconds per step of each round."""
+    return [each["step_s"] for each in candidate["rounds"]]
+
+
+def peak(candidate: Result) -> float:
+    """The most bytes that any rank held in any round."""
+    return float(max(each["peak_bytes"] for each in candidate["rounds"]))
+
+
+def under(result: Result, part: Result) -> tuple[list[Result], list[Result]]:
+    """The candidates of a budget that fit, the fastest first, and those that do not."""
+    limit, compared = part["budget_bytes"], result["comparison"]["candidates"]
+    # An engine without a plan has one run for all budgets.
+    some = [each for each in compared if not each["plans"] or each["budget_bytes"] == limit]
+    fits = [each for each in some if limit is None or peak(each) <= limit]
+    return sorted(fits, key=lambda each: statistics.median(steps(each))), [each for each in some if each not in fits]
+
+
+def over_best_other(own: Result, fitting: Sequence[Result]) -> tuple[str, Spread] | None:
+    """The fastest other candidate, and its step as a multiple of this one's. None without another."""
+    other = next((each for each in fitting if each is not own), None)
+    if other is None:
+        return None
+    return other["name"], Spread.of([b / a for a, b in zip(steps(own), steps(other), strict=False)])
+
+
+def predictions(results: Sequence[Result]) -> list[tuple[str, float, float]]:
+    """Name of the result, predicted and measured seconds of every run with a plan."""
+    return [
+        (result["name"], each["predicted_step_s"], each["step_s"])
+        for result in results
+        for candidate in result["comparison"]["candidates"]
+        for each in candidate["rounds"]
+        if each["predicted_step_s"] is not None
+    ]
+
+
+def _verdicts(results: Sequence[Result]) -> list[str]:
+    lines = head("measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs")
+    for result in results:
+        for part in result["comparison"]["budgets"]:
+            fitting, _ = under(result, part)
+            own = next((each for each in fitting if each["name"] == "mdcs"), None)
+            if own is None:
+                continue
+            other = over_best_other(own, fitting)
+            where = _title(result), _budget(part), _ms(Spread.of(steps(own)))
+            if other is None:
+                lines.append(row(*where, "none", "", "is the only one that fits"))
+            else:
+                lines.append(row(*where, other[0], _ratio(other[1]), _verdict(other[1])))
+    return [*lines, ""]
+
+
+def _verdict(ratio: Spread) -> str:
+    if ratio.low > 1:
+        return "wins"
+    return "**loses**" if ratio.high < 1 else "cannot be told apart"
+
+
+def _engines(result: Result) -> list[str]:
+    of = result["comparison"]
+    lines = [f"## {_title(result)}", "", _about(result), ""]
+    lines += head("budget", "engine", "step ms", "samples/s", "peak MiB", "the best other takes ×", "predicted ms")
+    for part in of["budgets"]:
+        fitting, others = under(result, part)
+        for each in fitting:
+            step, other = Spread.of(steps(each)), over_best_other(each, fitting)
+            told = each["rounds"][0]["predicted_step_s"]
+            rate = of["batch_size"] * of["world"] / step.median
+            ratio = "" if other is None else _ratio(other[1])
+            lines.append(row(_budget(part), each["name"], _ms(step), f"{rate:.1f}", f"{peak(each) / MIB:.0f}", ratio,
+                             "" if told is None else f"{told * 1e3:,.0f}"))  # fmt: skip
+        if others:
+            words = ", ".join(f"{each['name']} ({peak(each) / MIB:.0f} MiB)" for each in others)
+            lines.append(row(_budget(part), f"do not fit: {words}", *[""] * 5))
+    return [*lines, ""]
+
+
+def _ablation(result: Result) -> list[str]:
+    [part] = result["comparison"]["budgets"]
+    by_name = {each["name"]: each for each in result["comparison"]["candidates"]}
+    base = steps(by_name["neither"]) if "neither" in by_name else []
+    lines = [f"## What each decision wins: {_title(result)}", "", f"{_about(result)} The budget is {_budget(part)}.", ""]
+    lines += head("decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms")
+    for name, each in by_name.items():
+        ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
+        told = f"{each['rounds'][0]['predicted_step_s'] * 1e3:,.0f}"
+        lines.append(row(name, ABLATION.get(name, ""), _ms(Spread.of(steps(each))), ratio, f"{peak(each) / MIB:.0f}", told))
+    return [*lines, ""]
+
+
+def _predictions(results: Sequence[Result]) -> list[str]:
+    lines = ["## Predicted and measured", "", "A point of the picture is a run: its plan's step and its median step.", ""]
+    lines += head("measurement", "runs", "median error", "worst")
+    names = {result["name"]: _title(result) for result in results}
+    for name, title in (*names.items(), (None, "all")):
+        errors = [told / said - 1 for of, told, said in predictions(results) if name in (None, of)]
+        if errors:
+            middle = statistics.median(map(abs, errors))
+            lines.append(row(title, len(errors), f"{middle:.1%}", percent(max(errors, key=abs))))
+    return [*lines, "", "![Predicted and measured steps](results-predictions.png)", ""]
+
+
+def _setup(results: Sequence[Result]) -> list[str]:
+    lines = ["## Setup", "", *head("", *(_title(each) for each in results))]
+    for name, values in _properties(results):
+        lines.append(row(name, *values))
+    lines += ["", "Engines, and what is set of them; all else is their default:", "", *head("engine", "overrides", "measured in")]
+    flags: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for each in result["comparison"]["candidates"]:
+            names = flags.setdefault((each["name"], " ".join(each["overrides"])), [])
+            names += [result["name"]] if result["name"] not in names else []
+    lines += [row(name, f"`{words}`", ", ".join(where)) for (name, words), where in flags.items()]
+    left = {name: why for result in results for name, why in result["comparison"]["left_out"].items()}
+    return [*lines, "", *(f"Left out: {name}: {why}." for name, why in left.items()), ""]
+
+
+def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
+    of = [each["comparison"] for each in results]
+    measured = [len(each["candidates"][0]["rounds"][0]["steps_s"]) for each in of]
+    losses = [max([0.0, *(value or 0.0 for value in each["losses"]["differences"].values())]) for each in of]
+    yield "model", [each["model"] for each in of]
+    yield "parameters", [f"{each['parameters'] / 1e6:.1f} M" if each["parameters"] else "–" for each in of]
+    yield "ranks, batch of each", [f"{each['world']}, {each['batch_size']}" for each in of]
+    yield "link", [each["shaped_link"] or "as it is" for each in of]
+    yield "rounds, measured steps of each", [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)]
+    yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
+    yield "date", [each["date"] for each in results]
+    yield "commit, seed", [f"{each['commit']}, {each['seed']}" for each in results]
+    yield "machine", [f"{each['machine']['processor']}, {each['machine']['cores']} cores" for each in results]
+    yield "load before and after", [", ".join(f"{load[0]:.1f}" for load in each["load"]) for each in results]
+    for package in results[0]["versions"] if results else ():
+        yield package, [each["versions"][package] or "–" for each in results]
+
+
+def _title(result: Result) -> str:
+    of = result["comparison"]
+    return f"{of['model']}, {of['world']} ranks" + (f", {of['shaped_link']}" if of["shaped_link"] else "")
+
+
+def _about(result: Result) -> str:
+    return f"`mdcs results 'results.names=[{result['name']}]'`: {result['about']}"
+
+
+def _budget(part: Result) -> str:
+    if part["budget_bytes"] is None:
+        return "none"
+    words = f"{part['budget_bytes'] / MIB:.0f} MiB"
+    return words if part["over_floor"] is None else f"{words} (floor + {part['over_floor']:.0%})"
+
+
+def _ms(step: Spread) -> str:
+    return f"{step.median * 1e3:,.0f} [{step.low * 1e3:,.0f} to {step.high * 1e3:,.0f}]"
+
+
+def _ratio(ratio: Spread) -> str:
+    return f"{ratio.median:.2f} [{ratio.low:.2f} to {ratio.high:.2f}]"

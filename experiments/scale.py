@@ -1,0 +1,232 @@
+"""Predict what mdcs gains for large models on large clusters, and write the page (docs/scale.md).
+
+    mdcs scale
+    mdcs scale 'scale.models=[Llama-3-8B]' 'scale.node_gbit=[800]' scale.out=outputs/scale
+
+Nothing is measured. A job is calculated from its model, devices and network, as by `mdcs outside`, planned and replayed.
+Within each budget the best plan that is the same for all blocks is compared with plans that decide block by block: the
+sharding, the schedule, what is recomputed, or all of them. scale.json has every plan's step and memory, scale.md and the
+pictures are made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from launch.place import require_alone
+
+    require_alone(Path(__file__).name)
+
+from analysis import pictures
+from experiments.config.schema import Config, ConfigError, ScaleConfig
+from experiments.job import app
+from experiments.outside_cases import CONTEXT_BYTES, DECODERS, DEVICES, NCCL_BYTES, Case
+from experiments.scale_page import decides, page
+from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.recompute import ladder
+from mdcs.planner.registry import Scheduler, StrategyPlanner
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.recompute import FULL, NONE, SELECTIVE, uniform
+from mdcs.sizes import GIB
+
+SCHEMA = 1
+STRATEGIES = ("fsdp", "sdp", "hsdp", "hsdp_no_reshard")
+SHARES = (0.5, 0.25)
+"""Shares of the slack for the schedule that are tried where strategies differ by block."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan: what is the same for all of its blocks (else ``mixed``), seconds of a step, and bytes that the device needs."""
+
+    strategy: str
+    recompute: str
+    schedule: str
+    step_s: float
+    exposed_s: float
+    bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Tried:
+        assert plan.prediction is not None
+        blocks = [u for u, unit in enumerate(plan.profile.units) if unit.name != "root"]
+        strategies = {str(plan.strategies[u]) for u in blocks}
+        chosen = {plan.recompute[u] for u in blocks} if plan.recompute else {NONE}
+        strategy, recompute = (each.pop() if len(each) == 1 else "mixed" for each in (strategies, chosen))
+        told = plan.prediction
+        return cls(strategy, recompute, plan.scheduler, told.step_s, told.exposed_s, told.peak_bytes + CONTEXT_BYTES + NCCL_BYTES)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A model on a cluster, for all budgets.
+
+    - ``gbit``: rate of a node's network, all of its cards together.
+    - ``rate``: operations per second that a device reaches.
+    """
+
+    case: Case
+    gbit: float
+    rate: float
+
+    @cached_property
+    def job(self) -> Job:
+        return Job(self.case.profile(self.rate), cross_iteration=False)
+
+    @cached_property
+    def ladder(self) -> list[Job]:
+        """The job with more and more recomputation."""
+        return ladder(self.job)
+
+    @cached_property
+    def alike(self) -> list[tuple[Job, Tried]]:
+        """Plans in which all blocks have the same strategy and recomputation."""
+        jobs = [self._recomputing(choice) for choice in (NONE, SELECTIVE, FULL)]
+        return [(job, self._tried(job, Uniform(strategy))) for strategy, job in itertools.product(STRATEGIES, jobs)]
+
+    def _recomputing(self, choice: str) -> Job:
+        options = self.job.profile.recompute
+        return dataclasses.replace(self.job, recompute=uniform(options, len(self.job.profile.units), choice))
+
+    def _tried(
+        self, job: Job, strategy: StrategyPlanner, scheduler: Scheduler | None = None,
+        limit: int | None = None, share: float | None = None,
+    ) -> Tried:  # fmt: skip
+        return Tried.of(make_plan(job, strategy, scheduler or Wfbp(), budget=limit, schedule_share=share))
+
+    def point(self, gib: float) -> dict[str, Any]:
+        """The best plan that is the same for all blocks, and the best that decides something by block, within the budget."""
+        limit = int(gib * GIB)
+        fitting = [(job, tried) for job, tried in self.alike if tried.bytes <= limit]
+        if not fitting:
+            return {"gib": gib, "base": None}
+        job, base = min(fitting, key=lambda pair: pair[1].step_s)
+        recomputing = {strategy: least for strategy in STRATEGIES if (least := self._least(strategy, limit))}
+        alone = [recomputing[base.strategy][1]] if base.strategy in recomputing else []
+        levers = {
+            "sharding": [*(t for _, t in fitting if t.recompute == base.recompute), *self._mixed(job, Wfbp(), limit, SHARES)],
+            "scheduling": [*self._within(job, Uniform(base.strategy), Priority(), limit)],
+            "recomputation": [*(t for _, t in fitting if t.strategy == base.strategy), *alone],
+        }
+        best, found = min([(job, base), *recomputing.values()], key=lambda pair: pair[1].step_s)
+        together = [tried for some in levers.values() for tried in some] + [found]
+        together += self._within(best, Uniform(found.strategy), Priority(), limit)
+        together += self._mixed(best, Priority(), limit, SHARES[:1])
+        levers["all"] = together
+        gained = {name: min([base, *some], key=lambda tried: tried.step_s) for name, some in levers.items()}
+        return {"gib": gib, "base": dataclasses.asdict(base)} | {n: dataclasses.asdict(tried) for n, tried in gained.items()}
+
+    def _least(self, strategy: str, limit: int) -> tuple[Job, Tried] | None:
+        """The first step of the ladder that fits with this strategy for all blocks."""
+        steps = self.ladder
+        low, high = 0, len(steps) - 1
+        if (found := self._on_ladder(strategy, high)).bytes > limit:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if (tried := self._on_ladder(strategy, middle)).bytes <= limit:
+                high, found = middle, tried
+            else:
+                low = middle + 1
+        return steps[high], found
+
+    def _on_ladder(self, strategy: str, step: int) -> Tried:
+        if (strategy, step) not in self._known:
+            self._known[strategy, step] = self._tried(self.ladder[step], Uniform(strategy))
+        return self._known[strategy, step]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int], Tried]:
+        return {}
+
+    def _mixed(self, job: Job, scheduler: Scheduler, limit: int, shares: Iterable[float]) -> Iterator[Tried]:
+        for share in shares:
+            yield from self._within(job, Greedy(), scheduler, limit, share)
+
+    def _within(
+        self, job: Job, strategy: StrategyPlanner, scheduler: Scheduler, limit: int, share: float | None = None
+    ) -> Iterator[Tried]:
+        try:
+            yield self._tried(job, strategy, scheduler, limit - CONTEXT_BYTES - NCCL_BYTES, share)
+        except InfeasibleBudget:
+            return
+
+    def document(self, budgets: Iterable[float]) -> dict[str, Any]:
+        """All points, plans that are the same for all blocks, and the processor seconds that it took."""
+        began = time.process_time()
+        points = [self.point(gib) for gib in budgets]
+        return {
+            "model": self.case.model, "devices": self.case.devices, "gbit": self.gbit,
+            "parameters": sum(unit.numel for unit in self.job.profile.units),
+            "floor_bytes": floor_bytes(self.ladder[-1]) + CONTEXT_BYTES + NCCL_BYTES,
+            "compute_s": sum(self.job.period.seconds),
+            "alike": [dataclasses.asdict(tried) for _, tried in self.alike],
+            "points": points, "seconds": round(time.process_time() - began, 1),
+        }  # fmt: skip
+
+
+def curves(asked: ScaleConfig) -> list[Curve]:
+    """Return all curves that a config asks for. Raises ConfigError."""
+    for name in asked.models:
+        if name not in DECODERS:
+            raise ConfigError("scale.models", f"no such model {name}; models: {', '.join(DECODERS)}")
+    if asked.device not in DEVICES:
+        raise ConfigError("scale.device", f"no such device {asked.device}; devices: {', '.join(DEVICES)}")
+    device, made = DEVICES[asked.device], []
+    for model, devices, gbit in itertools.product(asked.models, asked.devices, asked.node_gbit):
+        if devices % Case.per_node or devices < 2 * Case.per_node:
+            raise ConfigError("scale.devices", f"must be two nodes of {Case.per_node} or more, got {devices}")
+        case = Case(
+            model, device, devices, asked.batch, "fsdp", "bf16-fp32", sequence=asked.sequence, card_gbit=gbit / Case.cards
+        )
+        made.append(Curve(case, gbit, asked.tflops * 1e12))
+    return made
+
+
+def write(document: dict[str, Any], folder: Path) -> None:
+    """Write scale.json, the page and its pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "scale.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / "scale.md").write_text(page(document), encoding="utf-8")
+    pictures.save(pictures.scale_map(document, decides), folder / "scale.png")
+    for model in document["settings"]["models"]:
+        pictures.save(pictures.scale_curves(document, model), folder / f"scale-{model}.png")
+
+
+def run(config: Config, folder: Path) -> str:
+    """Predict, and write the page. Return an empty string, as all goes well."""
+    asked, made = config.scale, []
+    for curve in curves(asked):
+        made.append(curve.document(asked.budgets_gib))
+        told = made[-1]
+        print(f"{told['model']} on {told['devices']} devices, {told['gbit']:g} Gbit/s: {told['seconds']} s", flush=True)
+    out = Path(asked.out) if asked.out else folder
+    write({"schema": SCHEMA, "settings": dataclasses.asdict(asked) | {"out": None}, "curves": made}, out)
+    print(f"the page is {out / 'scale.md'}")
+    return ""
+
+
+def main() -> int:
+    """Run the program for the command line. Return the exit code."""
+    return app.run(app.Program(run))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

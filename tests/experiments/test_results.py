@@ -1,0 +1,125 @@
+"""Results: the page is made of the measurements that are kept, and says who wins only where no round says otherwise."""
+
+import copy
+import json
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from analysis import pictures
+from experiments import results
+from experiments.config import checks
+from experiments.config.files import groups
+from experiments.results_page import newest, page, predictions
+from tests.experiments.test_compare import ranks  # noqa: F401  # a fixture: no rank is started
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MIB = 2**20
+
+
+def candidate(name, steps, peak_mib, budget=None, plans=False, predicted=None):
+    rounds = [
+        {"step_s": step, "steps_s": [step], "peak_bytes": peak_mib * MIB, "predicted_step_s": predicted} for step in steps
+    ]
+    return {"name": name, "overrides": [f"engine={name}"], "plans": plans, "budget_bytes": budget, "rounds": rounds}
+
+
+@pytest.fixture
+def result():
+    part = {"budget_bytes": 60 * MIB, "over_floor": 0.5}, {"budget_bytes": None, "over_floor": None}
+    made = [
+        candidate("mdcs", [1.0, 1.2, 1.1], 58, 60 * MIB, True, 1.0),
+        candidate("mdcs", [0.9, 1.0, 1.0], 80, None, True, 1.0),
+        candidate("ddp", [0.9, 0.9, 1.1], 90),
+        candidate("fsdp2", [1.5, 1.8, 1.1], 50),
+    ]
+    return {
+        "name": "slow_link", "about": "Slow.", "date": "2026-11-26 18:00", "commit": "abc", "seed": 0,
+        "machine": {"processor": "a CPU", "cores": 2}, "load": [[1, 1, 1], [2, 2, 2]], "versions": {"torch": "2.13"},
+        "comparison": {
+            "model": "12 × 6 MB, timed compute", "parameters": 18e6, "world": 2,
+            "batch_size": 4, "shaped_link": "0.5 Gbit/s", "rounds": 3,
+            "losses": {"differences": {"ddp": 1e-7}}, "left_out": {"zero-1": "is not installed"}, "budgets": part,
+            "candidates": made,
+        },
+    }  # fmt: skip
+
+
+def rows(text, *words):
+    return [line for line in text.splitlines() if line.startswith("|") and all(word in line for word in words)]
+
+
+def test_who_wins_is_said_with_its_interval(result):
+    [limited, unlimited] = rows(page([result]), "12 × 6 MB, timed compute, 2 ranks, 0.5 Gbit/s")[:2]
+    assert limited.endswith("| 1,100 [1,000 to 1,200] | fsdp2 | 1.50 [1.00 to 1.50] | cannot be told apart |")
+    assert unlimited.endswith("| none | 1,000 [900 to 1,000] | ddp | 1.00 [0.90 to 1.10] | cannot be told apart |")
+    slow = copy.deepcopy(result)
+    for run in slow["comparison"]["candidates"][1]["rounds"]:
+        run["step_s"] = 2.0
+    assert rows(page([slow]), "| none |", "**loses**")
+    for run in slow["comparison"]["candidates"][3]["rounds"]:
+        run["step_s"] = 2.0
+    assert rows(page([slow]), "| 60 MiB (floor + 50%) |", "1.82 [1.67 to 2.00] | wins |")
+
+
+def test_an_engine_stands_under_every_budget_that_it_fits(result):
+    text = page([result])
+    assert rows(text, "do not fit: ddp (90 MiB)") and rows(text, "| none | ddp | 900 [900 to 1,100] | 8.9 | 90 |")
+    assert len(rows(text, "| fsdp2 | 1,500 [1,100 to 1,800] |")) == 2
+    assert "Left out: zero-1: is not installed." in text
+    assert len(predictions([result])) == 6 and rows(text, "| all | 6 | 4.5% | -16.7 % |")
+
+
+def test_pictures_have_a_panel_per_measurement_and_a_point_per_run(result):
+    assert len(pictures.time_over_memory([result, result]).axes) == 2
+    [axes] = pictures.predictions(predictions([result])).axes
+    assert len(axes.lines[0].get_xdata()) == 6
+
+
+def test_the_newest_file_of_a_name_counts(tmp_path):
+    for day, value in (("2026-11-25", 1), ("2026-11-26", 2)):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "slow_link.json").write_text(json.dumps({"value": value}))
+    (tmp_path / "2026-11-25/ablation.json").write_text(json.dumps({"value": 3}))
+    assert newest(tmp_path) == [{"value": 3}, {"value": 2}]
+
+
+@pytest.mark.parametrize("name", groups()["results"])
+def test_every_measurement_composes(name):
+    with checks.composing():
+        config = checks.compose_config([f"results={name}"])
+    assert config.compare.rounds >= 5 and set(config.compare.vary) != {"mdcs"} and config.compare.budgets
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["results.py", "hydra.run.dir=out", *arguments])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
+        terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            return results.main()
+        finally:
+            signal.signal(signal.SIGTERM, terminate)
+
+
+def test_a_quick_run_keeps_every_repetition_and_writes_no_page(ranks, monkeypatch, capsys):  # noqa: F811
+    calls, _ = ranks
+    before = (DOCS / "results.md").read_bytes()
+    asked = "compare.only=[mdcs,ddp,fsdp2]"
+    assert run(monkeypatch, "results.quick=true", "results.names=[slow_link]", asked) == 0
+    [file] = Path("out").glob("*/slow_link.json")
+    kept = json.loads(file.read_text())
+    of = kept["comparison"]
+    assert len(kept["load"]) == 2 and kept["versions"]["torch"] and kept["machine"]["processor"]
+    assert [each["name"] for each in of["candidates"]] == ["mdcs"] * 3 + ["ddp", "fsdp2"] and of["rounds"] == 1
+    assert all(len(each["rounds"][0]["steps_s"]) == 2 for each in of["candidates"])
+    assert of["candidates"][0]["overrides"][0] == "strategy=joint" and len(calls) == 5
+    assert rows(page([kept]), "| none | mdcs |") and (DOCS / "results.md").read_bytes() == before
+
+
+def test_a_result_that_there_is_not_is_named(monkeypatch, capsys):
+    assert run(monkeypatch, "results.names=[slow]", "hydra.run.dir=/tmp/none") == 2
+    assert capsys.readouterr().err.startswith("results.names: no such result slow; results: ablation, fast_link, ")

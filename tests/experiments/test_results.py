@@ -114,9 +114,9 @@ def test_a_quick_run_keeps_every_repetition_and_writes_no_page(ranks, monkeypatc
     kept = json.loads(file.read_text())
     of = kept["comparison"]
     assert len(kept["load"]) == 2 and kept["versions"]["torch"] and kept["machine"]["processor"]
-    assert [each["name"] for each in of["candidates"]] == ["mdcs"] * 3 + ["ddp", "fsdp2"] and of["rounds"] == 1
+    assert [each["name"] for each in of["candidates"]] == ["mdcs"] * 2 + ["ddp", "fsdp2"] and of["rounds"] == 1
     assert all(len(each["rounds"][0]["steps_s"]) == 2 for each in of["candidates"])
-    assert of["candidates"][0]["overrides"][0] == "strategy=joint" and len(calls) == 5
+    assert of["candidates"][0]["overrides"][0] == "strategy=joint" and len(calls) == 4
     assert rows(page([kept]), "| none | mdcs |") and (DOCS / "results.md").read_bytes() == before
 
 

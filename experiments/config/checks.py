@@ -271,6 +271,9 @@ def _check_combinations(config: Config) -> None:
         config.data.require(config.model.inputs)
     except ValueError as error:
         raise ConfigError("data", str(error)) from error
+    if run.eval_every is not None and not config.data.evaluates:
+        target = getattr(config.data, "target", config.data.name)
+        raise ConfigError("run.eval_every", f"needs held-out samples: give {target} an argument held_out; got {run.eval_every}")
     has_budget = budget.gib is not None or budget.over_floor is not None
     profile = config.profile
     if profile.name == "analytic" and isinstance(config.strategy, Uniform) and Strategy(config.strategy.each).in_node:

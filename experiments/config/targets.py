@@ -13,7 +13,8 @@ import functools
 import importlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -40,7 +41,7 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
         given = OmegaConf.to_container(given, resolve=True)
     if not isinstance(given, dict) or TARGET not in given:
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
-    cls = load(group, str(given[TARGET]), list(given))
+    cls = load(group, str(given[TARGET]), given)
     declared = options(cls)
     values = {str(key): value for key, value in given.items() if key != TARGET}
     for name in values:
@@ -49,7 +50,7 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
     values = {name: _typed(f"{group}.{name}", cls, name, value) for name, value in values.items()}
     if missing := [name for name, field in declared.items() if "needed" in field.metadata and name not in values]:
         raise ConfigError(f"{group}.{missing[0]}", f"is an argument that {given[TARGET]} needs")
-    if not values.get("name") and hasattr(cls, "builder"):
+    if "name" in declared and not values.get("name") and hasattr(cls, "builder"):
         values["name"] = cls.__name__
     try:
         for name, value in values.items():
@@ -64,11 +65,11 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
     return made
 
 
-def load(group: str, target: str, given: Iterable[str] = ()) -> type:
+def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({})) -> type:
     """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError.
 
-    For a model, any other callable is one that builds it (:mod:`experiments.tasks.own`). given: names of the config's
-    keys.
+    For a model, data or an optimizer, any other callable is one that makes it (:mod:`experiments.tasks.own`). given: the
+    config's mapping.
     """
     module, _, name = target.rpartition(".")
     try:
@@ -79,11 +80,11 @@ def load(group: str, target: str, given: Iterable[str] = ()) -> type:
         raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if found is None:
         raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
-    if group == "model" and callable(found) and not dataclasses.is_dataclass(found):
+    if group in ("model", "data", "optimizer") and callable(found) and not dataclasses.is_dataclass(found):
         from experiments.tasks.own import class_of
 
         try:
-            return class_of(found, target, {*given} - {TARGET})
+            return class_of(group, found, target, {name: each for name, each in given.items() if name != TARGET})
         except (TypeError, ValueError) as error:
             raise ConfigError(group, f"{TARGET} {target}: {error}") from error
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):

@@ -51,9 +51,9 @@ def throughput_of(workload: Workload) -> Throughput:
     FLOPs are counted if `cluster.peak_tflops` says what to compare them with: three times those of a forward pass. Of a
     model whose forward cannot be counted they are 6 · parameters · tokens.
     """
-    config, sequence = workload.config, getattr(workload.task.inputs, "sequence", None)
-    samples = workload.samples_per_step
-    tokens = None if sequence is None else samples * sequence
+    config, samples = workload.config, workload.samples_per_step
+    each = config.data.tokens(workload.task.inputs)
+    tokens = None if each is None else samples * each
     if config.cluster.peak_tflops is None or not config.model.computes:
         return Throughput(samples, tokens)
     peak = config.cluster.peak_tflops * 1e12

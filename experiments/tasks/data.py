@@ -10,7 +10,6 @@ ranks are exactly the batch of a single process with an N times larger batch, an
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,7 +40,19 @@ class Samples:
     """A split of a data set: the number of samples, and `at(indices, epoch)`, which returns the arrays of one batch."""
 
     count: int
-    at: Callable[[NDArray[np.int64], int], Arrays]
+    at: Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A split that is read in its own order.
+
+    - samples: an iterable, read anew in every epoch.
+    - batch: samples → the arrays of one batch.
+    """
+
+    samples: Any
+    batch: Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +67,21 @@ class Data(Checked, ABC):
         0, "processes per rank that make training batches ahead of the step; 0: none", at_least=0, profiled=False
     )
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out samples."""
+        return True
+
+    def tokens(self, inputs: Inputs) -> int | None:
+        """Number of tokens in a sample; None for samples that have none."""
+        return getattr(inputs, "sequence", None)
+
     @abstractmethod
     def require(self, inputs: Inputs) -> None:
         """Raise ValueError if this source cannot provide such inputs."""
 
     @abstractmethod
-    def samples(self, inputs: Inputs, held_out: bool) -> Samples:
+    def samples(self, inputs: Inputs, held_out: bool) -> Samples | Stream:
         """The training split or the held-out split, for a model that reads `inputs`. `require` has accepted `inputs`.
         """
 
@@ -85,47 +105,19 @@ class Data(Checked, ABC):
             raise ValueError(f"first_step must be at least 0, got {first_step}")
         self.require(inputs)
         samples = self.samples(inputs, held_out)
-        if samples.count < world * self.batch_size:
+        if isinstance(samples, Samples) and samples.count < world * self.batch_size:
             raise ValueError(
                 f"{self.name} has {samples.count} {'held-out' if held_out else 'training'} samples, fewer than one"
                 f" global batch of {world} ranks times {self.batch_size}"
             )
-        import torch
-        from torch.utils.data import DataLoader
+        from experiments.tasks.loading import Part, loader
 
-        made = _Batches(samples, rank, world, self.batch_size, self.seed)
-        steps = itertools.count(first_step) if epochs is None else range(first_step, epochs * made.per_epoch)
-        loader: Any = DataLoader(
-            made, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,  # type: ignore[arg-type]
-            multiprocessing_context="fork" if workers else None,  # a data set of one's own may be no pickle
-            generator=torch.Generator().manual_seed(self.seed),  # else torch's global one would be drawn from
-        )  # fmt: skip
-        return iter(loader)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """One rank's batches by step, for a DataLoader."""
-
-    samples: Samples
-    rank: int
-    world: int
-    batch_size: int
-    seed: int
-
-    @property
-    def per_epoch(self) -> int:
-        """Number of global batches in an epoch."""
-        return self.samples.count // (self.world * self.batch_size)
-
-    def __getitem__(self, step: int) -> Arrays:
-        epoch, position = divmod(step, self.per_epoch)
-        start = (position * self.world + self.rank) * self.batch_size
-        return self.samples.at(_order(self.seed, epoch, self.samples.count)[start : start + self.batch_size], epoch)
+        part = Part(rank, world, self.batch_size, self.seed)
+        return loader(samples, part, epochs=epochs, first_step=first_step, workers=workers, pinned=pinned)
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """The samples of an epoch in their order."""
     return random(seed, SHUFFLE, epoch).permutation(count)
 

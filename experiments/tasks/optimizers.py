@@ -16,32 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Checked, ABC):
-    """The options that all optimizers share. Raises OptionError for `fused` and `foreach` together."""
+    """The options that all optimizers share."""
 
     name: ClassVar[str] = "optimizer"
 
-    lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
-    weight_decay: float = option(0.0, "weight decay", at_least=0)
-    fused: bool | None = option(None, "torch's fused update; null: torch decides")
-    foreach: bool | None = option(None, "torch's foreach update; null: torch decides")
     schedule: str = option("constant", "schedule of the learning rate", choices=("constant", "linear", "cosine"), profiled=False)
     warmup_steps: int = option(0, "steps in which the learning rate rises linearly to lr", at_least=0, profiled=False)
     clip_norm: float | None = option(
         None, "largest global norm of the gradient; a barrier before the update", above=0, profiled=False
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fused and self.foreach:
-            raise OptionError("foreach", "and fused exclude each other, got both")
-
     @abstractmethod
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Make an optimizer of these parameters."""
-
-    def common(self) -> dict[str, Any]:
-        """Arguments that every optimizer of torch takes."""
-        return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused, "foreach": self.foreach}
 
     def factor(self, step: int, total: int) -> float:
         """Factor on the learning rate in `step`, which is counted from 0.
@@ -57,7 +44,26 @@ class Optimizer(Checked, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sgd(Optimizer):
+class Torch(Optimizer):
+    """The options of torch's optimizers. Raises OptionError for `fused` and `foreach` together."""
+
+    lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
+    weight_decay: float = option(0.0, "weight decay", at_least=0)
+    fused: bool | None = option(None, "torch's fused update; null: torch decides")
+    foreach: bool | None = option(None, "torch's foreach update; null: torch decides")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fused and self.foreach:
+            raise OptionError("foreach", "and fused exclude each other, got both")
+
+    def common(self) -> dict[str, Any]:
+        """Arguments that every optimizer of torch takes."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused, "foreach": self.foreach}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Torch):
     """torch.optim.SGD."""
 
     name = "sgd"
@@ -71,7 +77,7 @@ class Sgd(Optimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(Optimizer):
+class Adam(Torch):
     """torch.optim.Adam: weight decay is part of the gradient."""
 
     name = "adam"

@@ -1,6 +1,6 @@
-"""A model of one's own: any callable that returns a module is a `_target_` of the group model, its arguments are keys.
+"""One's own model, data and optimizer: any callable is a `_target_` of their groups, and its arguments are keys.
 
-Values may be nested, with `_target_` and `_partial_` as in `hydra.utils.instantiate`.
+Values may be nested, with `_target_`, `_partial_` and `_args_` as in `hydra.utils.instantiate`, which makes them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,22 +17,60 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 
+from experiments.tasks.data import Data, Samples, Stream
 from experiments.tasks.inputs import Inputs
 from experiments.tasks.model import Model
-from mdcs.options import OptionError, option
+from experiments.tasks.optimizers import Optimizer
+from mdcs.options import Checked, OptionError, option
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from experiments.tasks.task import Task
 
+_SPECIAL = ("_args_", "_convert_", "_recursive_")
+"""Keys of `hydra.utils.instantiate` that are no arguments."""
+_PLAIN = (str, int, float, bool, types.NoneType)
+
 
 @dataclass(frozen=True, kw_only=True)
-class OwnModel(Model):
-    """A model that a callable builds. Subclasses, made by `class_of`, add the callable's arguments."""
+class Own(Checked):
+    """Options that are the arguments of a callable. Subclasses are made by `class_of`.
+
+    - given: arguments that the programs pass, the first of them by position.
+    - unknown: arguments whose default is no plain value; null leaves them out.
+    """
 
     target: ClassVar[str]
     builder: ClassVar[Callable[..., Any]]
+    passed: ClassVar[tuple[str, ...]] = ()
+    unknown: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            for target in _targets(getattr(self, field.name)):
+                try:
+                    get_object(target)
+                except (ImportError, AttributeError, ValueError) as error:
+                    raise OptionError(field.name, f"has _target_={target}: {' '.join(str(error).split())}") from error
+
+    def arguments(self) -> dict[str, Any]:
+        """The options that are arguments of the callable, as they are configured."""
+        own = {field.name for field in dataclasses.fields(type(self).__mro__[1])}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
+        return {name: value for name, value in values.items() if value is not None or name not in self.unknown}
+
+    def call(self, *first: Any, **more: Any) -> Any:
+        """Call the callable with its arguments, and with `first` and `more`."""
+        made = instantiate({"_convert_": "all", **self.arguments(), "_target_": self.target, "_partial_": True})
+        return made(*first, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModel(Own, Model):
+    """A model that a callable builds."""
 
     blocks: tuple[str, ...] = option((), "classes whose modules become units; none: repeated blocks are found")
     reads: Any = option({}, "what it reads: keys of experiments.tasks.inputs.Tokens, or another _target_ and its keys")
@@ -40,12 +80,6 @@ class OwnModel(Model):
         super().__post_init__()
         if self.loss is not None and "_target_" not in self.loss:
             raise OptionError("loss", f"must be null or a mapping with _target_, got {self.loss}")
-        for field in dataclasses.fields(self):
-            for target in _targets(getattr(self, field.name)):
-                try:
-                    get_object(target)
-                except (ImportError, AttributeError, ValueError) as error:
-                    raise OptionError(field.name, f"has _target_={target}: {' '.join(str(error).split())}") from error
         try:
             _ = self.inputs
         except (HydraException, TypeError, ValueError) as error:
@@ -63,14 +97,83 @@ class OwnModel(Model):
 
         from experiments.tasks.task import Task, cross_entropy
 
-        own = {field.name for field in dataclasses.fields(OwnModel)}
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
-        built = type(self).builder(**instantiate(given, _convert_="all"))
+        built = self.call()
         if isinstance(built, Task):
             return built
         if not isinstance(built, nn.Module):
-            raise TypeError(f"{self.target} returned {type(built).__name__}, not a torch.nn.Module")
+            raise TypeError(f"model: {self.target} returned {type(built).__name__}, not a torch.nn.Module")
         return Task(built, cross_entropy if self.loss is None else instantiate(self.loss), self.blocks, self.inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnData(Own, Data):
+    """Data that a callable returns: a Dataset of torch or of `datasets`, an IterableDataset, or a DataLoader of one.
+
+    An argument `held_out` of the callable is no key: with True it returns the samples of evaluations.
+    """
+
+    collate: Any = option(None, "samples → batch, a _target_ with _partial_; null: the DataLoader's, or torch's default")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.collate is not None and "_target_" not in self.collate:
+            raise OptionError("collate", f"must be null or a mapping with _target_, got {self.collate}")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the callable knows held-out samples."""
+        return "held_out" in self.passed
+
+    def require(self, inputs: Inputs) -> None:
+        """Accept all inputs: only the model can tell whether it reads such batches."""
+
+    def tokens(self, inputs: Inputs) -> int | None:
+        """The length of the first sample's `input_ids`; None for other samples, and for streams."""
+        samples = self.samples(inputs, held_out=False)
+        first = samples.at([0], 0) if isinstance(samples, Samples) else {}
+        return int(first["input_ids"].numel()) if "input_ids" in first else None
+
+    def samples(self, inputs: Inputs, held_out: bool) -> Samples | Stream:
+        """The samples of a split, in the callable's order. Raises ValueError for a callable without such a split."""
+        from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+        if held_out and not self.evaluates:
+            raise ValueError(f"{self.target} has no argument held_out, and so no samples for evaluations")
+        found: Any = self.call(**({"held_out": held_out} if self.evaluates else {}))
+        collate: Any = default_collate
+        if isinstance(found, DataLoader):  # the order of samples and the size of batches are those of the config
+            found, collate = found.dataset, found.collate_fn if found.batch_size is not None else default_collate
+        if self.collate is not None:
+            collate = instantiate(self.collate)
+        if getattr(found, "format", {}) and found.format["type"] is None:
+            found = found.with_format("torch")  # `datasets` has lists, which torch's collate takes for columns
+        batch = functools.partial(_batch, collate, self.target)
+        if isinstance(found, IterableDataset):
+            return Stream(found, batch)
+        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+            raise TypeError(f"data: {self.target} returned {type(found).__name__}, no Dataset, IterableDataset or DataLoader")
+        return Samples(len(found), lambda indices, epoch: batch([found[int(i)] for i in indices]))
+
+
+def _batch(collate: Callable[[list[Any]], Any], target: str, samples: list[Any]) -> Any:
+    made = collate(samples)
+    if isinstance(made, (list, tuple)) and len(made) == 2:
+        return dict(zip(("inputs", "labels"), made, strict=True))
+    if not isinstance(made, Mapping):
+        raise TypeError(f"data: a batch of {target} must be a dict of tensors, or (inputs, labels), got {type(made).__name__}")
+    return dict(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptimizer(Own, Optimizer):
+    """An optimizer that a callable makes of the parameters, its first argument."""
+
+    def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = self.call(parameters)
+        return made
+
+
+KINDS: dict[str, type[Own]] = {"model": OwnModel, "data": OwnData, "optimizer": OwnOptimizer}
 
 
 def _targets(value: Any) -> Iterator[str]:
@@ -85,43 +188,90 @@ def _targets(value: Any) -> Iterator[str]:
             yield from _targets(inner)
 
 
-def class_of(builder: Callable[..., Any], target: str, given: Iterable[str]) -> type[OwnModel]:
-    """The class of models that `builder` builds; its options are those of `OwnModel` and the builder's arguments.
+def class_of(group: str, builder: Callable[..., Any], target: str, given: Mapping[str, Any]) -> type[Own]:
+    """The class of the group's objects that `builder` makes. Its options are those of the group and the builder's arguments.
 
-    given: names of arguments in a config, for a builder that takes any. Raises ValueError for an argument with the name
-    of an option.
+    given: keys and values of a config. An argument with a default whose name the group uses is no option. Raises ValueError
+    for one without a default.
     """
+    more = {*given} & {*_SPECIAL}
     parameters = inspect.signature(builder).parameters.values()
-    more = {*given} - {each.name for each in parameters} if any(each.kind is each.VAR_KEYWORD for each in parameters) else ()
-    return _class_of(builder, target, frozenset(more))
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        more = {*given} - {each.name for each in parameters}
+    return _class_of(group, builder, target, frozenset(more), len(given.get("_args_") or ()))
 
 
 @functools.cache
-def _class_of(builder: Callable[..., Any], target: str, more: frozenset[str]) -> type[OwnModel]:
-    taken, name_of = {field.name for field in dataclasses.fields(OwnModel)}, target.rpartition(".")[2]
-    fields: list[Any] = [(name, Any, option(None, f"of {name_of}")) for name in sorted(more - taken)]
-    parameters = inspect.signature(builder).parameters.values()
-    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    for each in named:
-        if each.name in taken:
-            if each.default is each.empty:
-                raise ValueError(f"its argument {each.name} has the name of an option of all models")
+def _class_of(group: str, builder: Callable[..., Any], target: str, more: frozenset[str], positional: int) -> type[Own]:
+    kind, name_of = KINDS[group], target.rpartition(".")[2]
+    used = {"target", "builder", *dir(kind)} - {"checkpointing"}  # which a model may have
+    fields: list[Any] = [(name, Any, option(None, f"of {name_of}")) for name in sorted(more - used)]
+    parameters = [*inspect.signature(builder).parameters.values()][positional + (group == "optimizer") :]
+    passed = tuple(each.name for each in parameters if group == "data" and each.name == "held_out")
+    types_of, unknown = _types(builder), set()
+    for each in parameters:
+        if each.name in passed or each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
             continue
-        limits = {"needed": True} if each.default is each.empty else {}
-        default = None if each.default is each.empty else each.default
-        fields.append((each.name, Any, option(default, f"of {name_of}", **limits)))
-    used = {"target", "builder", *dir(OwnModel)} - {"checkpointing"}  # which a model may have
-    for name, *_ in fields:
-        if name in used:
-            raise ValueError(f"its argument {name} has a name that all models use")
-    space = {"target": target, "builder": staticmethod(builder), "__module__": getattr(builder, "__module__", __name__)}
-    return dataclasses.make_dataclass(
-        name_of, fields, bases=(OwnModel,), namespace=space, frozen=True, kw_only=True
-    )
+        needed = each.default is each.empty
+        if each.name in used:
+            if needed:
+                raise ValueError(f"its argument {each.name} has a name that {_ALL[group]} use")
+            continue
+        default = None if needed or not _is_plain(each.default) else each.default
+        if default is None and each.default is not None:
+            unknown.add(each.name)
+        of = _checkable(types_of.get(each.name, Any), default)
+        fields.append((each.name, of, option(default, f"of {name_of}", **({"needed": True} if needed else {}))))
+    space = {
+        "target": target, "builder": staticmethod(builder), "passed": passed, "unknown": frozenset(unknown),
+        "__module__": getattr(builder, "__module__", __name__), **({} if group == "model" else {"name": name_of}),
+    }  # fmt: skip
+    return dataclasses.make_dataclass(name_of, fields, bases=(kind,), namespace=space, frozen=True, kw_only=True)
+
+
+_ALL = {"model": "all models", "data": "all data sets", "optimizer": "all optimizers"}
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+
+
+def _types(builder: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(builder.__init__ if isinstance(builder, type) else builder)
+    except Exception:  # annotations are the builder's own code
+        return {}
+
+
+def _checkable(of: Any, default: Any) -> Any:
+    """The type of an argument if it is one of plain values, else Any: a value may then be nested."""
+    parts = typing.get_args(of) if typing.get_origin(of) in (types.UnionType, typing.Union) else (of,)
+    if of is types.NoneType or not all(part in _PLAIN for part in parts):
+        return Any
+    return of | None if default is None and types.NoneType not in parts else of
+
+
+# ---- examples, until a config names yours
 
 
 def example() -> nn.Module:
-    """The smallest language model of bytes, until `model._target_` names yours."""
+    """The smallest language model of bytes."""
     from torch import nn
 
     return nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 256))
+
+
+def example_data(held_out: bool = False) -> Any:
+    """Sequences of 64 bytes that count up, from each byte in turn."""
+    import torch
+    from torch.utils.data import StackDataset
+
+    rows = (torch.arange(128 if held_out else 1024)[:, None] + torch.arange(65)) % 256
+    return StackDataset(input_ids=rows[:, :-1], labels=rows[:, 1:])
+
+
+def example_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """RMSprop with a learning rate of 0.001."""
+    import torch
+
+    return torch.optim.RMSprop(parameters, lr=1e-3)

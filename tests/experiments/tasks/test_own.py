@@ -1,5 +1,6 @@
-"""A model of one's own: a callable as `_target_`, its arguments as keys, nested values, and what is refused."""
+"""One's own model, data and optimizer: a callable as `_target_`, its arguments as keys, nested values, what is refused."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_loss_may_be_partial():
         ("build", ["model.widht=8"], "model.widht: no such key of model=own; did you mean model.width?"),
         ("build", [], f"model.width: is an argument that {HERE}.build needs"),
         ("nothing", [], f"model: _target_ {HERE}.nothing: {HERE} has no class nothing"),
-        ("named", [], f"model: _target_ {HERE}.named: its argument name has the name of an option of all models"),
+        ("named", [], f"model: _target_ {HERE}.named: its argument name has a name that all models use"),
         ("build", ["model.width=8", "model.reads.sequnce=3"], "model.reads: makes no inputs: "),
     ],
 )
@@ -111,7 +112,7 @@ def test_what_is_no_module_is_said():
         model(target="no_module").model.build()
 
 
-def reading(inputs=3):
+def reading(inputs):
     return build(8)
 
 
@@ -135,3 +136,132 @@ part = partial(build, 8)
 
 def test_a_partial_is_a_target_too():
     assert model(target="part").model.name == "part"
+
+
+# ---- types and positional arguments
+
+
+def test_arguments_may_be_positional():
+    built = model("model._args_=[8,3]", target="build").model.build().model
+    assert built[1][0].in_features == 8 and len(built) == 5
+
+
+# ---- data
+
+
+class Rows(torch.utils.data.Dataset):
+    """Numbers and their squares."""
+
+    def __init__(self, count: int, held_out: bool = False, sign: int = 1):
+        self.values = torch.arange(count) * (-sign if held_out else sign)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        return self.values[index], self.values[index] ** 2
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Numbers from `first` on, 7 in an epoch."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def __iter__(self):
+        return iter(range(self.first, self.first + 7))
+
+
+def loaded(count: int):
+    return torch.utils.data.DataLoader(Rows(count), batch_size=3, collate_fn=doubled)
+
+
+def doubled(samples, times=2):
+    return {"inputs": times * torch.stack([value for value, _ in samples])}
+
+
+def words(path: str, seed: int = 0):
+    import datasets
+
+    return datasets.Dataset.from_dict({"input_ids": [[n, n + 1, n + 2] for n in range(8)], "labels": [[n] * 3 for n in range(8)]})
+
+
+def data(*overrides: str, target: str):
+    with checks.composing():
+        return checks.compose_config(["data=own", f"data._target_={HERE}.{target}", "data.batch_size=2", *overrides]).data
+
+
+def batches(source, count: int, **options):
+    given = {"rank": 0, "world": 1, **options}
+    return [*itertools.islice(source.batches(Tokens(64), **given), count)]
+
+
+def test_any_dataset_is_data_whose_ranks_share_the_global_batches():
+    source = data("data.count=9", target="Rows")
+    whole = batches(data("data.count=9", "data.batch_size=4", target="Rows"), 3)
+    parts = [batches(source, 3, rank=rank, world=2) for rank in (0, 1)]
+    for step, batch in enumerate(whole):
+        assert torch.equal(torch.cat([part[step]["inputs"] for part in parts]), batch["inputs"])
+        assert torch.equal(batch["labels"], batch["inputs"] ** 2)
+    assert source.evaluates and batches(source, 1, held_out=True)[0]["inputs"].max() <= 0
+
+
+def test_a_dataloader_gives_its_samples_and_its_collate_unless_the_config_has_one():
+    assert set(batches(data("data.count=9", target="loaded"), 1)[0]) == {"inputs"}
+    partial = f"data.collate={{_target_: {HERE}.doubled, _partial_: true, times: 0}}"
+    assert batches(data("data.count=9", partial, target="loaded"), 1)[0]["inputs"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_read_in_its_order_by_any_number_of_workers(workers):
+    """7 numbers per epoch make one global batch of 2 ranks with 3, and the rest is left out."""
+    collate = f"data.collate={{_target_: {HERE}.stacked, _partial_: true}}"
+    source = data("data.first=10", collate, "data.batch_size=3", target="Endless")
+    found = [[batch["inputs"].tolist() for batch in batches(source, 3, rank=rank, world=2, workers=workers)] for rank in (0, 1)]
+    assert found == [3 * [[10, 11, 12]], 3 * [[13, 14, 15]]]
+    source = data("data.first=10", collate, "data.batch_size=3", target="Endless")
+    later = [batch["inputs"].tolist() for batch in batches(source, 3, workers=workers, first_step=1)]
+    assert later == [[13, 14, 15], [10, 11, 12], [13, 14, 15]]
+
+
+def stacked(samples):
+    return {"inputs": torch.tensor(samples)}
+
+
+def test_rows_of_datasets_are_tensors_and_have_tokens():
+    source = data("data.path=x", target="words")
+    assert batches(source, 1)[0]["input_ids"].shape == (2, 3) and source.tokens(Tokens(64)) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["data.count=9.5"], "data.count: must be an integer or null, got 9.5"),
+        ([], f"data.count: is an argument that {HERE}.Rows needs"),
+        (["data.count=9", "data.collate=nonsense"], "data.collate: must be null or a mapping with _target_, got nonsense"),
+        (["data.count=9", "data.held_out=true"], "data.held_out: no such key of data=own"),
+    ],
+)
+def test_a_mistake_in_data_is_one_line(overrides, line):
+    with pytest.raises(ConfigError) as caught:
+        data(*overrides, target="Rows")
+    assert str(caught.value).startswith(line)
+
+
+def test_evaluations_need_held_out_samples():
+    with pytest.raises(ConfigError) as caught:
+        data("data.count=9", "run.eval_every=2", target="loaded")
+    line = f"run.eval_every: needs held-out samples: give {HERE}.loaded an argument held_out; got 2"
+    assert str(caught.value) == line
+
+
+# ---- optimizers
+
+
+def test_any_optimizer_is_made_of_its_arguments(tmp_path):
+    with checks.composing():
+        config = checks.compose_config(["optimizer=own", "optimizer._target_=torch.optim.RMSprop", "optimizer.alpha=0.9"])
+    checks.save(config, tmp_path / "config.yaml")
+    made = checks.load(tmp_path / "config.yaml").optimizer.make([nn.Parameter(torch.zeros(3))])
+    assert type(made) is torch.optim.RMSprop and made.defaults["alpha"] == 0.9 and made.defaults["lr"] == 0.01
+    assert config.optimizer.schedule == "constant" and config.optimizer.name == "RMSprop"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import yaml
-
-from experiments.config.files import CONF, groups
+from experiments.config.files import CONF, groups, values
 from experiments.config.help import meaning
 from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
 from experiments.config.targets import TARGET, load
@@ -40,16 +38,16 @@ def _keys_by_option(group: str) -> list[str]:
     """A table per class of a group's options, with the values that its first file gives."""
     named: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for file in (CONF / group / f"{option}.yaml" for option in groups()[group]):
-        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        given = values(file)
         named.setdefault(given[TARGET], []).append((file.stem, given))
     lines = []
     for target, files in named.items():
         declared = options(load(group, target))
         if declared:
-            (first, values), *others = files
+            (first, shown_values), *others = files
             lines += ["", f"Keys of {' and '.join(f'`{name}`' for name, _ in files)}"]
             lines[-1] += f" (values of `{first}`):" if others else ":"
-            lines += _table([(f"{group}.{name}", values.get(name, leaf.default), leaf) for name, leaf in declared.items()])
+            lines += _table([(f"{group}.{name}", shown_values.get(name, leaf.default), leaf) for name, leaf in declared.items()])
     return lines
 
 

@@ -88,7 +88,8 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     group, _, option = path.partition("/")
     if not options:
         return ConfigError(path, "no such config")
-    return ConfigError(group, f"no such option {option}; options: {', '.join(sorted({*options} - {*RENAMED}))}")
+    known = sorted(name for name in {*options} - {*RENAMED} if not name.startswith("_"))
+    return ConfigError(group, f"no such option {option}; options: {', '.join(known)}")
 
 
 def _wrong_type(cause: ValidationError, message: str) -> ConfigError:

@@ -6,6 +6,9 @@ import importlib.resources
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """The folder of this repository."""
@@ -14,17 +17,25 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """The groups, their options, and a description of each option: the comment at the beginning of its file.
 
-    Options that are kept under an old name ("Old name of …") work and are not listed.
+    Options that are kept under an old name ("Old name of …") work and are not listed. Files whose names begin with "_" hold
+    what options of a group have in common, and are not options.
     Reads conf/ and the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
     """
     out: dict[str, dict[str, str]] = {}
     for folder in [CONF, *added_folders(arguments)]:
         for group in sorted(folder.iterdir()) if folder.is_dir() else ():
             if group.is_dir():
-                told = {file.stem: _about(file) for file in group.glob("*.yaml")}
+                told = {file.stem: _about(file) for file in group.glob("[!_]*.yaml")}
                 told = {option: about for option, about in told.items() if not about.startswith("Old name")}
                 out[group.name] = dict(sorted({**told, **out.get(group.name, {})}.items()))
     return out
+
+
+def values(file: Path) -> dict[str, Any]:
+    """The values of an option's file, with those of its defaults in the same folder."""
+    own = yaml.safe_load(file.read_text(encoding="utf-8"))
+    inherited = [values(file.with_name(f"{name}.yaml")) for name in own.pop("defaults", [])]
+    return {key: value for given in [*inherited, own] for key, value in given.items()}
 
 
 def added_folders(arguments: Sequence[str]) -> list[Path]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -52,7 +51,7 @@ def one_intra_op_thread() -> Iterator[None]:
 
 def model_named(name: str, **options: Any) -> Model:
     """The model of a file of conf/, with other values for some of its options."""
-    given = yaml.safe_load((files.CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    given = files.values(files.CONF / "model" / f"{name}.yaml")
     made: Model = targets.make("model", {**given, **options})
     return made
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.inputs import Images, Inputs, Tokens
+from experiments.tasks.samples import MASK, Arrays, Samples, Stream, random
 from mdcs.options import Checked, option
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a data set is chosen before any process starts
@@ -27,32 +28,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a data set is chosen bef
 
 IGNORED = -100
 """Label of a position that is not part of the loss (torch's default `ignore_index`)."""
-SHUFFLE, MASK, CONTENT, SPLIT = range(4)
-"""One word of the seed sequence per purpose. So an epoch's shuffle and its masks are independent."""
-
-Arrays = dict[str, NDArray[np.generic]]
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Indices of samples [batch] → windows of `sequence + 1` tokens [batch, sequence + 1]."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """A split of a data set: the number of samples, and `at(indices, epoch)`, which returns the arrays of one batch."""
-
-    count: int
-    at: Callable[[Any, int], Any]
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A split that is read in its own order.
-
-    - samples: an iterable, read anew in every epoch.
-    - batch: samples → the arrays of one batch.
-    """
-
-    samples: Any
-    batch: Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +91,6 @@ class Data(Checked, ABC):
 
         part = Part(rank, world, self.batch_size, self.seed)
         return loader(samples, part, epochs=epochs, first_step=first_step, workers=workers, pinned=pinned)
-
-
-@lru_cache(maxsize=2)
-def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The samples of an epoch in their order."""
-    return random(seed, SHUFFLE, epoch).permutation(count)
-
-
-def random(seed: int, *words: int) -> np.random.Generator:
-    """A random generator for a seed and a purpose, independent of other purposes."""
-    return np.random.default_rng([seed, *words])
 
 
 # ---- from a source's samples to a model's batches

@@ -8,8 +8,9 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import SPLIT, Arrays, Data, Samples, image_arrays, random
+from experiments.tasks.data import Data, image_arrays
 from experiments.tasks.inputs import Images, Inputs, described
+from experiments.tasks.samples import SPLIT, Arrays, Samples, random
 
 _HELD_OUT_ONE_IN = 10
 _CLASSES = 10

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from experiments.tasks.data import Samples, Stream, order
-
-if TYPE_CHECKING:
-    from experiments.tasks.data import Arrays
+from experiments.tasks.samples import Arrays, Samples, Stream, order
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import Arrays, Data, Samples
+from experiments.tasks.data import Data
 from experiments.tasks.inputs import Inputs, Pairs, described
+from experiments.tasks.samples import Arrays, Samples
 from mdcs.options import OptionError, option
 
 SHIPPED = Path(__file__).with_name("nli.jsonl")

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 
-from experiments.tasks.data import Data, Samples, Stream
+from experiments.tasks.data import Data
 from experiments.tasks.inputs import Inputs
 from experiments.tasks.model import Model
 from experiments.tasks.optimizers import Optimizer
+from experiments.tasks.samples import Samples, Stream
 from mdcs.options import Checked, OptionError, option
 
 if TYPE_CHECKING:

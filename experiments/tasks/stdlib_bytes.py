@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import Data, Samples, token_samples
+from experiments.tasks.data import Data, token_samples
 from experiments.tasks.inputs import Inputs, Tokens, described
+from experiments.tasks.samples import Samples
 from mdcs.options import option
 
 _HELD_OUT_ONE_IN = 10

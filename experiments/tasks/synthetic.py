@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import CONTENT, Arrays, Data, Samples, image_arrays, random, token_samples
+from experiments.tasks.data import Data, image_arrays, token_samples
 from experiments.tasks.inputs import Images, Inputs, Pairs, Sampled, Tokens
+from experiments.tasks.samples import CONTENT, Arrays, Samples, random
 
 SAMPLES = 65_536
 

@@ -79,16 +79,17 @@ def blocks(task: Task) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("name", "count", "in_blocks", "total"),
     [
-        # 12 (12 d² + 13 d) with d = 768; then byte and position embeddings and the last norm.
-        ("gpt2-small", 12, 85_054_464, 85_054_464 + (256 + 1024 + 2) * 768),
-        ("gpt2-medium", 24, 24 * (12 * 1024**2 + 13 * 1024), 24 * (12 * 1024**2 + 13 * 1024) + (256 + 1024 + 2) * 1024),
-        ("gpt2-xl", 48, 48 * (12 * 1600**2 + 13 * 1600), 48 * (12 * 1600**2 + 13 * 1600) + (256 + 1024 + 2) * 1600),
-        # Of Llama 3.2 1B's 1,235,814,400 parameters 128,256 − 256 tokens are missing, whose embedding is tied.
-        ("llama-1b", 16, 16 * 60_821_504, 1_235_814_400 - 128_000 * 2048),
+        # 12 (12 d² + 13 d) with d = 768; then token and position embeddings and the last norm: 124,439,808.
+        ("gpt2-small", 12, 85_054_464, 124_439_808),
+        ("gpt2-small-bytes", 12, 85_054_464, 85_054_464 + (256 + 1024 + 2) * 768),
+        ("gpt2-medium", 24, 24 * (12 * 1024**2 + 13 * 1024), 24 * (12 * 1024**2 + 13 * 1024) + (50_257 + 1024 + 2) * 1024),
+        ("gpt2-xl", 48, 48 * (12 * 1600**2 + 13 * 1600), 48 * (12 * 1600**2 + 13 * 1600) + (50_257 + 1024 + 2) * 1600),
+        # Llama 3.2 1B, whose embedding is tied.
+        ("llama-1b", 16, 16 * 60_821_504, 1_235_814_400),
         # What torchvision gives for ViT-B/16: 86.57 M. The same blocks as GPT-2 small's.
         ("vit-base", 12, 85_054_464, 86_567_656),
-        # The same blocks. 257 bytes, 512 positions, 2 segments, a norm; the head: d² + d, a norm, 257 biases.
-        ("bert-base", 12, 85_054_464, 85_054_464 + (257 + 512 + 2 + 2) * 768 + 768 * 768 + 3 * 768 + 257),
+        # The same blocks. 30,522 tokens, 512 positions, 2 segments, a norm; the head: d² + d, a norm, 30,522 biases.
+        ("bert-base", 12, 85_054_464, 85_054_464 + (30_522 + 512 + 2 + 2) * 768 + 768 * 768 + 3 * 768 + 30_522),
         # What torchvision and the paper give for these two: 25.56 M and 60.19 M.
         ("resnet50", 16, 25_557_032 - 9_536 - 2_049_000, 25_557_032),
         ("resnet152", 50, 60_192_808 - 9_536 - 2_049_000, 60_192_808),

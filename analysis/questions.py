@@ -20,15 +20,18 @@ class Workload(NamedTuple):
     emulated_ranks: bool
     shaped_gbit: float | None
     parameters: float | None = None  # of the model; None: not known
-    link_gbit: float | None = None  # rate of a rank's link, as set or as measured; None: not known, or several
+    link_gbit: tuple[float, float] | None = None  # rates of a rank's link, as set or as measured, least and greatest
 
     @property
     def title(self) -> str:
         size = "" if self.parameters is None else f", {count(self.parameters)} parameters"
         ranks = "1 rank" if self.world == 1 else f"{self.world} {'emulated ' if self.emulated_ranks else ''}ranks"
-        link, rate = "emulated link" if self.emulated else "", self.shaped_gbit or self.link_gbit
-        if rate is not None and self.world > 1:
-            link = f"{link or 'link'} {'shaped to' if self.shaped_gbit else 'of'} {rate:.3g} Gbit/s"
+        link = "emulated link" if self.emulated else ""
+        rates = self.link_gbit if self.shaped_gbit is None else (self.shaped_gbit, self.shaped_gbit)
+        if rates is not None and self.world > 1:
+            low, high = rates
+            rate = f"{low:.3g}" if high <= 1.05 * low else f"{low:.2g} to {high:.2g}"
+            link = f"{link or 'link'} {'shaped to' if self.shaped_gbit else 'of'} {rate} Gbit/s"
         return " · ".join(filter(None, [self.model + size, ranks, link]))
 
 
@@ -43,7 +46,8 @@ def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
         (
             Workload(
                 str(model), int(world), bool(emulated), bool(alone), None if pd.isna(rate) else float(rate),
-                *(_only(rows[key]) for key in ("parameters", "link_gbit")),
+                rows["parameters"].max() if rows["parameters"].notna().any() else None,
+                (rows["link_gbit"].min(), rows["link_gbit"].max()) if rows["link_gbit"].notna().any() else None,
             ),
             rows,
         )
@@ -54,12 +58,6 @@ def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
     if len(groups) == 1:
         return [(groups[0][0], frame)]
     return sorted(groups, key=lambda group: -len(group[1]))
-
-
-def _only(values: pd.Series) -> float | None:
-    """The one number of these, but for noise of measuring (10 %); None for none and for several."""
-    known = pd.to_numeric(values).dropna()
-    return float(known.median()) if len(known) and known.max() <= 1.1 * known.min() else None
 
 
 def count(number: float) -> str:

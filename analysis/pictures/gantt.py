@@ -124,7 +124,9 @@ def _draw(axes: Axes, panel: Panel, end: float, names: dict[str, str]) -> None:
         text = next((words for words in (f"{style.KIND_WORDS.get(bar.kind, bar.kind)} {unit}", unit) if len(words) < room), "")
         if unit and text:
             colour = "white" if bar.kind in ("RS", "AG_F", "update") else style.INK
-            axes.text(bar.start + bar.length / 2, bar.row + 0.03, text, ha="center", va="center", fontsize=7, color=colour)
+            ground = {"fc": style.KIND_COLOURS["B"], "ec": "none", "pad": 0.8} if bar.recomputes else None  # over the hatch
+            at = bar.start + bar.length / 2, bar.row + 0.03
+            axes.text(*at, text, ha="center", va="center", fontsize=7, color=colour, bbox=ground)
     tops = [sum(count for _, count in panel.lanes[:i]) for i in range(len(panel.lanes) + 1)]
     ticks = [top + (count - 1) / 2 for top, (_, count) in zip(tops, panel.lanes, strict=False)]
     axes.set_yticks(ticks, [name for name, _ in panel.lanes])

@@ -90,10 +90,10 @@ def memory_over_period(
         ground = ceiling
     solid: dict[str, Any] = {"color": style.INK, "lw": 1.3}
     lines = [(shown.total, f"total, {shown.source}", solid)]
-    peak = f"peak {max(shown.total):.0f} MiB {shown.source}"
+    peak = f"peak {ask.gib(max(shown.total) * MIB)} {shown.source}"
     if any(shown.predicted):
         lines.append((shown.predicted, "total, predicted", solid | {"ls": (0, (4, 2))}))
-        peak += f", {max(shown.predicted):.0f} predicted"
+        peak += f", {ask.gib(max(shown.predicted) * MIB)} predicted"
     for total, words, look in lines:
         axes.stairs(total, edges, baseline=None, **look)
         handles.append(Line2D([], [], label=words, **look))

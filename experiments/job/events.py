@@ -23,6 +23,7 @@ from experiments.config.schema import Config
 from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
+from mdcs import cli
 from mdcs.plan.times import TIMES
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import is_far_off
@@ -58,7 +59,8 @@ def provenance() -> dict[str, str | None]:
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = None
-    command = f"{sys.argv[0]} {shlex.join(sys.argv[1:])}".strip()
+    program = next((f"mdcs {name}" for name, path in cli.PROGRAMS.items() if sys.argv[0].endswith(path)), sys.argv[0])
+    command = f"{program} {shlex.join(sys.argv[1:])}".strip()
     return {"commit": commit, "command": command, "host": socket.gethostname(), "torch": importlib.metadata.version("torch")}
 
 

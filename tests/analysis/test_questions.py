@@ -1,5 +1,6 @@
 """Which rows are one curve, and where it is lowest."""
 
+import pandas as pd
 import pytest
 
 from analysis.load import load_sweep
@@ -157,3 +158,17 @@ def test_a_plan_is_best_by_the_median_of_its_repetitions(run_writer):
     assert (best["schedule_share"], setting(best)) == (0.25, "ilp · memory_aware · share 0.25")
     assert best["step_s"] == frame[frame["schedule_share"] == 0.25]["step_s"].median()
     assert list(best_within_budgets(frame)["schedule_share"]) == [0.25]
+
+
+def test_a_title_has_the_model_s_parameters_and_the_rate_of_its_link(run_writer):
+    run_writer("0")
+    frame = load_sweep(run_writer.sweep)
+    told = {"parameters": [32.4e6, None], "link_gbit": [0.5, None]}
+    assert workloads(pd.concat([frame, frame]).reset_index(drop=True).assign(**told))[0][0].title == (
+        "gpt-small, 32.4 M parameters · 2 ranks · emulated link of 0.5 Gbit/s"
+    )
+    measured = frame.assign(emulated=False, link_gbit=20.0)
+    assert workloads(measured)[0][0].title.endswith("2 ranks · link of 20 Gbit/s")
+    both = pd.concat([measured, measured.assign(link_gbit=26.0)]).reset_index(drop=True)
+    assert workloads(both)[0][0].title.endswith("link of 20 to 26 Gbit/s")
+    assert workloads(measured.assign(shaped_gbit=0.8, link_gbit=0.8))[0][0].title.endswith("link shaped to 0.8 Gbit/s")

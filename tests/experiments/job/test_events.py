@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
+from experiments.config.checks import compose_config, composing
 from experiments.job import record
-from experiments.job.events import doubt, provenance
+from experiments.job.events import doubt, provenance, start_event
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
-from tests.mdcs.profiles import chain
+from tests.mdcs.profiles import chain, link, recomputable
 
 
 def test_a_step_that_is_more_than_half_off_and_a_calibration_run_that_was_are_doubts() -> None:
@@ -37,9 +38,20 @@ def test_a_doubt_stays_with_the_status_of_the_run(tmp_path, said: str) -> None: 
 
 
 def test_a_run_tells_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["mdcs train", "model=mlp", "model.wrap=[a, b]"])
+    monkeypatch.setattr("sys.argv", ["/home/me/mdcs/experiments/train.py", "model=mlp", "model.wrap=[a, b]"])
     provenance.cache_clear()
     told = provenance()
     provenance.cache_clear()
     assert set(told) == {"commit", "command", "host", "torch"} and all(told.values())
     assert told["command"] == "mdcs train model=mlp 'model.wrap=[a, b]'"
+
+
+def test_a_start_tells_parameters_rate_and_what_is_recomputed() -> None:
+    profile = recomputable(chain(3, 4, 5, link=link(1e-9)), 0, 1, freed=100)
+    with composing():
+        paced = compose_config(["model=mlp", "data=synthetic", "link=emulated", "link.rate_gbit=0.5"])
+        real = compose_config(["model=mlp", "data=synthetic"])
+    told = start_event(paced, make_plan(profile, Uniform("dp"), Wfbp(), recompute="all"), None)
+    assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (12, 0.5, ["a", "b"])
+    told = start_event(real, make_plan(profile, Uniform("dp"), Wfbp()), None, parameters=7)
+    assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (7, pytest.approx(8), [])

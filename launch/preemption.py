@@ -4,7 +4,7 @@ A signal reaches every process of the job. In a rank it sets a flag.
 
 Processes that start ranks ignore the signals. Their children ignore the signals too, until they call `listen`. The
 ranks agree among themselves what the flag means. All of this happens only where `REQUEUE` is set, by
-`hydra_plugins._mdcs_slurm` or by a script.
+`hydra_plugins.mdcs_slurm` or by a script.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 REQUEUE = "MDCS_REQUEUE"
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""sbatch sends the signal of its `--signal`, submitit sends USR2, and a preempted job gets TERM first."""
+"""sbatch sends the signal of its `--signal`, and a preempted job gets TERM first."""
 
 asked = threading.Event()
 """Set in a rank that has received a signal to stop."""

@@ -23,6 +23,7 @@ PROGRAMS = {
     "curve": "experiments/tradeoff.py",
     "compare": "experiments/compare.py",
     "search": "experiments/search.py",
+    "jobs": "experiments/jobs.py",
     "export": "experiments/export.py",
     "memory": "experiments/memory.py",
     "collectives": "experiments/collectives.py",

@@ -91,6 +91,18 @@ except ModuleNotFoundError as error:
     assert said_by(python, "-c", program, cwd=tmp_path) == "mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'\n"
 
 
+def test_hydra_finds_the_launchers_for_any_program(python, tmp_path):
+    """With the packages of the extra `hydra`, which has no other of ours."""
+    (tmp_path / "extra").mkdir()
+    for package in needed(["hydra-core"]).values():
+        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            (tmp_path / "extra" / name).symlink_to(package.locate_file(name))
+    (tmp_path / "app.py").write_text('import hydra\n@hydra.main(version_base="1.3")\ndef main(config): pass\nmain()\n')
+    asked = ("-m", "hydra/launcher=mdcs_local", "hydra/sweeper=mdcs", "+x=1,2", "hydra.sweep.dir=out")
+    said = said_by(python, "app.py", *asked, cwd=tmp_path, PYTHONPATH=str(tmp_path / "extra"))
+    assert "submitted: " in said and {(tmp_path / f"out/{job}/exit_code").read_text() for job in (0, 1)} == {"0\n"}
+
+
 def test_two_ranks_train_elsewhere(python, tmp_path):
     """As README.md says, in a folder that has one's own training loop alone."""
     (tmp_path / "examples").mkdir()

@@ -6,6 +6,7 @@ typo.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from experiments.config import schema
 from experiments.config.files import groups
 from experiments.config.schema import ConfigError, fields_by_key
 from experiments.config.targets import types_of, wanted
+from hydra_plugins import mdcs_slurm
 from mdcs.plan.strategy import RENAMED
 
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
@@ -72,7 +74,10 @@ def _as_asked(key: str, overrides: Sequence[str]) -> str:
 
 def unknown_key(key: str) -> ConfigError:
     """The error for an unknown key. It suggests the nearest known key."""
-    known = [*fields_by_key(), *groups()]
+    if key.startswith("hydra.launcher.") and (now := mdcs_slurm.RENAMED.get(key.rpartition(".")[2])):
+        return ConfigError(key, f"no such key; it is hydra.launcher.{now} now")
+    launchers = [f"hydra.launcher.{field.name}" for field in dataclasses.fields(mdcs_slurm.MdcsSlurmConf)]
+    known = [*fields_by_key(), *groups(), *launchers]
     # Compare the whole key first (`link.latncy_us`), then its last part (`steps` for `run.steps`).
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:
@@ -95,6 +100,8 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
 def _wrong_type(cause: ValidationError, message: str) -> ConfigError:
     key = (cause.full_key or "").partition("[")[0]
     declared = fields_by_key().get(key)
+    if key.startswith("hydra."):
+        return ConfigError(key, str(cause).partition("\n")[0])
     if declared is None:
         if key in groups():
             return ConfigError(key, f"must be one of its options: {', '.join(groups()[key])}")

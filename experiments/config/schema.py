@@ -386,9 +386,6 @@ def schema() -> DictConfig:
 
 def register() -> None:
     """Register the schema with Hydra; conf/config.yaml starts from it."""
-    import hydra_plugins._mdcs_slurm
-    import hydra_plugins._mdcs_sweeper  # noqa: F401  # registers its own schema; conf/config.yaml chooses it
-
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema())
 
 

@@ -45,14 +45,16 @@ def adapted(config: Config, overrides: Sequence[str]) -> Config:
     return made
 
 
-def with_ranks(config: Config, starter: str, ranks: int, hosts: int, network: str | None) -> Config:
+def with_ranks(
+    config: Config, starter: str, ranks: int, hosts: int, network: str | None, *, name: str = "joined"
+) -> Config:
     """The config with the ranks of the starter, unchecked. Raises ConfigError for a cluster that starts its own ranks."""
     if config.cluster.name not in ("local", "joined"):
         raise ConfigError("cluster.name", f"must be local: {starter} starts the ranks; got {config.cluster.name}")
     several = hosts > 1
     cluster = dataclasses.replace(
         config.cluster,
-        name="joined",
+        name=name,
         ranks=ranks,
         nodes=hosts if several else None,
         network=(config.cluster.network or network) if several else None,

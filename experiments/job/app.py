@@ -36,24 +36,22 @@ from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders, groups
 from experiments.config.schema import Config, ConfigError, fields_by_key, register
 from experiments.config.started import require_as_asked, with_ranks
-from experiments.job import checkpoints, record
+from experiments.job import checkpoints, frozen, record
 from experiments.job.earlier import Earlier, folder_of
-from hydra_plugins import _mdcs_handed as handed
-from hydra_plugins._mdcs_slurm import MdcsLauncher, measured
-from hydra_plugins._mdcs_sweeper import MdcsSweeper
+from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
 from launch.claim import Occupied, claim
 from launch.place import NoPlace, place
 from mdcs.planner.registry import decides_schedule
 
-_HANDS_IN = "hydra_plugins._mdcs_slurm."
+_SUBMITS = "hydra_plugins.mdcs_slurm."
 
 
 @dataclass(frozen=True)
 class JobResult:
     """How a job ended.
 
-    - status: ok, failed, invalid (its config is wrong; it has no folder), left out (after a job that failed), or handed
-      in (it has not ended).
+    - status: ok, failed, invalid (its config is wrong; it has no folder), left out (after a job that failed), or
+      submitted (it has not ended).
     - overrides: of the job.
     - reason: one line; empty if the job ended well.
     - folder: the job's folder.
@@ -99,7 +97,7 @@ class Program:
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
     - freeze: (config, job's folder, settings of the launcher, sweep's folder); writes into the job's folder the files
-      from which the job can run later. None: jobs cannot be handed in.
+      from which the job can run later. None: the job is the program with the job's overrides.
     """
 
     job: Job
@@ -140,10 +138,10 @@ def _run(session: Session, program: Program) -> int:
     register()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the ranks end before this process
-    for plugin in (MdcsSweeper, MdcsLauncher):
-        Plugins.instance().register(plugin)
-    MdcsSweeper.begin = staticmethod(lambda config: _begin(session, program, config))
-    MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, program, compose, overrides))
+    Plugins.instance()  # executes the modules of the plugins, maybe again: their classes are those from here on
+    mdcs_slurm.MdcsLauncher.prepares = True
+    mdcs_sweeper.MdcsSweeper.begin = staticmethod(lambda config: _begin(session, program, config))
+    mdcs_sweeper.MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, program, compose, overrides))
 
     def task(composed: DictConfig) -> float | None:
         _run_job(session, program, composed)
@@ -154,6 +152,8 @@ def _run(session: Session, program: Program) -> int:
 
     # Hydra takes flags before or after all overrides, but not between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    if any(each.startswith("hydra/launcher=mdcs_") for each in sys.argv) and "hydra.mode=RUN" not in sys.argv:
+        sys.argv[1:] = ["-m", *(each for each in sys.argv[1:] if each not in ("-m", "--multirun"))]  # one job is a sweep, too
     asks_for_help = bool({"-h", "--help"} & set(sys.argv))
     wants_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing many lines
@@ -186,7 +186,7 @@ def _run(session: Session, program: Program) -> int:
     finally:
         if not wants_tracebacks:
             del os.environ["HYDRA_FULL_ERROR"]
-    session.results = [_ended(result) if result.status == record.HANDED_IN else result for result in session.results]
+    session.results = [_ended(result) if result.status == record.SUBMITTED else result for result in session.results]
     if session.sweep is not None and program.on_sweep_end is not None and any(r.folder for r in session.results):
         program.on_sweep_end(session)
     return _exit_code(session)
@@ -228,17 +228,19 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
                 config.run.resume = "auto"
         else:
             _complain_of_sweep(overrides)
-            if (choice := settings.runtime.choices.get("hydra/launcher", "basic")) != "basic":
+            choice = settings.runtime.choices.get("hydra/launcher", "basic")
+            if choice != "basic" and "hydra.mode=RUN" not in settings.overrides.hydra:
                 raise ConfigError("hydra/launcher", f"{choice} runs the jobs of a sweep: add -m, for a single job too")
             if unused := _unused(config, overrides):
                 print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
         if launcher is not None:
-            if program.freeze is None:
-                raise ConfigError("hydra/launcher", "this program's jobs cannot be handed in")
             assert session.sweep is not None
-            program.freeze(config, folder, launcher, session.sweep)
-            reason = "" if settings.launcher.wait else record.HANDED_IN
-            session.results.append(JobResult(record.HANDED_IN, overrides, reason, folder))
+            if program.freeze is None:
+                mdcs_slurm.rerun(folder, settings, *([f"cluster.ranks={config.cluster.ranks}"] if _starts_its_ranks(launcher) else []))
+            else:
+                program.freeze(config, folder, launcher, session.sweep)
+            reason = "" if settings.launcher.wait else record.SUBMITTED
+            session.results.append(JobResult(record.SUBMITTED, overrides, reason, folder))
             return
         reason = program.job(config, folder)
         with suppress(OSError):  # a full disk, which is no reason for anything by now
@@ -268,10 +270,10 @@ def _launcher(settings: Any) -> dict[str, Any] | None:
 
     settings: Hydra's own part of a composed config.
     """
-    if settings.mode != RunMode.MULTIRUN or not str(settings.launcher._target_).startswith(_HANDS_IN):
+    if settings.mode != RunMode.MULTIRUN or not str(settings.launcher._target_).startswith(_SUBMITS):
         return None
     asked: Any = OmegaConf.to_container(settings.launcher, resolve=True)
-    return measured(asked)
+    return mdcs_slurm.measured(asked)
 
 
 def _config(composed: DictConfig, choices: Any, launcher: Mapping[str, Any] | None, overrides: Sequence[str]) -> Config:
@@ -281,22 +283,28 @@ def _config(composed: DictConfig, choices: Any, launcher: Mapping[str, Any] | No
     ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
 
     def adapt(config: Config, overrides: Sequence[str]) -> Config:
-        made = with_ranks(config, "hydra/launcher", ranks, nodes, None)
+        name = "local" if _starts_its_ranks(launcher) else "joined"
+        made = with_ranks(config, "hydra/launcher", ranks, nodes, None, name=name)
         require_as_asked(config, made, overrides)
         return made
 
     return from_composed(composed, choices, said=overrides, adapt=adapt)
 
 
+def _starts_its_ranks(launcher: Mapping[str, Any]) -> bool:
+    """Whether a submitted job is one process that starts its ranks, not a process per rank."""
+    return launcher["executor"] == "local" or launcher["nodes"] * launcher["ranks_per_node"] == 1
+
+
 def _ended(result: JobResult) -> JobResult:
-    """The result of a job that was handed in, from the record in its folder."""
+    """The result of a submitted job, from what is in its folder."""
     assert result.folder is not None
-    said = record.read(result.folder)
+    said, code = record.read(result.folder), _mdcs_jobs.exit_code(result.folder)
     state = record.RUNNING if said is None else said.state
-    if result.reason == record.HANDED_IN and state not in (record.OK, record.FAILED):  # nobody waited for it
+    if result.reason == record.SUBMITTED and state not in (record.OK, record.FAILED) and code is None:  # nobody waited for it
         return result
-    if said is None or state in (record.HANDED_IN, record.RUNNING):
-        reason = "it has ended and says nothing of how"
+    if said is None or state in (record.SUBMITTED, record.RUNNING):
+        reason = frozen.why_no_profile(result.folder) or _mdcs_jobs.failure(result.folder)
     else:
         reason = said.reason
     if reason:
@@ -327,7 +335,7 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
 def _place(session: Session, program: Program, config: Config, identity: str, overrides: Sequence[str]) -> str | None:
     """The job's folder in the sweep's folder, as `PlanningProblem` returns it.
 
-    None if an earlier sweep has run the job to its end, or has handed it in and it has not ended.
+    None if an earlier sweep has run the job to its end, or has submitted it and it has not ended.
     """
     if session.earlier is None or session.sweep is None or program.on_earlier is None:
         return ""
@@ -336,9 +344,9 @@ def _place(session: Session, program: Program, config: Config, identity: str, ov
         return session.earlier.place(len(session.accepted) - 1)
     name, before = found
     folder, job = session.sweep / name, " ".join(overrides)
-    if before.state not in (record.OK, record.FAILED) and (state := handed.state(folder)):
-        session.results.append(JobResult(record.HANDED_IN, tuple(overrides), record.HANDED_IN, folder, kept=True))
-        print(f"{name}: handed in before and {state.lower()}, not run again (job {job})", flush=True)
+    if before.state not in (record.OK, record.FAILED) and (state := _mdcs_jobs.state(folder)):
+        session.results.append(JobResult(record.SUBMITTED, tuple(overrides), record.SUBMITTED, folder, kept=True))
+        print(f"{name}: submitted before and {state.lower()}, not run again (job {job})", flush=True)
         return None
     if config.sweep.force:
         return name
@@ -371,7 +379,7 @@ def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _exit_code(session: Session) -> int:
-    bad = [result for result in session.results if result.status not in (record.OK, record.HANDED_IN)]
+    bad = [result for result in session.results if result.status not in (record.OK, record.SUBMITTED)]
     if session.accepted and bad:
         names = "; ".join(" ".join(result.overrides) or "(no overrides)" for result in bad)
         print(f"{len(bad)} of {len(session.results)} jobs failed: {names}", file=sys.stderr)

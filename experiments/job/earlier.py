@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config.schema import ConfigError
 from experiments.job import record
 from experiments.job.record import Record
-from hydra_plugins._mdcs_slurm import MEASURED
+from hydra_plugins.mdcs_slurm import MEASURED
 
 _ASKED = "multirun.yaml"  # Hydra writes it for every sweep
 _TIME = re.compile(r"\$\{now:[^}]*\}")

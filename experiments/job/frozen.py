@@ -1,4 +1,4 @@
-"""A job whose config was resolved when it was handed in: `python -m experiments.job.frozen RUN_DIR`, on every rank.
+"""A job whose config was resolved when it was submitted: `python -m experiments.job.frozen RUN_DIR`, on every rank.
 
 Rank 0's folder is RUN_DIR, with the config in frozen.yaml. Other ranks have temporary folders
 (`experiments.job.member`).
@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -27,14 +28,15 @@ from experiments.job import checkpointing, checkpoints, profiles, record
 from experiments.job import run as jobs
 from experiments.job.checkpointing import ways_of
 from experiments.job.profiles import Profiles
-from hydra_plugins import _mdcs_handed as handed
-from hydra_plugins._mdcs_slurm import JOB
+from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import Occupied
 from launch.place import NoPlace, place
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 
+JOB = "frozen.yaml"
+"""File in a job's folder: its resolved config."""
 WORKER = "MDCS_WORKER"
 PROFILES = "profiles"
 """Folder in a sweep's folder with one folder for each of its profiles."""
@@ -45,8 +47,14 @@ _ONLY = "only"
 def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
     """Write the resolved config for a job that starts later, in another working directory, perhaps on another machine.
     """
+    _leave(config, folder)
+    record.write(folder, identity or record.identity_of(config), record.SUBMITTED)
+
+
+def _leave(config: Config, folder: Path) -> None:
     checks.save(files_from_here(config), folder / JOB)
-    record.write(folder, identity or record.identity_of(config), record.HANDED_IN)
+    command = shlex.join(["-P", "-m", "experiments.job.frozen", str(folder.resolve())])
+    (folder / submitted.COMMAND).write_text(command, encoding="utf-8")
 
 
 class Freezer:
@@ -65,7 +73,7 @@ class Freezer:
         """
         freeze(config, folder, record.identity_of(config, launcher))
         first = [self._profile(way, launcher, sweep / PROFILES) for way in ways_of(config)] if profiles.measures(config) else []
-        (folder / handed.BEFORE).write_text("".join(f"{os.path.relpath(each, folder)}\n" for each in first), encoding="utf-8")
+        (folder / submitted.BEFORE).write_text("".join(f"{os.path.relpath(each, folder)}\n" for each in first), encoding="utf-8")
 
     def _profile(self, config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
         """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended.
@@ -75,9 +83,9 @@ class Freezer:
         found = folder / f"{key}-{self._began}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
         found.mkdir(parents=True, exist_ok=True)
         if (found / "profile.json").exists():
-            (found / JOB).unlink(missing_ok=True)
-        elif not (found / JOB).exists():
-            checks.save(files_from_here(_measuring(config)), found / JOB)
+            (found / submitted.COMMAND).unlink(missing_ok=True)
+        elif not (found / submitted.COMMAND).exists():
+            _leave(_measuring(config), found)
             (found / _ONLY).write_text("profile", encoding="utf-8")
         return found
 
@@ -103,12 +111,17 @@ def files_from_here(config: Config) -> Config:
 
 def main(folder: Path) -> int:
     """Run one rank of the job. Return the exit code."""
-    from experiments.job import member  # needs torch; programs that only freeze jobs do not
-
-    joined = place()
-    if joined is None:
-        raise NoPlace("nobody has made this process a rank")
+    if preemption.expected():
+        preemption.ignore()  # the ranks listen, once they run
     part = measure if (folder / _ONLY).exists() else run
+    try:
+        joined = place()
+    except NoPlace as error:
+        print(error, file=sys.stderr)
+        return 1
+    if joined is None:  # the job starts its own ranks
+        return part(folder, None, lambda config: config)
+    from experiments.job import member  # needs torch; programs that only freeze jobs do not
 
     def program() -> int:
         here = started.here
@@ -118,7 +131,7 @@ def main(folder: Path) -> int:
     return member.take_part(joined, program)
 
 
-def measure(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
+def measure(folder: Path, start: jobs.Start | None, adapt: Callable[[Config], Config]) -> int:
     """Write profile.json into the folder (rank 0). Return the exit code."""
     console, worker = Console(), os.environ.get(WORKER, jobs.WORKER)
     try:
@@ -135,7 +148,7 @@ def measure(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) 
     return 0
 
 
-def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
+def run(folder: Path, start: jobs.Start | None, adapt: Callable[[Config], Config]) -> int:
     """Run the job on rank 0. Return the exit code."""
     console, worker, before = Console(), os.environ.get(WORKER, jobs.WORKER), record.read(folder)
     identity, known = None if before is None else before.identity, Profiles()
@@ -145,7 +158,7 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
             if config.run.resume is None or checkpoints.any_in(folder):
                 config.run.resume = "auto"
             known.adopt(config, folder)
-        shared = list(zip(ways_of(config), handed.before(folder), strict=False))
+        shared = list(zip(ways_of(config), submitted.before(folder), strict=False))
         for way, place in shared:
             _adopt(known, way, place)
         config, reason = checkpointing.decide(config, folder, console, known=known, module=worker, start=start)
@@ -163,7 +176,7 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
     after = record.read(folder)
     if after is not None and after.state == record.PREEMPTED:
         refused = preemption.requeue()
-        reason += f"; {refused or 'handed in again'}"
+        reason += f"; {refused or 'queued again'}"
         if refused:
             record.write(folder, after.identity, record.FAILED, reason, ranks=config.cluster.processes)
     if reason:
@@ -176,11 +189,11 @@ def _adapted(folder: Path, adapt: Callable[[Config], Config]) -> Config:
 
     Raises ConfigError where the job asks for other ranks.
     """
-    handed_in = checks.load(folder / JOB)
-    config = adapt(handed_in)
+    asked = checks.load(folder / JOB)
+    config = adapt(asked)
     checks.check(config)
-    if handed_in.cluster.name == "joined":
-        require_as_asked(handed_in, config, ("cluster.ranks", "cluster.nodes"))
+    if asked.cluster.name == "joined":
+        require_as_asked(asked, config, ("cluster.ranks", "cluster.nodes"))
     return config
 
 
@@ -194,10 +207,21 @@ def _adopt(known: Profiles, config: Config, folder: Path) -> None:
     if (folder / "profile.json").exists():
         told = "was measured on a node, or with libraries, that are not like these: this job measures its own"
         warnings.warn(f"the sweep's profile {folder / 'profile.json'} {told}", stacklevel=2)
-    elif handed.number(folder) is not None:
-        failures = [event["reason"] for event in _events(folder) if event["event"] == "failure"]
-        why = failures[-1] if failures else "it has ended and says nothing of how"
-        raise ConfigError("profile", f"the sweep's was not measured: {why} (its logs are in {folder})")
+    elif why := _why_none(folder):
+        raise ConfigError("profile", why)
+
+
+def why_no_profile(folder: Path) -> str:
+    """Why the profile was not measured that the submitted job in this folder waits for; empty if it was."""
+    return next(filter(None, map(_why_none, submitted.before(folder))), "")
+
+
+def _why_none(folder: Path) -> str:
+    if (folder / "profile.json").exists() or submitted.read(folder) is None:
+        return ""
+    failures = [event["reason"] for event in _events(folder) if event["event"] == "failure"]
+    why = failures[-1] if failures else submitted.failure(folder)
+    return f"the sweep's profile was not measured: {why} (its logs are in {folder})"
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

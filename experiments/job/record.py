@@ -20,7 +20,7 @@ from mdcs.planner.recompute import KEEP
 
 FILE = "status.json"
 SCHEMA = 1
-HANDED_IN, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "handed in", "running", "ok", "failed", "interrupted", "preempted"
+SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "submitted", "running", "ok", "failed", "interrupted", "preempted"
 
 _NOT_OF_A_JOB = {
     "tracker": None, "sweep": None, "batch": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume", "varied"),
@@ -36,7 +36,7 @@ class Record:
     """The record of a run.
 
     - identity: of its job (`identity_of`).
-    - state: handed in, running, ok, failed, interrupted or preempted. A killed run stays running.
+    - state: submitted, running, ok, failed, interrupted or preempted. A killed run stays running.
     - reason: one line; empty if ok.
     - ranks: the last status of each rank (`launch.status`).
     - time (s): unix time.
@@ -57,7 +57,7 @@ def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> st
     It is a hash of the config without paths and trackers, with the machine's part of the profile's identity, the
     contents of the model's files, and the code of the chosen classes.
 
-    launcher: settings of a launcher that hands jobs in, as far as measurements depend on them. SLURM's nodes are other
+    launcher: settings of a launcher that submits jobs, as far as measurements depend on them. SLURM's nodes are other
     machines than this one, so this machine's properties are left out then.
     """
     code = {group: code_of(type(getattr(config, group))) for group in _CODE_OF}

@@ -12,7 +12,7 @@ import pytest
 from analysis.events import read_events
 from experiments.job import record
 from experiments.job.tracking import JsonLines
-from hydra_plugins import _mdcs_handed
+from hydra_plugins import _mdcs_jobs
 from tests.experiments.test_train import start, train
 
 SWEEP = ("-m", "run.steps=3", "run.warmup_steps=1")
@@ -98,18 +98,18 @@ def test_a_job_that_was_handed_in_and_has_not_ended_is_not_handed_in_again(tmp_p
     jobs = (*SWEEP, "run.name=fine,other", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert train(tmp_path, *jobs, ranks=False).returncode == 0
     waiting = tmp_path / "sweep/1"
-    _mdcs_handed.note(waiting, "local", str(os.getpid()))
+    _mdcs_jobs.note(waiting, "local", str(os.getpid()))
     with JsonLines(waiting / "metrics.jsonl") as metrics:
         metrics.write({"event": "failure", "status": "failed", "reason": "preempted at step 2"})
     before = (waiting / "metrics.jsonl").read_bytes()
-    for state in (record.PREEMPTED, record.HANDED_IN):
+    for state in (record.PREEMPTED, record.SUBMITTED):
         record.write(waiting, record.read(waiting).identity, state, "preempted at step 2")
         done = train(tmp_path, *jobs, ranks=False)
         assert (done.returncode, done.stderr, kept(done.stdout)) == (0, "", ["0"])
         assert "1: handed in before and running, not run again (job " in done.stdout
         assert states(tmp_path / "sweep") == {"0": "ok", "1": state} and (waiting / "metrics.jsonl").read_bytes() == before
 
-    _mdcs_handed.note(waiting, "local", "999999999")  # it has ended, and left no word
+    _mdcs_jobs.note(waiting, "local", "999999999")  # it has ended, and left no word
     done = train(tmp_path, *jobs, ranks=False)
     assert "1: handed in, runs again (job " in done.stdout and states(tmp_path / "sweep") == {"0": "ok", "1": "ok"}
 

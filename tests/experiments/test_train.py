@@ -89,7 +89,6 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
             f"strategy: no such option foo; options: {', '.join(groups()['strategy'])}",
             marks=pytest.mark.slow,
         ),
-        (["hydra/launcher=mdcs_slurm"], "hydra/launcher: mdcs_slurm runs the jobs of a sweep: add -m, for a single job too"),
     ],
 )
 def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):

@@ -31,7 +31,6 @@ JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.warmup_steps=1",
 
 
 def start(folder: Path, *overrides: str, stub: bool = True, **pipes: int) -> "subprocess.Popen[str]":
-    pytest.importorskip("submitit")
     train = [sys.executable, str(ROOT / "experiments/train.py"), "-m", *LAUNCHER, *JOB, *overrides, "hydra.sweep.dir=sweep"]
     unshare = shutil.which("unshare")
     assert unshare is not None
@@ -107,7 +106,7 @@ LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="minutes, as lim
 @pytest.mark.parametrize("how", ["told", pytest.param("out of time", marks=LONG)])
 def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, how):
     """The ranks of both nodes write a checkpoint together, SLURM starts the job again, and it makes the steps that are left."""
-    limit = ("hydra.launcher.time_min=3", "hydra.launcher.grace_s=60", f"run.steps={STEPS * 13}") if how == "out of time" else ()
+    limit = ("hydra.launcher.time=3", "hydra.launcher.grace_s=60", f"run.steps={STEPS * 13}") if how == "out of time" else ()
     running = start(tmp_path, *TIMED, *limit, stub=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = tmp_path / "sweep/0/metrics.jsonl"
     until(lambda: has_stepped(tmp_path / "sweep/0"), running)
@@ -120,7 +119,7 @@ def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, h
     assert names[:4] == ["job", "preempted", "failure", "job"] and names[-2:] == ["resumed", "summary"]
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert sorted(set(steps)) == list(range(1, events[-1]["steps"] + 1))
-    assert "handed in again" in (tmp_path / "sweep/submitted/1_0_log.err").read_text()
+    assert "queued again" in (tmp_path / "sweep/submitted/1/rank-0.log").read_text()
 
 
 @pytest.mark.parametrize("node", ["n1", pytest.param("n0", marks=LONG)])
@@ -152,4 +151,4 @@ def test_a_job_whose_node_is_lost_goes_on_from_its_checkpoint_once_the_node_is_b
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert resumed >= 3 and steps[-1] == STEPS and steps[-(STEPS - resumed):] == list(range(resumed + 1, STEPS + 1))
     assert record.read(tmp_path / "sweep/0").state == record.OK
-    assert ("handed in again" in (tmp_path / "sweep/submitted/1_0_log.err").read_text()) == (node == "n1")
+    assert ("queued again" in (tmp_path / "sweep/submitted/1/rank-0.log").read_text()) == (node == "n1")

@@ -1,7 +1,8 @@
-"""Jobs that are handed in: what is asked for and what is refused, the script that can be printed, and jobs of this machine."""
+"""Submitted jobs: what is asked for and what is refused, the batch script, and jobs of this machine."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,18 +13,20 @@ import pytest
 import yaml
 
 from analysis.events import read_events
-from experiments import train
+from experiments import compare, jobs, train
 from experiments.job import record
-from hydra_plugins import _mdcs_handed
-from hydra_plugins._mdcs_slurm import CODE, MdcsLocalConf, MdcsSlurmConf, check, parameters, script, slots, snapshot
+from hydra_plugins import _mdcs_jobs
+from hydra_plugins.mdcs_slurm import CODE, MdcsLocalConf, MdcsSlurmConf, check, script, snapshot
 from launch import orphans, status
 from tests.experiments import one_process
 
 ROOT = Path(__file__).resolve().parents[2]
-CORES = len(os.sched_getaffinity(0))
 ASKED = MdcsSlurmConf(
-    nodes=2, ranks_per_node=4, cpus_per_node=8, gpus_per_node=4, mem_gb=1.5, partition="large", constraint="a100",
-    modules=["cuda/12"], env={"NCCL_DEBUG": "INFO it"}, setup=["ulimit -l unlimited"], sbatch={"reservation": "ours"}, parallel=3,
+    nodes=2, ranks_per_node=4, cpus_per_task=8, gpus_per_node="a100:4", mem="64G", partition="large", constraint="a100&ib",
+    exclude="n[3,7]", exclusive=True, dependency="after:99", job_name="curve", comment="of ours: today", reservation="ours",
+    time="1-12", cpu_bind="cores", gpu_bind="closest", container="apptainer exec --nv image.sif", python="python3.12",
+    modules=["cuda/12"], env={"NCCL_DEBUG": "INFO it"}, setup=["ulimit -l unlimited"], sbatch={"licenses": "x"},
+    srun_args=["--mpi=pmix"], parallel=3,
 )  # fmt: skip
 
 
@@ -31,11 +34,13 @@ ASKED = MdcsSlurmConf(
     ("asked", "line"),
     [
         (MdcsSlurmConf(nodes=0), "hydra.launcher.nodes: must be >= 1, got 0"),
-        (MdcsSlurmConf(mem_gb=0), "hydra.launcher.mem_gb: must be > 0, got 0"),
         (MdcsSlurmConf(executor="pbs"), "hydra.launcher.executor: must be slurm or local, got pbs"),
         (MdcsLocalConf(partition="large"), "hydra.launcher.partition: has no effect without SLURM, got large"),
         (MdcsSlurmConf(env={"A-B": "1"}), "hydra.launcher.env: A-B is no name of a variable"),
-        (MdcsLocalConf(cpus_per_node=1000), f"hydra.launcher.cpus_per_node: this machine has {CORES}, got 1000"),
+        (MdcsSlurmConf(sbatch={"--wrap": "1"}), "hydra.launcher.sbatch: --wrap is no name of a long option of sbatch"),
+        (MdcsSlurmConf(comment="a\n#SBATCH -N 9"), "hydra.launcher.comment: must be one line, got 'a\\n#SBATCH -N 9'"),
+        (MdcsSlurmConf(env={"A": "1\n2"}), "hydra.launcher.env: must be one line, got '1\\n2'"),
+        (MdcsSlurmConf(setup=["a\nb"]), "hydra.launcher.setup: must be one line, got 'a\\nb'"),
     ],
 )
 def test_what_cannot_be_is_one_line_with_its_key(asked, line):
@@ -44,56 +49,78 @@ def test_what_cannot_be_is_one_line_with_its_key(asked, line):
     assert str(error.value) == line
 
 
-def test_jobs_of_this_machine_have_cores_and_memory_each():
-    assert slots(MdcsLocalConf(parallel=1000)) == 1000
-    assert slots(MdcsLocalConf(parallel=1000, cpus_per_node=1)) == CORES
-    assert slots(MdcsLocalConf(parallel=1000, mem_gb=0.25)) > slots(MdcsLocalConf(parallel=1000, mem_gb=0.5)) >= 1
-    assert slots(MdcsLocalConf(parallel=1, cpus_per_node=1)) == 1
-
-
 def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
-    squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\nprintf '7_0 PENDING\\n7_1 COMPLETED\\n'\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for job, state in (("7_0", "PENDING"), ("7_1", ""), ("7_2", "")):
-        _mdcs_handed.note(tmp_path, "slurm", job)
-        assert _mdcs_handed.state(tmp_path) == state
-    squeue.write_text("#!/bin/sh\nexit 1\n")
-    assert _mdcs_handed.state(tmp_path) == "unknown"
+    program(tmp_path, monkeypatch, "squeue", "printf '7_0|PENDING|Priority\\n7_1|COMPLETED|None\\n7_3|RUNNING|None\\n'")
+    for number, state in (("7_0", "PENDING (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "RUNNING")):
+        _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", number, "logs"))
+        assert _mdcs_jobs.state(tmp_path) == state
+    program(tmp_path, monkeypatch, "squeue", "exit 1")
+    assert _mdcs_jobs.state(tmp_path) == "unknown"
 
 
-def test_all_that_is_asked_for_reaches_submitit():
+def commands(folder: Path, *names: str) -> list[Path]:
+    """Folders of jobs of which each prints its name."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / _mdcs_jobs.COMMAND).write_text(f"-c 'print(\"job {name}\")'")
+    return [folder / name for name in names]
+
+
+def test_all_that_is_asked_for_is_in_the_script(tmp_path):
+    """One task per rank; bash accepts the script."""
     check(ASKED)
-    told = parameters(ASKED, Path("/shared/code"))
-    assert (told["nodes"], told["tasks_per_node"], told["slurm_array_parallelism"]) == (2, 1, 3)
-    assert told["slurm_srun_args"] == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
-    assert told["slurm_additional_parameters"] == {"requeue": True, "reservation": "ours"}
-    never = parameters(MdcsSlurmConf(requeue=False), Path("/shared/code"))
-    assert never["slurm_additional_parameters"] == {"no-requeue": True}  # whatever the cluster's usual is
-
-
-def test_the_script_is_what_one_would_write_by_hand(tmp_path):
-    pytest.importorskip("submitit")
-    text = script(ASKED, Path("/shared/code"), tmp_path / "submitted", tmp_path / "0")
+    first = _mdcs_jobs.Job("slurm", "7", "")
+    text = script(ASKED, Path("/shared/my code"), tmp_path / "submitted", commands(tmp_path, "0", "1"), [first])
+    lines = text.splitlines()
     for line in (
-        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --cpus-per-task=8", "#SBATCH --gpus-per-node=4",
-        "#SBATCH --mem=1536MB", "#SBATCH --partition=large", "#SBATCH --constraint=a100", "#SBATCH --reservation=ours",
-        "module load cuda/12", "export NCCL_DEBUG='INFO it'", "ulimit -l unlimited", "cd /shared/code",
+        "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--gpus-per-node=a100:4", "--mem=64G", "--time=1-12",
+        "--partition=large", "--constraint='a100&ib'", "--exclude='n[3,7]'", "--exclusive", "--job-name=curve",
+        "--comment='of ours: today'", "--reservation=ours", "--licenses=x", "--array=0-1%3", "--requeue", "--signal=USR1@90",
+        "--dependency=after:99,afterok:7", "--kill-on-invalid-dep=yes", f"--output={tmp_path / 'submitted/%A_%a.log'}",
     ):  # fmt: skip
-        assert line in text.splitlines()
-    [run] = [line for line in text.splitlines() if line.startswith("srun ")]
-    assert "--kill-on-bad-exit=1 --cpus-per-task=8" in run
-    assert run.endswith(f"-m launch.node 4 experiments.job.frozen {tmp_path / '0'}")
+        assert f"#SBATCH {line}" in lines
+    for line in ("module load cuda/12", "export NCCL_DEBUG='INFO it'", "ulimit -l unlimited", "code='/shared/my code'"):
+        assert line in lines
+    [run] = [line for line in lines if line.startswith("srun ")]
+    assert "--kill-on-bad-exit=1 --open-mode=append --cpus-per-task=8 --cpu-bind=cores --gpu-bind=closest --mpi=pmix" in run
+    assert run.endswith('--output="$logs/rank-%t.log" apptainer exec --nv image.sif python3.12 -u "${command[@]}"')
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    never = script(MdcsSlurmConf(requeue=False), None, tmp_path, [tmp_path / "0"])
+    assert "#SBATCH --no-requeue" in never and "MDCS_REQUEUE" not in never  # whatever the cluster's usual is
+    assert "PYTHONPATH" not in never and "--array" not in never and "dependency" not in never
 
 
-def test_jobs_run_the_code_as_it_was_when_they_were_handed_in(tmp_path, monkeypatch):
-    """A sweep that is repeated after a bug was fixed runs the fixed code, and jobs that wait what they were handed in with."""
+def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_path, monkeypatch):
+    """bash runs it, with an srun that starts one rank."""
+    skip = "while [[ $1 = --* ]]; do [[ $1 = --output=* ]] && out=${1#*=}; shift; done"
+    program(tmp_path, monkeypatch, "srun", skip + '; "$@" >${out/\\%t/0}')
+    folders = commands(tmp_path, "a b", "1")
+    (folders[1] / _mdcs_jobs.COMMAND).write_text("-c 'exit(3)'")
+    text = script(MdcsSlurmConf(), tmp_path, tmp_path / "logs", folders)
+    for i, code in ((0, 0), (1, 3)):
+        env = os.environ | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(i)}
+        assert subprocess.run(["bash", "-c", text], env=env, check=False).returncode == code
+        assert _mdcs_jobs.exit_code(folders[i]) == code
+    assert (tmp_path / "logs/7_0/rank-0.log").read_text() == "job a b\n"
+    _mdcs_jobs.write(folders[1], _mdcs_jobs.Job("slurm", "7_1", "logs/7_1"))
+    assert _mdcs_jobs.failure(folders[1]) == "job 7_1 has ended with exit code 3 (the output of its ranks is in logs/7_1)"
+
+
+def program(folder: Path, monkeypatch, name: str, does: str) -> None:
+    """Put a program on the path."""
+    (folder / name).write_text(f"#!/bin/bash\n{does}\n")
+    (folder / name).chmod(0o755)
+    if not os.environ["PATH"].startswith(str(folder)):
+        monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def test_jobs_run_the_code_as_it_was_when_they_were_submitted(tmp_path, monkeypatch):
+    """A sweep that is repeated after a bug was fixed runs the fixed code, and jobs that wait what they were submitted with."""
     checkout = tmp_path / "checkout"
     for name in CODE:
         (checkout / name / "__pycache__").mkdir(parents=True)
         (checkout / name / "module.py").write_text("wrong")
-    monkeypatch.setattr("hydra_plugins._mdcs_slurm.ROOT", checkout)
+    monkeypatch.setattr("hydra_plugins.mdcs_slurm.ROOT", checkout)
     before = snapshot(tmp_path / "code")
     assert snapshot(tmp_path / "code") == before and not list(before.rglob("__pycache__"))
     (checkout / "mdcs/module.py").write_text("right")
@@ -112,13 +139,8 @@ def sweep(folder: Path, *overrides: str, stdout: Any = subprocess.PIPE, stderr: 
     return subprocess.Popen(command, cwd=folder, text=True, stdout=stdout, stderr=stderr)
 
 
-@pytest.mark.slow
 def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
-    pytest.importorskip("submitit")
-    for name in ("srun", "sbatch"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: ours' >&2\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    program(tmp_path, monkeypatch, "sbatch", "echo 'sbatch: error: invalid partition specified: ours' >&2; exit 1")
     refused = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", "run.name=a,b")
     line = "config: hydra.launcher: sbatch refuses the jobs: sbatch: error: invalid partition specified: ours"
     assert refused.stderr.splitlines()[-1] == line and refused.returncode == 2
@@ -126,17 +148,14 @@ def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
 
 @pytest.fixture
 def accepted(tmp_path, monkeypatch):
-    """A SLURM that accepts all arrays and has none that has not ended; `asked` has what sbatch was told of each."""
-    pytest.importorskip("submitit")
-    number = 'echo x >> "$0.calls"; n=$(wc -l < "$0.calls"); for last; do :; done; cp "$last" "$0.asked.$n"'
-    for name, does in (("sbatch", f'{number}; echo "Submitted batch job $n"'), ("srun", ":"), ("squeue", ":")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    """A SLURM that accepts all jobs and whose jobs end at once. It returns the scripts that sbatch got."""
+    program(tmp_path, monkeypatch, "sbatch", 'echo x >>"$0.calls"; n=$(wc -l <"$0.calls"); cat >"$0.asked.$n"; echo $n')
+    for name in ("squeue", "sacct", "scancel"):
+        program(tmp_path, monkeypatch, name, f'echo "$@" >>{tmp_path}/{name}.calls')
     return lambda: [file.read_text() for file in sorted(tmp_path.glob("sbatch.asked.*"))]
 
 
-def hand_in(folder: Path, *overrides: str) -> tuple[str, int]:
+def submit(folder: Path, *overrides: str) -> tuple[str, int]:
     """Output of a sweep that nobody waits for, and the number of runs in its folder."""
     asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *overrides)
     done = one_process.call(train, folder, *common(folder), *asked)
@@ -146,18 +165,31 @@ def hand_in(folder: Path, *overrides: str) -> tuple[str, int]:
 
 def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, accepted):
     """On four nodes the runs of two nodes are not shown in place of new ones; another time limit makes no run another."""
-    assert hand_in(tmp_path, "hydra.launcher.nodes=2")[1] == 1
+    assert submit(tmp_path, "hydra.launcher.nodes=2")[1] == 1
     assert yaml.safe_load((tmp_path / "sweep/0/frozen.yaml").read_text())["cluster"]["ranks"] == 4
     done = record.read(tmp_path / "sweep/0")
     record.write(tmp_path / "sweep/0", done.identity, record.OK)
 
-    out, runs = hand_in(tmp_path, "hydra.launcher.nodes=4")
+    out, runs = submit(tmp_path, "hydra.launcher.nodes=4")
     assert "not run again" not in out and runs == 2
-    said, there = hand_in(tmp_path, "hydra.launcher.nodes=2", "hydra.launcher.time_min=7")
+    said, there = submit(tmp_path, "hydra.launcher.nodes=2", "hydra.launcher.time=7")
     assert "0: ok, not run again" in said and there == 2
     for asked in ("hydra.launcher.constraint=a100", "+hydra.launcher.env.NCCL_ALGO=Ring"):
         runs += 1
-        assert hand_in(tmp_path, "hydra.launcher.nodes=2", asked)[1] == runs
+        assert submit(tmp_path, "hydra.launcher.nodes=2", asked)[1] == runs
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ("hydra.launcher.time_min=7", "hydra.launcher.time_min: no such key; it is hydra.launcher.time now"),
+        ("hydra.launcher.partiton=a", "hydra.launcher.partiton: no such key; did you mean hydra.launcher.partition?"),
+        ("hydra.launcher.nodes=two", "hydra.launcher.nodes: Value 'two' of type 'str' could not be converted to Integer"),
+    ],
+)
+def test_a_wrong_option_is_one_line(tmp_path, asked, line):
+    done = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", asked)
+    assert (done.returncode, done.stderr) == (2, line + "\n")
 
 
 def test_other_ranks_than_the_launcher_starts_are_refused(tmp_path):
@@ -168,26 +200,38 @@ def test_other_ranks_than_the_launcher_starts_are_refused(tmp_path):
     assert not list(tmp_path.rglob("frozen.yaml"))
 
 
+def test_one_job_is_submitted_without_m_and_a_comparison_is_the_program_itself(tmp_path, accepted, monkeypatch):
+    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *common(tmp_path)[1:])
+    assert one_process.call(train, tmp_path, *asked).returncode == 0
+    monkeypatch.setitem(sys.modules, "__main__", compare)
+    assert one_process.call(compare, tmp_path, *asked, "compare.rounds=3").returncode == 0
+    jobs, comparison = accepted()
+    assert "--array" not in jobs + comparison and f"experiments.job.frozen {tmp_path / 'sweep/0'}" in jobs
+    assert 'command=("$code"/experiments/compare.py ' in comparison and "compare.rounds=3" in comparison
+    [code] = (tmp_path / "sweep/code").iterdir()
+    assert f"code={code}\n" in comparison
+
+
 def dependency(script: str) -> str:
     return next((line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --dependency=")), "")
 
 
 def test_one_job_measures_the_profile_before_the_array_of_those_that_need_it(tmp_path, accepted):
     """A wider sweep later, with the profile there, has none of it; a single job measures its own."""
-    out, _ = hand_in(tmp_path, "strategy=dp,fsdp", "+hydra.launcher.sbatch.dependency=after:99")
+    out, _ = submit(tmp_path, "strategy=dp,fsdp", "hydra.launcher.dependency='after:99'")
     first, jobs = accepted()
-    assert "handed in first, as the others need what it leaves: 1\n" in out and "handed in: 2_0, 2_1" in out
+    assert "submitted first, as the others need its profile: 1\n" in out and "submitted: 2_0, 2_1" in out
     assert "--array" not in first and dependency(first) == "after:99"
-    assert "#SBATCH --array=0-1%1" in jobs and dependency(jobs) == "after:99,afterany:1"
+    assert "#SBATCH --array=0-1%1" in jobs and dependency(jobs) == "after:99,afterok:1"
     [measured] = (tmp_path / "sweep/profiles").iterdir()
-    assert {*_mdcs_handed.before(tmp_path / "sweep/0"), *_mdcs_handed.before(tmp_path / "sweep/1")} == {measured}
+    assert {*_mdcs_jobs.before(tmp_path / "sweep/0"), *_mdcs_jobs.before(tmp_path / "sweep/1")} == {measured}
 
     (measured / "profile.json").write_text("{}")
-    hand_in(tmp_path, "strategy=dp,fsdp,zero2,sdp")
-    assert [dependency(script) for script in accepted()[2:]] == [""] and not (measured / "frozen.yaml").exists()
-    hand_in(tmp_path, "strategy=dp,fsdp", "sweep.force=true")
-    assert [dependency(script) for script in accepted()[3:]] == ["", "afterany:4"]
-    hand_in(tmp_path, "strategy=dp", "data.batch_size=3")
+    submit(tmp_path, "strategy=dp,fsdp,zero2,sdp")
+    assert [dependency(script) for script in accepted()[2:]] == [""] and not (measured / _mdcs_jobs.COMMAND).exists()
+    submit(tmp_path, "strategy=dp,fsdp", "sweep.force=true")
+    assert [dependency(script) for script in accepted()[3:]] == ["", "afterok:4"]
+    submit(tmp_path, "strategy=dp", "data.batch_size=3")
     assert [dependency(script) for script in accepted()[5:]] == [""]
 
 
@@ -198,17 +242,15 @@ LOCAL = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path, waits):
-    """Also while the others are still to be handed in, and where Ctrl-C is ignored, as by what a shell runs in the background."""
-    pytest.importorskip("submitit")
-    running = sweep(tmp_path, *LOCAL, f"hydra.launcher.wait={waits}".lower())
+def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path):
+    """Also while others are still to be submitted, and where Ctrl-C is ignored, as by what a shell runs in the background."""
+    running = sweep(tmp_path, *LOCAL)
     ranks = [tmp_path / f"sweep/0/rank{rank}.status" for rank in (0, 1)]
     deadline = time.monotonic() + 100
     while not ranks[0].exists():
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    assert _mdcs_handed.state(tmp_path / "sweep/0") == "RUNNING"
+    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "RUNNING"
     running.terminate()
     assert "interrupted" in running.communicate(timeout=60)[1] and running.returncode == 130
     pids = [said.pid for rank in (0, 1) if (said := status.read(tmp_path / "sweep/0", rank)) is not None]
@@ -217,21 +259,19 @@ def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path, wai
 
 @pytest.mark.slow
 def test_jobs_that_nobody_waits_for_need_not_have_begun(tmp_path):
-    pytest.importorskip("submitit")
     with (tmp_path / "said").open("w") as said:  # which the job has, too
         done = sweep(tmp_path, *LOCAL[:-1], "run.name=slow", "hydra.launcher.wait=false", stdout=said, stderr=said)
         done.wait(100)
-    job = json.loads((tmp_path / "sweep/0" / _mdcs_handed.FILE).read_text())["job"]
-    _mdcs_handed.cancel("local", job)  # which is nobody's child by now
-    assert _mdcs_handed.state(tmp_path / "sweep/0") == "RUNNING"
-    _mdcs_handed.end(int(job))
+    job = _mdcs_jobs.read(tmp_path / "sweep/0")
+    _mdcs_jobs.cancel(job)  # which is nobody's child by now
+    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "RUNNING"
+    _mdcs_jobs.end(int(job.number))
     assert done.returncode == 0 and "1 jobs in " in (tmp_path / "said").read_text()
-    assert json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"][0]["status"] == "handed in"
+    assert json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"][0]["status"] == "submitted"
 
 
 @pytest.mark.slow
 def test_jobs_of_this_machine_run_by_themselves_and_a_failed_rank_fails_job_and_sweep(tmp_path):
-    pytest.importorskip("submitit")
     command = [
         sys.executable, str(ROOT / "experiments/train.py"), "-m", "hydra/launcher=mdcs_local", "hydra.launcher.ranks_per_node=2",
         "hydra.launcher.parallel=1", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker", "run.name=fine,raise",
@@ -244,3 +284,66 @@ def test_jobs_of_this_machine_run_by_themselves_and_a_failed_rank_fails_job_and_
     assert f"failed: {reason} (its logs are in {tmp_path / 'sweep/1'})" in done.stderr
     ends = [read_events(tmp_path / f"sweep/{number}/metrics.jsonl")[-1] for number in (0, 1)]
     assert [end["event"] for end in ends] == ["summary", "failure"] and ends[1]["reason"] == reason
+
+
+def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capfd):
+    program(tmp_path, monkeypatch, "squeue", f"echo x >>{tmp_path}/asked; printf '7_0|RUNNING|None\\n7_1|PENDING|Priority\\n'")
+    assert jobs.main([str(tmp_path)]) == 2 and "no job was submitted from here" in capfd.readouterr().err
+    for folder, number in zip(commands(tmp_path, "0", "1", "2", "3"), ("7_0", "7_1", "7_2", "7_3"), strict=True):
+        _mdcs_jobs.write(folder, _mdcs_jobs.Job("slurm", number, str(tmp_path / "submitted" / number)))
+    (tmp_path / "2" / _mdcs_jobs.EXIT_CODE).write_text("0")
+    (tmp_path / "3" / _mdcs_jobs.EXIT_CODE).write_text("1")
+    assert jobs.main([str(tmp_path)]) == 0
+    said = [line.split()[:-1] for line in capfd.readouterr().out.splitlines()]
+    assert said == [["7_0", "running"], ["7_1", "pending", "(priority)"], ["7_2", "ok"], ["7_3", "failed", "(1)"]]
+    assert (tmp_path / "asked").read_text() == "x\n"  # one question for all
+
+    assert jobs.main([str(tmp_path), "--log", "9"]) == 2 and "no job 9; jobs: 0, 1, 2, 3" in capfd.readouterr().err
+    assert jobs.main([str(tmp_path), "--log", "0:1"]) == 2 and "rank 1 of job 0 has written nothing" in capfd.readouterr().err
+    (tmp_path / "submitted/7_0").mkdir(parents=True)
+    (tmp_path / "submitted/7_0/rank-1.log").write_text("of rank 1")
+    monkeypatch.setattr(os, "execvp", lambda name, command: capfd.readouterr() and pytest.fail(str(command)))
+    with pytest.raises(pytest.fail.Exception, match=r"'tail', '-n', '40', '.*/submitted/7_0/rank-1.log'"):
+        jobs.main([str(tmp_path), "--log", "0:1"])
+
+
+APP = """
+import os, sys, hydra
+@hydra.main(version_base="1.3", config_path=None)
+def main(config):
+    print(dict(config), flush=True)
+    sys.exit(config.code)
+main()
+"""
+
+
+def test_any_program_of_hydra_has_its_jobs_submitted(tmp_path):
+    """Its jobs are the program with one's overrides; it runs none of them itself."""
+    (tmp_path / "app.py").write_text(APP)
+    command = [sys.executable, "app.py", "-m", "hydra/launcher=mdcs_local", "+code=0,3", "+name='a b'", "hydra.sweep.dir=out"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "has ended with exit code 3" in done.stderr and "{'code'" not in done.stdout
+    for code, log in ((0, 0), (3, 1)):
+        job = _mdcs_jobs.read(tmp_path / f"out/{log}")
+        assert (Path(job.logs) / "rank-0.log").read_text() == f"{{'code': {code}, 'name': 'a b'}}\n"
+
+
+def test_sigterm_leaves_jobs_of_slurm_alone_and_ctrl_c_cancels_them(tmp_path, monkeypatch, accepted):
+    program(tmp_path, monkeypatch, "squeue", f"touch {tmp_path}/waits; printf '1|RUNNING|None\\n2|RUNNING|None\\n'")
+    (tmp_path / "app.py").write_text(APP)
+    heard = ["env", "--default-signal=INT"]  # which the tests' own shell may ignore
+    command = [*heard, sys.executable, "app.py", "-m", "hydra/launcher=mdcs_slurm", "+code=0", "hydra.sweep.dir=out"]
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        (tmp_path / "waits").unlink(missing_ok=True)
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        waiting = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not (tmp_path / "waits").exists():
+            assert waiting.poll() is None
+            time.sleep(0.05)
+        waiting.send_signal(signum)
+        said = waiting.communicate(timeout=60)[1]
+        if signum == signal.SIGTERM:
+            assert waiting.returncode == 143 and f"the jobs go on: mdcs jobs {tmp_path / 'out'}" in said
+            assert not (tmp_path / "scancel.calls").exists()
+    assert (tmp_path / "scancel.calls").read_text() == "2\n"

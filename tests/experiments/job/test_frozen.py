@@ -13,8 +13,7 @@ from experiments.config.identity import identity
 from experiments.config.schema import ConfigError
 from experiments.job import frozen, record
 from experiments.job import run as jobs
-from hydra_plugins import _mdcs_handed as handed
-from hydra_plugins._mdcs_slurm import JOB
+from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import claim
 from launch.elastic import Outcome
@@ -54,7 +53,7 @@ def test_a_job_that_has_lost_a_host_is_handed_in_again(tmp_path, monkeypatch, co
     monkeypatch.setattr(preemption, "requeue", lambda: "")
     frozen.freeze(config, tmp_path)
     assert frozen.run(tmp_path, lambda *_, **__: LOST, lambda config: config) == 1
-    assert f"failed: {LOST.reason}; handed in again" in capsys.readouterr().err
+    assert f"failed: {LOST.reason}; queued again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["this", "another"])
@@ -95,14 +94,14 @@ def test_files_are_found_from_the_folder_that_a_job_runs_in(tmp_path, monkeypatc
     (tmp_path / "run").mkdir()
     frozen.freeze(config, tmp_path / "run")
     monkeypatch.chdir("/")
-    assert checks.load(tmp_path / "run" / JOB).profile.path == str(tmp_path / "profile.json")
+    assert checks.load(tmp_path / "run" / frozen.JOB).profile.path == str(tmp_path / "profile.json")
 
 
 def test_a_job_whose_folder_is_in_use_leaves_what_is_said_there(tmp_path, config):
     frozen.freeze(config, tmp_path)
     with claim(tmp_path):
         assert frozen.run(tmp_path, lambda *_, **__: Outcome(True), lambda config: config) == 2
-    assert record.read(tmp_path).state == record.HANDED_IN
+    assert record.read(tmp_path).state == record.SUBMITTED
 
 
 def test_a_job_that_slurm_does_not_start_again_has_failed(tmp_path, monkeypatch, config):
@@ -124,7 +123,7 @@ def sweep(tmp_path, config):
     for name, strategy in (("0", "dp"), ("1", "fsdp")):
         (tmp_path / name).mkdir()
         freezer(dataclasses.replace(config, strategy=Uniform(strategy)), tmp_path / name, SLURM, tmp_path)
-    [first] = {*handed.before(tmp_path / "0"), *handed.before(tmp_path / "1")}
+    [first] = {*submitted.before(tmp_path / "0"), *submitted.before(tmp_path / "1")}
     return tmp_path, first
 
 
@@ -149,11 +148,11 @@ def test_jobs_of_a_sweep_plan_with_the_profile_that_one_job_has_measured_for_the
 
 def test_a_job_whose_profile_could_not_be_measured_says_why_and_measures_none(sweep):
     folder, first = sweep
-    handed.note(first, "slurm", "1_0")
+    submitted.write(first, submitted.Job("slurm", "1_0", "logs"))
     assert frozen.measure(first, lambda *_, **__: Outcome(False, "rank 1 failed: no memory", 1, 0), as_it_is) == 1
     assert frozen.run(folder / "0", lambda *_, **__: pytest.fail("no rank may start"), as_it_is) == 2
     said = record.read(folder / "0")
-    why = f"profile: the sweep's was not measured: rank 1 failed: no memory (its logs are in {first})"
+    why = f"profile: the sweep's profile was not measured: rank 1 failed: no memory (its logs are in {first})"
     assert (said.state, said.reason) == (record.FAILED, why)
 
 
@@ -179,7 +178,7 @@ def test_a_profile_is_measured_for_what_it_depends_on_and_anew_when_forced(tmp_p
     """Not for every plan; for each way that checkpointing=auto tries; for none where the engine needs none."""
     def first(launcher=SLURM, **changed):
         frozen.Freezer()(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
-        return handed.before(tmp_path)
+        return submitted.before(tmp_path)
 
     def sweeping(**changed):
         return dataclasses.replace(config.sweep, **changed)

@@ -5,11 +5,9 @@ calls `judge` for each job before any job starts. It launches the jobs that `jud
 `judge` names. A repeated sweep continues in the folder that `begin` finds. `also` adds single jobs to the grid, each a
 string of overrides: baselines that need not be crossed with every axis.
 
-A plugin must live in a package of this name. The underscore keeps Hydra from discovering the module, which would
-execute it a second time and make a second class. The application registers the plugin instead.
+Hydra finds this module by itself, and executes it again if it was imported before. So a program gets the class from the
+module after `Plugins.instance()`, and sets `begin` and `judge` there. Without them this is Hydra's sweeper with `also`.
 """
-
-from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -17,17 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, open_dict, read_write
-
-Plugins.instance()  # executes the modules of Hydra's own plugins, maybe again: earlier imports are stale
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 
 @dataclass
 class MdcsSweeperConf:
-    _target_: str = "hydra_plugins._mdcs_sweeper.MdcsSweeper"
+    _target_: str = "hydra_plugins.mdcs_sweeper.MdcsSweeper"
     max_batch_size: int | None = None
     params: dict[str, str] | None = None
     also: list[str] = field(default_factory=list)
@@ -49,8 +44,8 @@ Empty: the folder of the config. None: the job is not run.
 class MdcsSweeper(BasicSweeper):
     """`BasicSweeper` over the jobs that `judge` accepts."""
 
-    begin: ClassVar[Begin]
-    judge: ClassVar[Judge]
+    begin: ClassVar[Begin] = staticmethod(lambda config: None)
+    judge: ClassVar[Judge] = staticmethod(lambda compose, overrides: "")
     """The application sets `begin` and `judge` before Hydra starts."""
 
     def __init__(

@@ -1,0 +1,51 @@
+"""Show the jobs of a sweep that was submitted, and the output of their ranks.
+
+    mdcs jobs FOLDER                # number and state of each job, one line each
+    mdcs jobs FOLDER --log 3:1      # the last lines of rank 1 of the run in FOLDER/3 (without :1 those of rank 0)
+    mdcs jobs FOLDER --log 3 -f     # and what it writes from now on
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from hydra_plugins import _mdcs_jobs as jobs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or replace this process by `tail`. Return the exit code: 2 where there is nothing to show."""
+    parser = argparse.ArgumentParser("mdcs jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--log", metavar="RUN[:RANK]")
+    parser.add_argument("-f", "--follow", action="store_true")
+    asked = parser.parse_args(arguments)
+    found = {file.parent: job for file in sorted(asked.folder.rglob(jobs.FILE)) if (job := jobs.read(file.parent)) is not None}
+    if not found:
+        return _refuse(f"{asked.folder}: no job was submitted from here")
+    if asked.log is None:
+        print(jobs.table(found, jobs.states([*found.values()])))
+        return 0
+    run, _, rank = asked.log.partition(":")
+    if (job := found.get(asked.folder / run)) is None:
+        return _refuse(f"--log: no job {run}; jobs: {', '.join(str(each.relative_to(asked.folder)) for each in found)}")
+    rank = rank or "0"
+    logs = [file for file in (asked.folder / run / f"rank{rank}.log", Path(job.logs) / f"rank-{rank}.log") if file.exists()]
+    if not logs:
+        return _refuse(f"--log: rank {rank} of job {run} has written nothing so far, in {asked.folder / run} and {job.logs}")
+    sys.stdout.flush()
+    os.execvp("tail", ["tail", "-n", "40", *(["-F"] if asked.follow else []), *map(str, logs)])
+
+
+def _refuse(reason: str) -> int:
+    print(reason, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Registry of submitted jobs: the job of each run's folder, whether it has ended, and where its ranks' output is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "submitted.json"
+COMMAND = "command.txt"
+"""File in the folder of each job to submit: the arguments of Python, quoted for a shell."""
+BEFORE = "before.txt"
+"""File in a job's folder that lists the folders of jobs that must end first: one relative path a line."""
+EXIT_CODE = "exit_code"
+"""File in a job's folder with the exit code of its ranks, once they have ended."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted job.
+
+    - executor: "slurm", or "local" for a process of this machine.
+    - number: SLURM's number of the job, or the number of the process.
+    - logs: folder with the output of each rank, rank-N.log.
+    """
+
+    executor: str
+    number: str
+    logs: str
+
+
+def write(folder: Path, job: Job) -> None:
+    """Record the job of a folder."""
+    (folder / FILE).write_text(json.dumps(asdict(job)), encoding="utf-8")
+
+
+def read(folder: Path) -> Job | None:
+    """The job of a folder; None if none was submitted."""
+    try:
+        return Job(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def before(folder: Path) -> list[Path]:
+    """The folders of the jobs that must end before this one begins."""
+    try:
+        lines = (folder / BEFORE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [(folder / line).resolve() for line in lines]
+
+
+def exit_code(folder: Path) -> int | None:
+    """Exit code of the folder's job; None if the job has not ended, or was ended from outside."""
+    try:
+        return int((folder / EXIT_CODE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def states(jobs: Sequence[Job]) -> list[str]:
+    """State of each job, in one call of squeue: PENDING with SLURM's reason, RUNNING and so on; empty if it has ended.
+
+    "unknown" where SLURM does not answer.
+    """
+    queue = _queue() if any(job.executor == "slurm" for job in jobs) else {}
+    return [_process(job.number) if job.executor == "local" else "unknown" if queue is None else queue.get(job.number, "")
+            for job in jobs]  # fmt: skip
+
+
+def state(folder: Path) -> str:
+    """State of the folder's job, as in `states`. Empty if there is no job."""
+    job = read(folder)
+    return "" if job is None else states([job])[0]
+
+
+def final_states(jobs: Sequence[Job]) -> dict[str, str]:
+    """SLURM's last state of each job that it still knows, by job number, in one call. Empty without accounting."""
+    numbers = [job.number for job in jobs if job.executor == "slurm"]
+    listed = _said("sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(numbers)) if numbers else None
+    return dict(line.split("|", 1) for line in (listed or "").splitlines() if "|" in line)
+
+
+def failure(folder: Path) -> str:
+    """Why the folder's job has failed, in one line with the place of its logs; empty if its ranks have ended well."""
+    job, code = read(folder), exit_code(folder)
+    if job is None or code == 0:
+        return ""
+    how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
+    if code is None and (state := final_states([job]).get(job.number)):
+        how += f": SLURM says {state}"
+    return f"job {job.number} {how} (the output of its ranks is in {job.logs})"
+
+
+def table(made: Mapping[Path, Job], states: Sequence[str]) -> str:
+    """A line per job: number, state, folder. A job that has ended has its exit code."""
+    rows = []
+    for (folder, job), state in zip(made.items(), states, strict=True):
+        code = exit_code(folder)
+        ended = "ended" if code is None else "ok" if code == 0 else f"failed ({code})"
+        rows.append(f"  {job.number:12} {state.lower() or ended:10} {folder}")
+    return "\n".join(rows)
+
+
+def cancel(job: Job) -> None:
+    """End a SLURM job, or a child of this process. Does nothing if the number is no longer such a job."""
+    if job.executor == "slurm":
+        _said("scancel", job.number)
+    elif int(job.number) in _children(os.getpid()):
+        end(int(job.number))
+
+
+def end(pid: int) -> None:
+    """Kill a process with all of its descendants. A signal to the process alone reaches only the shell that starts it.
+    """
+    tree = [pid]
+    for each in tree:  # the list grows during the loop
+        tree += _children(each)
+    for each in tree:
+        with contextlib.suppress(OSError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _queue() -> dict[str, str] | None:
+    """The user's jobs that have not ended, by number; None if SLURM's controller does not answer for the moment."""
+    listed = _said("squeue", "--me", "-h", "-r", "-o", "%i|%T|%r")
+    if listed is None:
+        return None
+    rows = (line.split("|") for line in listed.splitlines())
+    return {job: f"{state} ({why})" if state == "PENDING" else state for job, state, why in rows if state not in _OVER}
+
+
+_OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
+
+
+def _process(number: str) -> str:
+    return "RUNNING" if number.isdigit() and os.path.exists(f"/proc/{number}") else ""
+
+
+def _said(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, children.read_text(encoding="ascii").split())
+    return found

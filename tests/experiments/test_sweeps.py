@@ -94,11 +94,11 @@ def test_wrong_ways_to_repeat_are_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_that_was_handed_in_and_has_not_ended_is_not_handed_in_again(tmp_path):
+def test_a_submitted_job_that_has_not_ended_is_not_submitted_again(tmp_path):
     jobs = (*SWEEP, "run.name=fine,other", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert train(tmp_path, *jobs, ranks=False).returncode == 0
     waiting = tmp_path / "sweep/1"
-    _mdcs_jobs.note(waiting, "local", str(os.getpid()))
+    _mdcs_jobs.write(waiting, _mdcs_jobs.Job("local", str(os.getpid()), "logs"))
     with JsonLines(waiting / "metrics.jsonl") as metrics:
         metrics.write({"event": "failure", "status": "failed", "reason": "preempted at step 2"})
     before = (waiting / "metrics.jsonl").read_bytes()
@@ -106,12 +106,12 @@ def test_a_job_that_was_handed_in_and_has_not_ended_is_not_handed_in_again(tmp_p
         record.write(waiting, record.read(waiting).identity, state, "preempted at step 2")
         done = train(tmp_path, *jobs, ranks=False)
         assert (done.returncode, done.stderr, kept(done.stdout)) == (0, "", ["0"])
-        assert "1: handed in before and running, not run again (job " in done.stdout
+        assert "1: submitted before and running, not run again (job " in done.stdout
         assert states(tmp_path / "sweep") == {"0": "ok", "1": state} and (waiting / "metrics.jsonl").read_bytes() == before
 
-    _mdcs_jobs.note(waiting, "local", "999999999")  # it has ended, and left no word
+    _mdcs_jobs.write(waiting, _mdcs_jobs.Job("local", "999999999", "logs"))  # it has ended, and left no word
     done = train(tmp_path, *jobs, ranks=False)
-    assert "1: handed in, runs again (job " in done.stdout and states(tmp_path / "sweep") == {"0": "ok", "1": "ok"}
+    assert "1: submitted, runs again (job " in done.stdout and states(tmp_path / "sweep") == {"0": "ok", "1": "ok"}
 
 
 def test_what_a_sweep_varies_is_a_column_and_in_the_names_of_its_runs(tmp_path):

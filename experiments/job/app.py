@@ -236,7 +236,8 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         if launcher is not None:
             assert session.sweep is not None
             if program.freeze is None:
-                mdcs_slurm.rerun(folder, settings, *([f"cluster.ranks={config.cluster.ranks}"] if _starts_its_ranks(launcher) else []))
+                more = [f"cluster.ranks={config.cluster.ranks}"] if _starts_its_ranks(launcher) else []
+                mdcs_slurm.rerun(folder, settings, *more)
             else:
                 program.freeze(config, folder, launcher, session.sweep)
             reason = "" if settings.launcher.wait else record.SUBMITTED

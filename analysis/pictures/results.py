@@ -47,7 +47,7 @@ def predictions(runs: Sequence[tuple[str, float, float]]) -> Figure:
     axes = figure.subplots()
     for name, look in looks.items():
         told, said = zip(*((told * 1e3, said * 1e3) for of, told, said in runs if of == name), strict=True)
-        axes.plot(said, told, ls="", ms=4.5, alpha=0.7, **look)
+        axes.plot(said, told, ls="", ms=4.5, alpha=0.7, **look)  # type: ignore[arg-type]
     if runs:
         ends = [0, 1.05e3 * max(max(told, said) for _, told, said in runs)]
         axes.plot(ends, ends, color=style.GREY, lw=1)

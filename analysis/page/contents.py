@@ -94,10 +94,11 @@ def _engines(title: str, rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _columns(frame: pd.DataFrame) -> list[tuple[str, str, str, float]]:
-    """`COLUMNS`, with the settings that were swept: as numbers where all of them are."""
+    """`COLUMNS`, with the settings that were swept, as numbers where all of them are; without the workload where it is one."""
     swept = ask.swept(frame)
     alike = [(key, short(key, swept), "", float(ask.numbers(frame[key]).notna().eq(frame[key].notna()).all())) for key in swept]
-    return [*COLUMNS[:3], *alike, *COLUMNS[3:]]
+    first = COLUMNS[frame["workload"].nunique() < 2 : 3]  # one workload is named above
+    return [*first, *alike, *COLUMNS[3:]]
 
 
 def _workloads(frame: pd.DataFrame) -> pd.Series:

@@ -112,6 +112,7 @@ function filters() {
   place.append(label);
   for (const name of ["workload", "strategy", "scheduler", "budget", "status"]) {
     const column = at(name);
+    if (column < 0) continue;
     const values = [...new Set(data.runs.map((run) => words(run[column], data.columns[column])))];
     if (values.length < 2) continue;
     values.sort((a, b) => (data.columns[column].text ? a.localeCompare(b) : parseFloat(a) - parseFloat(b)));

@@ -16,7 +16,8 @@ from mdcs.sizes import MIB
 def time_over_memory(results: Sequence[Mapping[str, Any]]) -> Figure:
     """A panel per measurement with other engines: all candidates at their measured peak, and the Pareto front."""
     some = [each["comparison"] for each in results if not all(c["plans"] for c in each["comparison"]["candidates"])]
-    looks = style.look(each["name"] for of in some for each in of["candidates"])
+    candidates = [each for of in some for each in of["candidates"]]
+    looks = style.look((each["name"] for each in candidates), [each["name"] for each in candidates if not each["plans"]])
     figure = style.new_figure(4.6 * max(1, len(some)), 3.4, "Step time over peak memory of a rank (measured)")
     for axes, of in zip(figure.subplots(1, max(1, len(some)), squeeze=False)[0], some, strict=False):
         points = []

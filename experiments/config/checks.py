@@ -269,6 +269,8 @@ def _check_combinations(config: Config) -> None:
     _check_batch(config)
     try:
         config.data.require(config.model.inputs)
+    except OptionError as error:
+        raise ConfigError(f"data.{error.option}", error.complaint) from error
     except ValueError as error:
         raise ConfigError("data", str(error)) from error
     if run.eval_every is not None and not config.data.evaluates:

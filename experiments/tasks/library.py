@@ -1,4 +1,4 @@
-"""Base class of models of transformers. Weights may come from a folder, if its model has the same numbers."""
+"""Base class of models of transformers. Weights may come from a folder or the hub, if their model has the same numbers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ class Library(Model):
     """
 
     weights: str | None = option(
-        None, "a folder that save_pretrained has written, whose weights training starts from; null: random ones", profiled=False
+        None, "what training starts from: a folder that save_pretrained has written, or a name on the hub; null: random weights",
+        profiled=False,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights is None:
             return
-        file = Path(self.weights) / "config.json"
         try:
-            there = json.loads(file.read_text(encoding="utf-8"))
+            there = json.loads(_config_of(self.weights).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise OptionError("weights", f"must be a folder with a model's config.json, got {self.weights}") from error
+            told = f"must be a folder with a model's config.json, or a name on the hub, got {self.weights}"
+            raise OptionError("weights", told) from error
         for name, value in self.numbers().items():
             if name in there and there[name] != value:
                 raise OptionError("weights", f"{self.weights} has {name}={shown(there[name])}, the model {shown(value)}")
@@ -47,4 +48,13 @@ class Library(Model):
             return cls(config)
         import torch
 
-        return cls.from_pretrained(self.weights, config=config, local_files_only=True, dtype=torch.float32)
+        return cls.from_pretrained(self.weights, config=config, local_files_only=Path(self.weights).is_dir(), dtype=torch.float32)
+
+
+def _config_of(weights: str) -> Path:
+    """The config.json of a folder, or of a model on the hub, which is kept in its cache. Raises OSError or ValueError."""
+    if Path(weights).is_dir() or weights.startswith(("/", ".", "~")):
+        return Path(weights) / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(weights, "config.json"))

@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.tasks import hub
 from experiments.tasks.data import Data
 from experiments.tasks.inputs import Inputs, Pairs, described
 from experiments.tasks.samples import Arrays, Samples
-from mdcs.options import OptionError, option
+from mdcs.options import option
 
 SHIPPED = Path(__file__).with_name("nli.jsonl")
 BYTES, PAD, CLS, SEP = 256, 256, 257, 258
 CLASSES = 3
-_HELD_OUT = ("validation_matched", "validation", "test")
 _HELD_OUT_ONE_IN = 5
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 Encode = Any
 """(premises, hypotheses, sequence) → the arrays of a batch, without labels."""
@@ -37,65 +36,42 @@ class Nli(Data):
     name = "nli"
 
     path: str | None = option(None, "a name on the hub, or a file or folder here; null: a small file of this repository")
-    tokenizer: str | None = option(None, "a folder with a tokenizer of transformers; null: bytes")
+    tokenizer: str | None = option(None, "a tokenizer of transformers: a name on the hub, or a folder here; null: bytes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path is not None and _is_local(self.path) and not Path(self.path).exists():
-            raise OptionError("path", f"no such file or folder: {self.path}")
-        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
-            raise OptionError("tokenizer", f"no such folder: {self.tokenizer}")
+        hub.check(path=self.path, tokenizer=self.tokenizer)
 
     def require(self, inputs: Inputs) -> None:
         """Raise ValueError unless the model reads pairs, has three classes or more, and its vocabulary is large enough.
 
-        Without a tokenizer, the vocabulary must have all bytes and three special tokens.
+        The vocabulary must have all tokens of the tokenizer, or all bytes and three special tokens.
         """
         if not isinstance(inputs, Pairs):
             told = f"the model reads {described(inputs)}; use another source, or synthetic"
             raise ValueError(f"nli gives pairs of sentences, {told}")
         if inputs.classes < CLASSES:
             raise ValueError(f"nli has {CLASSES} classes, the model has {inputs.classes}")
-        if self.tokenizer is None and inputs.vocabulary <= SEP:
-            raise ValueError(f"nli needs a vocabulary of {SEP + 1}, the model has {inputs.vocabulary}")
+        hub.require_vocabulary("nli", self.tokenizer, SEP + 1, inputs.vocabulary, ask=False)
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """All samples of a split. In a source without splits, every fifth row is held out."""
         assert isinstance(inputs, Pairs)
+        hub.require_vocabulary("nli", self.tokenizer, SEP + 1, inputs.vocabulary, ask=True)
         rows, indices, labels = _rows(self.path or str(SHIPPED), held_out)
-        encode = _bytes if self.tokenizer is None else partial(_tokens, _tokenizer(self.tokenizer))
+        encode = _bytes if self.tokenizer is None else partial(_tokens, hub.tokenizer(self.tokenizer))
         return Samples(len(indices), partial(_arrays, rows, indices, labels, encode, inputs.sequence))
-
-
-def _is_local(path: str) -> bool:
-    return Path(path).suffix in _READERS or path.startswith(("/", ".", "~")) or Path(path).exists()
 
 
 @lru_cache(maxsize=2)
 def _rows(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
     """The rows of the source, the indices of the split's rows, and their labels. Raises ValueError if unreadable."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        reader = _READERS.get(Path(path).suffix)
-        if reader is not None:
-            found = datasets.load_dataset(reader, data_files=path)
-        elif (Path(path) / "dataset_dict.json").exists():
-            found = datasets.load_from_disk(path)
-        else:
-            found = datasets.load_dataset(path)
-    except Exception as error:  # errors of network, hub and files have no common base class
-        raise ValueError(f"data.path: {path} cannot be read: {' '.join(str(error).split())}") from error
-    other = next((name for name in _HELD_OUT if name in found), None)
-    rows = found[other if held_out and other is not None else "train"]
-    if missing := {"premise", "hypothesis", "label"} - set(rows.column_names):
-        raise ValueError(f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {', '.join(rows.column_names)}")
+    rows, has_splits = hub.rows(path, held_out)
+    hub.require_columns(path, rows, "premise", "hypothesis", "label")
     labels = np.asarray(rows["label"], dtype=np.int64)
     indices = np.flatnonzero((labels >= 0) & (labels < CLASSES))
-    if other is None:
-        in_split = indices % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1
-        indices = indices[in_split if held_out else ~in_split]
+    if not has_splits:
+        indices = hub.split(indices, held_out, _HELD_OUT_ONE_IN)
     return rows, indices, labels[indices]
 
 
@@ -127,10 +103,3 @@ def _tokens(tokenizer: Any, premises: list[str], hypotheses: list[str], sequence
     made = tokenizer(premises, hypotheses, truncation=True, padding="max_length", max_length=sequence,
                      return_token_type_ids=True, return_tensors="np")  # fmt: skip
     return {name: made[name].astype(np.int64) for name in ("input_ids", "token_type_ids", "attention_mask")}
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -37,7 +37,7 @@ def test_every_option_of_every_group_composes(group, option):
     images = option.startswith(("resnet", "mlp", "vit"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
     needed += ["data=nli"] if option.endswith("-pairs") else ["model=bert-tiny-pairs"] if option.endswith("nli") else []
-    needed += ["data=synthetic"] if option.startswith("timed") else []
+    needed += ["data=synthetic"] if option.startswith("timed") else ["data.path=README.md"] if option == "text" else []
     needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
     needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
     made = composed(f"{group}={option}", *needed)
@@ -205,7 +205,8 @@ WRONG = {
         "batch.profiles: are measured, and the profile is another one; got [2]",
     "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
     "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
-    "model.weights=/no/such/folder": "model.weights: must be a folder with a model's config.json, got /no/such/folder",
+    "model.weights=/no/such/folder": "model.weights: must be a folder with a model's config.json, or a name on the hub, got "
+    "/no/such/folder",
     "model=llama-tiny model.kv_heads=3": "model.kv_heads: must divide heads=4, got 3",
     "model=vit-tiny model.patch=5 data=synthetic": "model.patch: must divide image=32, got 5",
     "model=bert-tiny-pairs":
@@ -214,7 +215,8 @@ WRONG = {
     "model=bert-tiny-pairs data=nli model.vocab=256": "data: nli needs a vocabulary of 259, the model has 256",
     "model=bert-tiny-pairs data=nli model.classes=2": "data: nli has 3 classes, the model has 2",
     "model=bert-tiny-pairs data=nli data.path=none.jsonl": "data.path: no such file or folder: none.jsonl",
-    "model=bert-tiny-pairs data=nli data.tokenizer=none": "data.tokenizer: no such folder: none",
+    "model=bert-tiny-pairs data=nli data.tokenizer=./none": "data.tokenizer: no such file or folder: ./none",
+    "model=gpt2-tiny data=text": "data.path: is needed: a name on the hub, or a file or folder here",
     "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
     "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",

@@ -21,6 +21,7 @@ from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens
 from experiments.tasks.nli import CLS, PAD, SEP, SHIPPED, Nli
 from experiments.tasks.stdlib_bytes import StdlibBytes, text
 from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.text import Text
 
 TEXT = Tokens(sequence=32)
 MASKED = Tokens(sequence=40, masked=True)
@@ -325,6 +326,28 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("text,label\na,1\n")
     with pytest.raises(ValueError, match=r"other.csv has no hypothesis, premise; its columns: text, label"):
         Nli(path=str(tmp_path / "other.csv")).batches(SENTENCES, rank=0, world=1)
+
+
+def test_text_is_packed_into_windows_of_a_tokenizer_s_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the word n, 0 to 99, with ends of text between them: windows of 4 tokens overlap by the label of the last."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = {str(n): n for n in range(100)} | {"<end>": 100, "<unknown>": 101}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(tmp_path / "made")
+    (tmp_path / "numbers.txt").write_text("\n".join(map(str, range(100))))
+    source = Text(path=str(tmp_path / "numbers.txt"), tokenizer=str(tmp_path / "made"), batch_size=1)
+    with pytest.raises(ValueError, match="text needs a vocabulary of 102, the model has 100"):
+        source.require(Tokens(4, 100))
+    found = {held_out: {
+        tuple(b["input_ids"][0].tolist()): b["labels"][0].tolist()
+        for b in source.batches(Tokens(4, 102), rank=0, world=1, epochs=1, held_out=held_out)
+    } for held_out in (False, True)}  # fmt: skip
+    assert (len(found[False]), len(found[True])) == (45, 4)
+    assert found[False][0, 100, 1, 100] == [100, 1, 100, 2] and found[True][18, 100, 19, 100] == [100, 19, 100, 20]
 
 
 # ---- refusals, at the call and not at the first batch

@@ -146,6 +146,18 @@ def test_arguments_may_be_positional():
     assert built[1][0].in_features == 8 and len(built) == 5
 
 
+def test_a_model_that_save_pretrained_has_left_is_loaded_by_its_name(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    saved = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=1, n_embd=8, n_head=2))
+    saved.save_pretrained(tmp_path)
+    with checks.composing():
+        target = "transformers.AutoModelForCausalLM.from_pretrained"
+        config = checks.compose_config(["model=own", f"model._target_={target}", f"model._args_=[{tmp_path}]"])
+    built = config.model.build().model
+    assert torch.equal(built.transformer.wte.weight, saved.transformer.wte.weight)
+
+
 # ---- data
 
 

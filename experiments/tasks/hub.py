@@ -1,0 +1,82 @@
+"""Data sets and tokenizers by name: on Hugging Face's hub, or a file or folder of this machine."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdcs.options import OptionError
+
+_HELD_OUT = ("validation_matched", "validation", "test")
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is that of a file or folder here, which need not exist."""
+    return Path(name).suffix in _READERS or name.startswith(("/", ".", "~")) or Path(name).exists()
+
+
+def check(**names: str | None) -> None:
+    """Raise OptionError for the first option that names a file or folder here that does not exist."""
+    for option, name in names.items():
+        if name is not None and is_local(name) and not Path(name).exists():
+            raise OptionError(option, f"no such file or folder: {name}")
+
+
+@lru_cache(maxsize=4)
+def rows(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, bool]:
+    """The rows of a split, and whether they are a split of the source's own. Raises ValueError if they cannot be read."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        reader = _READERS.get(Path(path).suffix)
+        if reader is not None:
+            found = datasets.load_dataset(reader, data_files=path)
+        elif (Path(path) / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(path, subset)
+    except Exception as error:  # errors of network, hub and files have no common base class
+        raise ValueError(f"data.path: {path} cannot be read: {' '.join(str(error).split())}") from error
+    other = next((name for name in _HELD_OUT if name in found), None)
+    return found[other if held_out and other is not None else "train"], other is not None
+
+
+def require_columns(path: str, found: Any, *columns: str) -> None:
+    """Raise ValueError unless the rows of `path` have these columns."""
+    if missing := {*columns} - {*found.column_names}:
+        raise ValueError(f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {', '.join(found.column_names)}")
+
+
+def split(indices: NDArray[np.int64], held_out: bool, one_in: int) -> NDArray[np.int64]:
+    """Of a source without splits: every `one_in`-th index, which is held out, or the others."""
+    chosen = indices % one_in == one_in - 1
+    return indices[chosen if held_out else ~chosen]
+
+
+@lru_cache(maxsize=1)
+def tokenizer(name: str) -> Any:
+    """A tokenizer of transformers. Raises OptionError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=is_local(name))
+    except Exception as error:  # as above
+        raise OptionError("tokenizer", f"{name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def require_vocabulary(data: str, named: str | None, unnamed: int, vocabulary: int, *, ask: bool) -> None:
+    """Raise ValueError if the model's vocabulary has not all tokens of a tokenizer, or `unnamed` tokens without one.
+
+    ask: also for a tokenizer on the hub. A program that starts ranks asks nothing there.
+    """
+    if named is not None and not (ask or is_local(named)):
+        return
+    needed = unnamed if named is None else len(tokenizer(named))
+    if vocabulary < needed:
+        raise ValueError(f"{data} needs a vocabulary of {needed}, the model has {vocabulary}")

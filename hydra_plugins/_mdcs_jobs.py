@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,7 +71,7 @@ def states(jobs: Sequence[Job]) -> list[str]:
 
     "unknown" where SLURM does not answer.
     """
-    queue = _queue() if any(job.executor == "slurm" for job in jobs) else {}
+    queue = _queue(int(time.monotonic())) if any(job.executor == "slurm" for job in jobs) else {}
     return [_process(job.number) if job.executor == "local" else "unknown" if queue is None else queue.get(job.number, "")
             for job in jobs]  # fmt: skip
 
@@ -127,8 +129,12 @@ def end(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
-def _queue() -> dict[str, str] | None:
-    """The user's jobs that have not ended, by number; None if SLURM's controller does not answer for the moment."""
+@functools.lru_cache(maxsize=1)
+def _queue(second: int) -> dict[str, str] | None:
+    """The user's jobs that have not ended, by number; None if SLURM's controller does not answer for the moment.
+
+    second: of the clock. Within a second, SLURM is asked once.
+    """
     listed = _said("squeue", "--me", "-h", "-r", "-o", "%i|%T|%r")
     if listed is None:
         return None

@@ -93,7 +93,7 @@ class Program:
     """A program that runs jobs.
 
     - job: runs one job.
-    - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused.
+    - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused, unless its jobs are submitted.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
     - freeze: (config, job's folder, settings of the launcher, sweep's folder); writes into the job's folder the files
@@ -193,7 +193,7 @@ def _run(session: Session, program: Program) -> int:
 
 
 def _begin(session: Session, program: Program, config: DictConfig) -> str | None:
-    if program.on_sweep_end is None:
+    if program.on_sweep_end is None and _launcher(config.hydra) is None:
         raise ConfigError("--multirun", "this program takes one job")
     found = folder_of(config) if program.on_earlier else None
     session.sweep = (found or Path(str(config.hydra.sweep.dir))).resolve()
@@ -236,6 +236,8 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         if launcher is not None:
             assert session.sweep is not None
             if program.freeze is None:
+                if state := _mdcs_jobs.state(folder):
+                    raise ConfigError("hydra.sweep.dir", f"{folder} has a job that is {state.lower()}")
                 more = [f"cluster.ranks={config.cluster.ranks}"] if _starts_its_ranks(launcher) else []
                 mdcs_slurm.rerun(folder, settings, *more)
             else:
@@ -306,10 +308,11 @@ def _ended(result: JobResult) -> JobResult:
         return result
     if said is None or state in (record.SUBMITTED, record.RUNNING):
         reason = frozen.why_no_profile(result.folder) or _mdcs_jobs.failure(result.folder)
+        where = ""
     else:
-        reason = said.reason
+        reason, where = said.reason, f" (its logs are in {result.folder})"
     if reason:
-        print(f"failed: {reason} (its logs are in {result.folder})", file=sys.stderr)
+        print(f"failed: {reason}{where}", file=sys.stderr)
     return replace(result, status="failed" if reason else "ok", reason=reason)
 
 

@@ -220,8 +220,8 @@ def _why_none(folder: Path) -> str:
     if (folder / "profile.json").exists() or submitted.read(folder) is None:
         return ""
     failures = [event["reason"] for event in _events(folder) if event["event"] == "failure"]
-    why = failures[-1] if failures else submitted.failure(folder)
-    return f"the sweep's profile was not measured: {why} (its logs are in {folder})"
+    why = f"{failures[-1]} (its logs are in {folder})" if failures else submitted.failure(folder)
+    return f"the sweep's profile was not measured: {why}"
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

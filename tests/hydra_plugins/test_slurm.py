@@ -50,11 +50,13 @@ def test_what_cannot_be_is_one_line_with_its_key(asked, line):
 
 
 def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
+    _mdcs_jobs._queue.cache_clear()
     program(tmp_path, monkeypatch, "squeue", "printf '7_0|PENDING|Priority\\n7_1|COMPLETED|None\\n7_3|RUNNING|None\\n'")
     for number, state in (("7_0", "PENDING (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "RUNNING")):
         _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", number, "logs"))
         assert _mdcs_jobs.state(tmp_path) == state
     program(tmp_path, monkeypatch, "squeue", "exit 1")
+    _mdcs_jobs._queue.cache_clear()
     assert _mdcs_jobs.state(tmp_path) == "unknown"
 
 
@@ -235,6 +237,15 @@ def test_one_job_measures_the_profile_before_the_array_of_those_that_need_it(tmp
     assert [dependency(script) for script in accepted()[5:]] == [""]
 
 
+def test_jobs_whose_profile_was_not_measured_have_failed_with_the_reason(tmp_path, accepted):
+    """SLURM has removed them from the queue."""
+    asked = ("hydra/launcher=mdcs_slurm", "model=mlp", "data=synthetic", "strategy=dp,fsdp")
+    done = one_process.call(train, tmp_path, *common(tmp_path), *asked)
+    why = "job 1 has ended and says nothing of how (the output of its ranks is in"
+    assert done.stderr.count(f"failed: the sweep's profile was not measured: {why} {tmp_path / 'sweep/submitted/1'})\n") == 2
+    assert done.returncode == 1 and "2 of 2 jobs failed" in done.stderr
+
+
 LOCAL = (
     "hydra/launcher=mdcs_local", "run.steps=1000", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker",
     f"hydra.launcher.setup=['export PYTHONPATH=$PYTHONPATH:{ROOT}']", "run.name=slow,slow too",
@@ -287,6 +298,7 @@ def test_jobs_of_this_machine_run_by_themselves_and_a_failed_rank_fails_job_and_
 
 
 def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capfd):
+    _mdcs_jobs._queue.cache_clear()
     program(tmp_path, monkeypatch, "squeue", f"echo x >>{tmp_path}/asked; printf '7_0|RUNNING|None\\n7_1|PENDING|Priority\\n'")
     assert jobs.main([str(tmp_path)]) == 2 and "no job was submitted from here" in capfd.readouterr().err
     for folder, number in zip(commands(tmp_path, "0", "1", "2", "3"), ("7_0", "7_1", "7_2", "7_3"), strict=True):

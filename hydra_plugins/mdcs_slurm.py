@@ -9,6 +9,7 @@ folder (`_mdcs_jobs.COMMAND`), and the list of jobs that must end before (`_mdcs
 
 # No `from __future__ import annotations`: Hydra executes a plugin before it is in sys.modules, where dataclasses look.
 
+import functools
 import hashlib
 import os
 import re
@@ -154,11 +155,13 @@ class MdcsLauncher(Launcher):
     """Submits jobs, and waits for them if the config says so.
 
     prepares: the program's task function does not run a job, but writes the command of a job that is to run.
+    resumes: its jobs hear SLURM's signal to stop, and go on later (`REQUEUE`).
 
     Raises ValueError from `setup` on, when a setting is wrong.
     """
 
     prepares: ClassVar[bool] = False
+    resumes: ClassVar[bool] = False
 
     def __init__(self, **settings: Any) -> None:
         self.asked = MdcsSlurmConf(**settings)
@@ -172,7 +175,7 @@ class MdcsLauncher(Launcher):
         prepared = [self._prepare(list(each), initial_job_idx + i) for i, each in enumerate(job_overrides)]
         folders = [Path(made.hydra_cfg.hydra.runtime.output_dir) for made in prepared]  # type: ignore[union-attr]
         if ready := [folder for folder in folders if (folder / jobs.COMMAND).exists()]:
-            submit(self.asked, Path(str(self.config.hydra.sweep.dir)).resolve(), ready, copies=self.prepares)
+            submit(self.asked, Path(str(self.config.hydra.sweep.dir)).resolve(), ready, self.prepares, self.resumes)
         if not self.prepares and self.asked.wait:
             for made, folder in zip(prepared, folders, strict=True):
                 if reason := jobs.failure(folder):
@@ -211,29 +214,30 @@ def rerun(folder: Path, settings: Any, *more: str) -> None:
     (folder / jobs.COMMAND).write_text(f"{program} {shlex.join(given)}", encoding="utf-8")
 
 
-def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], *, copies: bool) -> None:
+def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], copies: bool, resumes: bool) -> None:
     """Submit the jobs in these folders, and those that must end before. Wait for them if `asked` says so.
 
     Ctrl-C cancels all of them. SIGTERM ends this program alone, where SLURM has the jobs.
 
-    copies: the jobs run a copy of the code as it is now.
+    copies: the jobs run a copy of the code as it is now. resumes: see `MdcsLauncher`.
     """
     code = None if not copies else snapshot(sweep / "code") if asked.snapshot else ROOT
     logs = sweep / LOGS
+    write = functools.partial(script, asked, code, logs, resumes=resumes)
     logs.mkdir(parents=True, exist_ok=True)
     first, running = to_end_before(folders)
     for folder in (*first, *folders):
         (folder / jobs.EXIT_CODE).unlink(missing_ok=True)
     if asked.print_script:
-        print(script(asked, code, logs, folders), flush=True)
+        print(write(folders), flush=True)
     starter = _Slurm() if asked.executor == "slurm" else _Local(asked.parallel)
     try:
         with _left_alone(asked.executor == "slurm", sweep):
             if first:
-                starter.start(script(asked, code, logs, first), logs, first)
+                starter.start(write(first), logs, first)
                 print(f"submitted first, as the others need its profile: {_numbers(first)}", flush=True)
             needed = [job for folder in (*running, *first) if (job := jobs.read(folder)) is not None]
-            starter.start(script(asked, code, logs, folders, needed), logs, folders, needed)
+            starter.start(write(folders, needed), logs, folders, needed)
             print(f"submitted: {_numbers(folders)}; logs are in {logs}", flush=True)
             if asked.wait:
                 wait(starter)
@@ -282,7 +286,7 @@ def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def script(
-    asked: MdcsSlurmConf, code: Path | None, logs: Path, folders: Sequence[Path], after: Sequence[jobs.Job] = ()
+    asked: MdcsSlurmConf, code: Path | None, logs: Path, folders: Sequence[Path], after: Sequence[jobs.Job] = (), *, resumes: bool
 ) -> str:
     """The batch script of the jobs in `folders`: one job, or an array of several.
 
@@ -293,7 +297,8 @@ def script(
     lines = ["#!/bin/bash"]
     if slurm:
         options = {name.replace("_", "-"): getattr(asked, name) for name in _SBATCH if getattr(asked, name) is not None}
-        options |= {"ntasks-per-node": asked.ranks_per_node, "signal": f"USR1@{asked.grace_s}", "open-mode": "append"}
+        options |= {"ntasks-per-node": asked.ranks_per_node, "open-mode": "append"}
+        options |= {"signal": f"USR1@{asked.grace_s}"} if asked.requeue and resumes else {}
         options |= {"output": logs / ("%A_%a.log" if several else "%j.log"), "requeue" if asked.requeue else "no-requeue": True}
         options |= {name.replace("_", "-"): value for name, value in asked.sbatch.items()}
         conditions = [asked.dependency, options.get("dependency"), after and f"afterok:{':'.join(job.number for job in after)}"]
@@ -305,7 +310,7 @@ def script(
         number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if several else "$SLURM_JOB_ID"
     else:
         number = "$$"
-    lines += [f"export {REQUEUE}=1"] if slurm and asked.requeue else []
+    lines += [f"export {REQUEUE}=1"] if slurm and asked.requeue and resumes else []
     lines += [f"module load {shlex.quote(module)}" for module in asked.modules]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in asked.env.items()]
     if code is not None:

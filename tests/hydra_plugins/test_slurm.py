@@ -72,7 +72,7 @@ def test_all_that_is_asked_for_is_in_the_script(tmp_path):
     """One task per rank; bash accepts the script."""
     check(ASKED)
     first = _mdcs_jobs.Job("slurm", "7", "")
-    text = script(ASKED, Path("/shared/my code"), tmp_path / "submitted", commands(tmp_path, "0", "1"), [first])
+    text = script(ASKED, Path("/shared/my code"), tmp_path / "submitted", commands(tmp_path, "0", "1"), [first], resumes=True)
     lines = text.splitlines()
     for line in (
         "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--gpus-per-node=a100:4", "--mem=64G", "--time=1-12",
@@ -87,8 +87,9 @@ def test_all_that_is_asked_for_is_in_the_script(tmp_path):
     assert "--kill-on-bad-exit=1 --open-mode=append --cpus-per-task=8 --cpu-bind=cores --gpu-bind=closest --mpi=pmix" in run
     assert run.endswith('--output="$logs/rank-%t.log" apptainer exec --nv image.sif python3.12 -u "${command[@]}"')
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    never = script(MdcsSlurmConf(requeue=False), None, tmp_path, [tmp_path / "0"])
-    assert "#SBATCH --no-requeue" in never and "MDCS_REQUEUE" not in never  # whatever the cluster's usual is
+    never = script(MdcsSlurmConf(requeue=False), None, tmp_path, [tmp_path / "0"], resumes=True)
+    assert "#SBATCH --no-requeue" in never  # whatever the cluster's usual is
+    assert "MDCS_REQUEUE" not in never and "--signal" not in never
     assert "PYTHONPATH" not in never and "--array" not in never and "dependency" not in never
 
 
@@ -98,7 +99,7 @@ def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_pa
     program(tmp_path, monkeypatch, "srun", skip + '; "$@" >${out/\\%t/0}')
     folders = commands(tmp_path, "a b", "1")
     (folders[1] / _mdcs_jobs.COMMAND).write_text("-c 'exit(3)'")
-    text = script(MdcsSlurmConf(), tmp_path, tmp_path / "logs", folders)
+    text = script(MdcsSlurmConf(), tmp_path, tmp_path / "logs", folders, resumes=False)
     for i, code in ((0, 0), (1, 3)):
         env = os.environ | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(i)}
         assert subprocess.run(["bash", "-c", text], env=env, check=False).returncode == code
@@ -211,7 +212,7 @@ def test_one_job_is_submitted_without_m_and_a_comparison_is_the_program_itself(t
     assert "--array" not in jobs + comparison and f"experiments.job.frozen {tmp_path / 'sweep/0'}" in jobs
     assert 'command=("$code"/experiments/compare.py ' in comparison and "compare.rounds=3" in comparison
     [code] = (tmp_path / "sweep/code").iterdir()
-    assert f"code={code}\n" in comparison
+    assert f"code={code}\n" in comparison and "MDCS_REQUEUE" in jobs and "MDCS_REQUEUE" not in comparison
 
 
 def dependency(script: str) -> str:

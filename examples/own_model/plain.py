@@ -1,11 +1,12 @@
-"""A model of plain PyTorch with inputs and a loss of its own: it predicts a curve from its noisy points.
+"""A model of plain PyTorch with data, inputs and a loss of its own: it predicts a curve from its noisy points.
 
-    mdcs train model=own data=synthetic model._target_=examples.own_model.plain.build_model \
-        model.reads._target_=examples.own_model.plain.Points model.reads.points=32 \
-        model.loss='{_target_: examples.own_model.plain.loss, _partial_: true, power: 2}'
+    mdcs train model=own model._target_=examples.own_model.plain.build_model model.points=32 \
+        model.loss='{_target_: examples.own_model.plain.loss, _partial_: true, power: 2}' \
+        data=own data._target_=examples.own_model.plain.Curves data.points=32
 
-or shorter, with the file conf/model/points.yaml beside this one: mdcs train --config-dir examples/own_model/conf model=points
-data=synthetic.
+or shorter, with the file conf/model/points.yaml beside this one, and samples that its inputs draw:
+
+    mdcs train --config-dir examples/own_model/conf model=points data=synthetic
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,20 @@ class Points:
         """Draw a sine with noise, and the sine."""
         curve = np.sin(random.uniform(1, 5) * np.linspace(0, 1, self.points) + random.uniform(0, 6))
         return {"noisy": (curve + random.normal(0, 0.1, self.points)).astype("f"), "curve": curve.astype("f")}
+
+
+class Curves(Dataset):
+    """Data of its own: `count` noisy curves, of which evaluations see others."""
+
+    def __init__(self, points: int, count: int = 1024, held_out: bool = False) -> None:
+        inputs, random = Points(points), np.random.default_rng(int(held_out))
+        self.samples = [inputs.sample(random) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.samples[index]
 
 
 class Block(nn.Module):

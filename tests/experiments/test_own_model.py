@@ -11,7 +11,8 @@ from tests.experiments import one_process
 CONF = Path(__file__).resolve().parents[2] / "examples/own_model/conf"
 SHORT = ("run.steps=4", "run.warmup_steps=1", "run.profile_iterations=1", "cluster.threads=1", "hydra.run.dir=out")
 GPT2 = ("model=own", "model._target_=examples.own_model.gpt2.build_model", "model.layers=3")
-POINTS = ("--config-dir", str(CONF), "model=points", "data=synthetic")
+CURVES = ("data=own", "data._target_=examples.own_model.plain.Curves", "data.points=32", "run.eval_every=2")
+POINTS = ("--config-dir", str(CONF), "model=points", *CURVES)
 
 
 @pytest.mark.slow

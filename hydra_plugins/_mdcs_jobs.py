@@ -82,21 +82,14 @@ def state(folder: Path) -> str:
     return "" if job is None else states([job])[0]
 
 
-def final_states(jobs: Sequence[Job]) -> dict[str, str]:
-    """SLURM's last state of each job that it still knows, by job number, in one call. Empty without accounting."""
-    numbers = [job.number for job in jobs if job.executor == "slurm"]
-    listed = _said("sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(numbers)) if numbers else None
-    return dict(line.split("|", 1) for line in (listed or "").splitlines() if "|" in line)
-
-
 def failure(folder: Path) -> str:
     """Why the folder's job has failed, in one line with the place of its logs; empty if its ranks have ended well."""
     job, code = read(folder), exit_code(folder)
     if job is None or code == 0:
         return ""
     how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
-    if code is None and (state := final_states([job]).get(job.number)):
-        how += f": SLURM says {state}"
+    if code is None and job.executor == "slurm" and (said := _said("sacct", "-n", "-X", "-P", "-o", "State", "-j", job.number)):
+        how += f": SLURM says {said.strip()}"  # empty without accounting
     return f"job {job.number} {how} (the output of its ranks is in {job.logs})"
 
 

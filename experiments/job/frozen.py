@@ -40,8 +40,8 @@ JOB = "frozen.yaml"
 WORKER = "MDCS_WORKER"
 PROFILES = "profiles"
 """Folder in a sweep's folder with one folder for each of its profiles."""
-_ONLY = "only"
-"""File in the folder of a job that measures a profile and does not train."""
+_MEASURE = "profile"
+"""Second argument of a job that measures a profile and does not train."""
 
 
 def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
@@ -51,9 +51,9 @@ def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
     record.write(folder, identity or record.identity_of(config), record.SUBMITTED)
 
 
-def _leave(config: Config, folder: Path) -> None:
+def _leave(config: Config, folder: Path, *what: str) -> None:
     checks.save(files_from_here(config), folder / JOB)
-    command = shlex.join(["-P", "-m", "experiments.job.frozen", str(folder.resolve())])
+    command = shlex.join(["-P", "-m", "experiments.job.frozen", str(folder.resolve()), *what])
     (folder / submitted.COMMAND).write_text(command, encoding="utf-8")
 
 
@@ -85,8 +85,7 @@ class Freezer:
         if (found / "profile.json").exists():
             (found / submitted.COMMAND).unlink(missing_ok=True)
         elif not (found / submitted.COMMAND).exists():
-            _leave(_measuring(config), found)
-            (found / _ONLY).write_text("profile", encoding="utf-8")
+            _leave(_measuring(config), found, _MEASURE)
         return found
 
 
@@ -109,11 +108,11 @@ def files_from_here(config: Config) -> Config:
     return dataclasses.replace(config, engine=engine, profile=profile, run=run)
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, what: str = "") -> int:
     """Run one rank of the job. Return the exit code."""
     if preemption.expected():
         preemption.ignore()  # the ranks listen, once they run
-    part = measure if (folder / _ONLY).exists() else run
+    part = measure if what == _MEASURE else run
     try:
         joined = place()
     except NoPlace as error:
@@ -238,4 +237,4 @@ def _note(folder: Path, identity: str | None, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -96,15 +97,11 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]
     points = ask.median_by(rows, "schedule_share")
     if not len(points):
         return
-    share, colour = points["schedule_share"], look["color"]
-    predicted = points[f"predicted_{column}"] * 1e3
-    axes.plot(share, predicted, color=colour, ls="--", lw=1.1, marker=look["marker"], mfc="white", mew=1.1, ms=7, zorder=2)
-    if not points[column].notna().any():
-        return
-    axes.plot(share, points[column] * 1e3, color=colour, marker=look["marker"], zorder=3, clip_on=False)
+    if column != "step_s":
+        steps = {"step_s": points[column], "predicted_step_s": points[f"predicted_{column}"]}
+        points = points.assign(**steps, step_s_p10=nan, step_s_p90=nan)
+    style.draw_steps(axes, points["schedule_share"], points, look)
     if column == "step_s":
-        low, high = points["step_s_p10"] * 1e3, points["step_s_p90"] * 1e3
-        axes.vlines(share, low, high, color=colour, lw=4, alpha=0.3, zorder=1)
         style.draw_repetitions(axes, rows["schedule_share"], rows, points["runs"])
 
 

@@ -1,16 +1,16 @@
 """Run a job's ranks on this machine to their end. A failure ends all ranks quickly, and its reason is reported.
 
-    launcher (this process) → torch's elastic agent (`launch.agent`) → ranks (`launch.rank`)
+    launcher (this process) → a process that forks ranks (`launch.forks`) → ranks (`launch.rank`)
 
-A shaped cluster has one agent per namespace. There, "the agent" of this module is `launch.shaped`, which runs between
-this process and those agents. The agent starts the ranks and sees them exit. An agent notices only processes that
-end, so this process watches agent and ranks: it ends a job in which no rank makes progress, gives a failing job a
-moment to report, and kills the remaining processes. Every rank leads its own session, so its children are killed
-with it.
+A shaped cluster has such a process in each namespace, and `launch.shaped` between them and this process. That process
+sees the ranks exit. It notices only processes that end, so this process watches it and the ranks: it ends a job in
+which no rank makes progress, gives a failing job a moment to report, and kills the remaining processes. Every rank
+leads its own session, so its children are killed with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,15 +18,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from launch import network, orphans, status
-from launch.agent import report_of
-from launch.rank import reason_of
+from launch.rank import reason_of, report_of
 from launch.reserved import ReservedFile
 from launch.status import Status
 
@@ -41,7 +39,7 @@ _HAS_WAITED = re.compile(": waited |timed? ?out", re.IGNORECASE)
 """Matches a timeout of the runtime, or of a backend that timed out first."""
 
 # _FIRST_HAND: deaths that the failure of another rank never causes.
-# _SECOND_HAND: possible consequences. A lost connection can abort a process, and the agent terminates the other ranks.
+# _SECOND_HAND: possible consequences. A lost connection can abort a process, and what forked them ends the others.
 _FIRST_HAND = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGXCPU)
 _SECOND_HAND = (signal.SIGABRT, signal.SIGTERM)
 
@@ -113,50 +111,94 @@ def run(
     module: str,
     arguments: Sequence[str] = (),
     on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
+    forks: Forks | None = None,
 ) -> Outcome:
     """Run `module` in `cluster.ranks` processes on this machine, with `env` added to their environment, and wait.
 
     The caller holds `run_dir` alone (`launch.claim`). The output of each rank goes to `rank{r}.log` in it, the output
-    of the agent to `agent.log`. `on_tick` is called about ten times a second with the last status of each rank. Every
-    rank has ended when this call ends, also after an exception from `on_tick` or Ctrl-C. Raises OSError where the disk
-    of `run_dir` is full.
+    of the process that forks them to `agent.log`. `on_tick` is called about ten times a second with the last status of
+    each rank. Every rank has ended when this call ends, also after an exception from `on_tick` or Ctrl-C.
+
+    forks: the process that forks the ranks, of an earlier job with the same `env`. It stays if the job ends well.
+    Raises OSError where the disk of `run_dir` is full.
     """
     run_dir = run_dir.resolve()
     begin(run_dir, cluster)
-    job = {
-        "schema": 1,
-        "id": uuid.uuid4().hex,
-        "ranks": cluster.ranks,
-        "nodes": cluster.nodes or cluster.ranks,
-        "rate_gbit": cluster.rate_gbit,
-        "module": module,
-        "arguments": list(arguments),
-        "env": {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface, **env},
-    }
-    (run_dir / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
-    module_of_agent = "launch.agent" if cluster.rate_gbit is None else "launch.shaped"
-    with (run_dir / "agent.log").open("wb") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", module_of_agent, str(run_dir), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone; it then ends the others
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
-                    os.pathsep
-                ),
-            },
-        )
-    stuck: str | None = None
+    once, outcome = forks is None, Outcome(False, "interrupted")
+    forks = forks or Forks(env)
     try:
-        stuck = watch(run_dir, cluster, agent, on_tick)
+        forks.hand(run_dir, cluster, module, arguments, once)
+        stuck = watch(run_dir, cluster, forks, on_tick)
+        code = forks.poll()
+        outcome = outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
     finally:
-        orphans.kill_groups([agent.pid])  # first: the agent would report the kills of ranks as failures
-        agent.wait()
-        end(run_dir, cluster, [agent.pid])
-    return outcome_of(run_dir, cluster, agent.returncode, stuck)
+        if once or not outcome.ok:
+            forks.end()  # first: it would report the kills of ranks as failures
+        end(run_dir, cluster, [forks.pid])
+    return outcome
+
+
+class Forks:
+    """The process that forks ranks, and its current job. It starts with the first job."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = dict(env)
+        self._reports: list[ReservedFile] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    def hand(self, folder: Path, cluster: Cluster, module: str, arguments: Sequence[str], once: bool) -> None:
+        """Start a job. once: no other job follows."""
+        through = {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface}
+        if self._process is None:
+            between = "launch.forks" if cluster.rate_gbit is None else "launch.shaped"
+            paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            with (folder / "agent.log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", between, str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches this process alone; it then ends the others
+                    env={**os.environ, **through, **self.env, "PYTHONPATH": paths},
+                    text=True,
+                )
+        self._reports = _reports(folder, cluster)
+        job = {
+            "schema": 1, "folder": str(folder), "ranks": cluster.ranks, "nodes": len(self._reports),
+            "rate_gbit": cluster.rate_gbit, "module": module, "arguments": list(arguments), "once": once,
+            "env": through | self.env,
+        }  # fmt: skip
+        (folder / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `poll` reports it
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+
+    def poll(self) -> int | None:
+        """State of the job as in `Agent.poll`; the process's exit code if the process has ended without a report."""
+        assert self._process is not None
+        try:
+            said = [json.loads(report.path.read_text(encoding="utf-8")) for report in self._reports]
+        except FileNotFoundError:
+            return self._process.poll()
+        return int(any(each["exit_codes"] for each in said))
+
+    def runs(self) -> bool:
+        """Whether another job may follow."""
+        return self._process is None or self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill the process. Ranks die with it."""
+        if self._process is not None and self._process.returncode is None:
+            orphans.kill_groups([self.pid])
+            self._process.wait()
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
 
 
 class Agent(Protocol):
@@ -198,7 +240,7 @@ def begin(run_dir: Path, cluster: Cluster) -> None:
     clear(run_dir)
     for file in _reserved(run_dir, cluster):
         file.take()  # now: a full disk is an error that can still be reported here
-    orphans.adopt_orphans()  # the ranks become children of this process when the agent ends
+    orphans.adopt_orphans()  # the ranks become children of this process when the one that forked them ends
 
 
 def end(run_dir: Path, cluster: Cluster, sessions: Sequence[int] = ()) -> None:
@@ -215,15 +257,20 @@ def end(run_dir: Path, cluster: Cluster, sessions: Sequence[int] = ()) -> None:
 def clear(run_dir: Path) -> None:
     """Remove the files that an earlier job left in the folder: their pids may belong to other processes by now."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json"):
+    for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json", "agent.log"):
         for file in run_dir.glob(pattern):
             file.unlink()
 
 
 def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
     """Files that the processes of a job write when they end."""
-    nodes = [None] if cluster.rate_gbit is None else range(cluster.nodes or cluster.ranks)
-    return [*(report_of(run_dir, node) for node in nodes), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
+    return [*_reports(run_dir, cluster), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
+
+
+def _reports(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
+    """Exit codes of failed ranks, in a file of each process that forks ranks."""
+    nodes = 1 if cluster.rate_gbit is None else cluster.nodes or cluster.ranks
+    return [report_of(run_dir, node) for node in range(nodes)]
 
 
 # ---- what happened

@@ -1,9 +1,9 @@
-"""A process that stays between jobs and forks their ranks: `python -m launch.forks PARENT`, one job a line on stdin.
+"""A process that forks ranks: `python -m launch.forks PARENT`, one job a line on stdin.
 
-It has the part that torch's elastic agent has for a single job (`launch.agent`): it sees the ranks end and writes their
-exit codes. Between jobs it only imports the modules that rank 0 of the last job had imported at its end. A rank is a
-fork, so the next job starts without any state of the last one. This process starts no thread and makes no tensor:
-neither survives a fork intact.
+It sees the ranks end and writes the exit codes of those that failed. It imports torch once for all of them. Between
+jobs it also imports the modules that rank 0 of the last job had imported at its end. A rank is a fork, so the next job
+starts without any state of the last one. This process starts no thread and makes no tensor: neither survives a fork
+intact. Of a shaped cluster it has the ranks of one node (`launch.shaped`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from launch import orphans
-from launch.agent import LOOPBACK, report_of
+from launch.network import addresses
+from launch.rank import report_of
 
 _POLL_SECONDS = 0.01
+_LOOPBACK = "127.0.0.1"
+_PORT = 29500  # of a shaped cluster's first node; free, because the network namespace is the job's own
 _REPORT_SECONDS = 3.0
 """Seconds that the other ranks get when one has failed: the first failure seen need not be the first that happened."""
 
 
-def main(parent: int) -> None:
-    """Run jobs until stdin ends."""
+def main(parent: int) -> int:
+    """Run jobs until stdin ends. Return 1 if a rank of the last one has failed, else 0."""
     orphans.die_with_parent(parent)
     import torch.distributed  # noqa: F401
 
     from launch import rendezvous
 
+    failed: dict[int, int] = {}
     for line in sys.stdin:
         job = json.loads(line)
         folder = Path(job["folder"])
-        log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)
@@ -49,19 +53,27 @@ def main(parent: int) -> None:
         with tempfile.TemporaryFile("w+") as imported:
             codes = _run(job, folder, imported, rendezvous.serve_on)
             failed = {rank: code for rank, code in codes.items() if code}
-            report_of(folder, None).write(json.dumps({"schema": 1, "exit_codes": failed}))
+            report_of(folder, job.get("node", 0)).write(json.dumps({"schema": 1, "exit_codes": failed}))
             imported.seek(0)
-            _import(imported.read().split(), job["module"])
+            if not job["once"]:
+                _import(imported.read().split(), job["module"])
+    return int(bool(failed))
 
 
 def _run(job: dict[str, Any], folder: Path, imported: IO[str], serve_on: Any) -> dict[int, int]:
     """Fork a job's ranks and wait. Return the exit codes of the ranks that ended by themselves."""
-    with socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN) as listener:
+    node, beside = job.get("node", 0), job["ranks"] // job["nodes"]
+    meeting = (_LOOPBACK, 0) if job["rate_gbit"] is None else (addresses(1)[0], _PORT)
+    with socket.create_server(meeting, backlog=socket.SOMAXCONN) if node == 0 else contextlib.nullcontext() as listener:
+        address, port = meeting if listener is None else listener.getsockname()
         ranks: dict[int, int] = {}
         parent = os.getpid()
-        for rank in range(job["ranks"]):
+        for local in range(beside):
+            rank = node * beside + local
+            place = {"RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": beside}
+            place |= {"MASTER_ADDR": address, "MASTER_PORT": port}
             if (pid := os.fork()) == 0:
-                _rank(parent, job, folder, rank, listener, imported, serve_on)
+                _rank(parent, job, folder, place, listener, imported, serve_on)
             ranks[pid] = rank
     codes: dict[int, int] = {}
     failed: float | None = None
@@ -82,8 +94,9 @@ def _run(job: dict[str, Any], folder: Path, imported: IO[str], serve_on: Any) ->
 
 
 def _rank(
-    parent: int, job: dict[str, Any], folder: Path, rank: int, listener: socket.socket, imported: IO[str], serve_on: Any
-) -> NoReturn:
+    parent: int, job: dict[str, Any], folder: Path, place: dict[str, Any], listener: socket.socket | None, imported: IO[str],
+    serve_on: Any,
+) -> NoReturn:  # fmt: skip
     code = 1
     try:
         os.setsid()
@@ -91,18 +104,18 @@ def _rank(
         from launch import rank as ranks
 
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        address, port = listener.getsockname()
-        place = {"RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": job["ranks"]}
         os.environ |= {key: str(value) for key, value in place.items()} | {
-            "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            ranks.AGENT_PID: str(parent),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", ranks.AGENT_PID: str(parent),
         }  # fmt: skip
         _reseed()
-        if rank:
-            listener.close()
-        store = None if rank else serve_on(listener.detach(), address, port)
+        store = None
+        if listener is not None:
+            if place["RANK"] == 0:
+                store = serve_on(listener.detach(), place["MASTER_ADDR"], place["MASTER_PORT"])
+            else:
+                listener.close()
         code = ranks.main(folder, job["module"], job["arguments"])
-        if rank == 0 and code == 0:
+        if place["RANK"] == 0 and code == 0:
             imported.write("\n".join(sys.modules))
             imported.flush()
         del store
@@ -129,4 +142,4 @@ def _import(names: list[str], without: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main(int(sys.argv[1]))
+    sys.exit(main(int(sys.argv[1])))

@@ -30,10 +30,9 @@ from typing import Any
 from torch.distributed import PrefixStore
 
 from launch import elastic, orphans, rendezvous, status
-from launch.agent import report_of
 from launch.elastic import REPORT_SECONDS, Cluster, Outcome
 from launch.place import Place, interface
-from launch.rank import AGENT_PID, reason_of
+from launch.rank import AGENT_PID, reason_of, report_of
 from launch.status import Status
 from launch.store_line import StoreLine
 

@@ -54,7 +54,7 @@ class Place:
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """This process's place, or None if nobody started it as a rank. Raises NoPlace."""
-    if AGENT_PID in environment:  # a rank of `launch.agent`, not of torchrun or srun
+    if AGENT_PID in environment:  # a rank of ours, not of torchrun or srun
         return None
     if all(key in environment for key in _TORCHRUN):
         return _of_torchrun(environment)

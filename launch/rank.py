@@ -21,7 +21,7 @@ from launch.reserved import ReservedFile
 
 AGENT_PID = "MDCS_AGENT_PID"
 _MOST = 4000  # characters of a message or a traceback; the rank's log has the full text
-_REASON_BYTES = 16 << 10
+_REASON_BYTES, _REPORT_BYTES = 16 << 10, 4 << 10
 
 
 def main(folder: Path, module: str, arguments: list[str]) -> int:
@@ -53,6 +53,11 @@ def main(folder: Path, module: str, arguments: list[str]) -> int:
 def reason_of(folder: Path, rank: int) -> ReservedFile:
     """The file in which a rank leaves the reason of its failure."""
     return ReservedFile(folder / f"rank{rank}.error", _REASON_BYTES)
+
+
+def report_of(folder: Path, number: int) -> ReservedFile:
+    """The file in which a process that has ranks leaves the exit codes of those that failed."""
+    return ReservedFile(folder / f"agent{number}.json", _REPORT_BYTES)
 
 
 def _leave_reason(file: ReservedFile, rank: int, message: str) -> None:

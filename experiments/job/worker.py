@@ -1,6 +1,6 @@
 """Program of every rank of a job: `python -m experiments.job.worker RUN_DIR [--profile-only | --plan-only]`.
 
-It runs under torch's elastic agent. It builds the workload of the resolved config, measures a profile (or reads one),
+It builds the workload of the resolved config, measures a profile (or reads one),
 plans on rank 0, and trains with the config's engine (`experiments.engines`): mdcs runs the plan, a peer needs none.
 Rank 0 writes the files of the run folder.
 """

@@ -163,7 +163,7 @@ def test_a_cluster_out_of_range_is_refused(kwargs, word):
 
 
 def leave(folder: Path, codes: dict[int, int], errors: list[tuple[int, float, str]] = ()) -> None:
-    (folder / "agent.json").write_text(json.dumps({"schema": 1, "exit_codes": codes}))
+    (folder / "agent0.json").write_text(json.dumps({"schema": 1, "exit_codes": codes}))
     for rank, when, message in errors:
         reason = {"schema": 1, "time": when, "rank": rank, "step": 7, "phase": "backward", "message": message}
         (folder / f"rank{rank}.error").write_text(json.dumps(reason))

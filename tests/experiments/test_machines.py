@@ -50,12 +50,12 @@ def test_two_hosts_measure_a_curve_and_compare_as_one_does(tmp_path, warm):
     for folder in (curve, compare):
         folder.mkdir()
     few = ("budget.over_floor=0.3", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
-    assert start(curve, 2, "curve", *JOB, *exact, *few).wait(300) == 0, (curve / "host0/log").read_text()
+    assert start(curve, 2, "curve", *JOB, *exact, *few).wait(900) == 0, (curve / "host0/log").read_text()
     out = curve / "host0/out"
     assert [point["measured"] is not None for point in json.loads((out / "tradeoff.json").read_text())["points"]].count(True) == 1
     short = (*exact[:1], *JOB[-2:], "cluster.threads=1", "compare.only=[mdcs,ddp]", "compare.rounds=1")
     given = f"profile.path={out / 'profile.json'}"
-    assert start(compare, 2, "compare", given, *short).wait(300) == 0, (compare / "host0/log").read_text()
+    assert start(compare, 2, "compare", given, *short).wait(900) == 0, (compare / "host0/log").read_text()
 
     with checks.composing():
         config = checks.compose_config([*JOB, *exact, "cluster.ranks=4"])

@@ -30,12 +30,3 @@ def test_one_that_never_comes_is_named(monkeypatch):
     _served, port = rendezvous.serve("127.0.0.1")
     with pytest.raises(RuntimeError, match="here/1"):
         come(port, 0, 0.2)
-
-
-def test_agents_say_how_long_ranks_have_to_end_only_where_torch_asks(monkeypatch):
-    from torch.distributed.launcher.api import LaunchConfig
-
-    assert rendezvous.shutdown_within(3) in ({}, {"shutdown_timeout": 3})
-    LaunchConfig(1, 1, 1, **rendezvous.shutdown_within(3))
-    monkeypatch.setattr(LaunchConfig, "__dataclass_fields__", {})
-    assert rendezvous.shutdown_within(3) == {}

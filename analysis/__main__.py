@@ -1,6 +1,6 @@
 """Table, pictures and trace of a sweep or a run; report, notebooks and trace are commands within.
 
-    python -m analysis SOURCE     # or mdcs report SOURCE
+    mdcs report SOURCE     # or python -m analysis SOURCE
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from analysis.executed import run_notebooks
+from analysis.layers import write_layers
 from analysis.load import load_run
 from analysis.page import write_page
 from analysis.report import write_report, write_trace
@@ -27,20 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name = arguments[0] if arguments[:1] and arguments[0] in _COMMANDS else ""
     run, about = _COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"python -m analysis {name}".strip(), description=about)
+    parser = argparse.ArgumentParser(prog=f"mdcs report {name}".strip(), description=about)
     try:
         near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1) if arguments and not name else []
         if near and not Path(arguments[0]).exists():
             raise ValueError(f"{arguments[0]} is neither a folder nor a command; did you mean {near[0]}?")
         run(parser, arguments[1:] if name else arguments)
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
-        print(f"analysis: {error}", file=sys.stderr)
+        print(f"report: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _pictures(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    others = (f"python -m analysis {name}: {about[0].lower()}{about[1:]}" for name, (_, about) in _COMMANDS.items() if name)
+    others = (f"mdcs report {name}: {about[0].lower()}{about[1:]}" for name, (_, about) in _COMMANDS.items() if name)
     parser.epilog = "Other commands. " + " ".join(others)
     parser.add_argument("source", help=_SOURCE)
     parser.add_argument("--out", type=Path, help="where to write (default: the folder; of W&B's runs, here)")
@@ -76,6 +77,12 @@ def _trace(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     print(f"wrote {write_trace(load_run(options.run), options.output or options.run / 'trace.json')}")
 
 
+def _layers(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("folder", type=Path, help="the folder of a sweep or a run")
+    for path in write_layers(parser.parse_args(arguments).folder):
+        print(f"wrote {path}")
+
+
 def _wandb(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("source", help="a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP")
     print(write_wandb_report(parser.parse_args(arguments).source))
@@ -96,6 +103,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser, Sequence[str]], No
         _notebooks, "Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files."
     ),
     "trace": (_trace, "Write a run's period, predicted and measured, as a trace for https://ui.perfetto.dev."),
+    "layers": (_layers, "Print the memory of each layer for all runs of a sweep side by side, and draw it."),
     "wandb": (_wandb, "Write a sweep's report on W&B's server, with predictions beside measurements, and print its address."),
 }  # fmt: skip
 

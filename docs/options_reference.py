@@ -29,8 +29,9 @@ def page() -> str:
             lines += _keys_by_option(group)
         else:
             lines += _table([(key, leaf.default, leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")])
-    lines += ["", "## experiment", ""]
-    lines += [f"- `experiment={option}`: {says}" for option, says in told["experiment"].items()]
+    for group in ("debug", "experiment"):
+        lines += ["", f"## {group}", ""]
+        lines += [f"- `{group}={option}`: {says}" for option, says in told[group].items()]
     return "\n".join(lines) + "\n"
 
 

@@ -2,14 +2,14 @@
 
     mdcs collectives cluster.ranks=2
     mdcs collectives cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
-    mdcs collectives cluster=shaped cluster.rate_gbit=0.5 --repeat 10
+    mdcs collectives cluster=shaped cluster.rate_gbit=0.5 timing.repeat=10
 
 `experiment=collectives` has four ranks. The table has median milliseconds per message in trains of messages, by family
 of algorithms and message size: trains of each operation, and trains in which the operations take turns, as in a plan.
 * marks the fastest. The table also has the bytes that one rank sends and its buffer, per byte of the message, and the
 rate of the largest message. A picture is left in the job's folder.
 
-With --repeat, the link is measured repeatedly, as for a profile. The table shows how far the measurements differ: rate,
+With timing.repeat, the link is measured repeatedly, as for a profile. The table shows how far the measurements differ: rate,
 gap and latency, the chosen families, and how much slower a choice is than the fastest family. For that comparison,
 trains of both families are measured in between, with two messages in flight and with one.
 
@@ -18,7 +18,6 @@ On an emulated link both families would be equal, so this program always measure
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -60,9 +59,6 @@ _TURNS = 3  # repetitions of a train
 def main() -> int:
     """Run the measurements of the command line and print the tables. Return the exit code."""
     console = new_console(110)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--repeat", type=int, default=0)
-    asked, sys.argv[1:] = parser.parse_known_args()
 
     def compare(config: Config, folder: Path) -> str:
         if config.cluster.emulated:
@@ -71,19 +67,19 @@ def main() -> int:
             return "cluster.ranks: must be >= 2 to compare collectives, got 1"
         config.run.name = config.run.name or "collectives"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / REPEAT).write_text(str(asked.repeat), encoding="utf-8")
+        (folder / REPEAT).write_text(str(config.timing.repeat), encoding="utf-8")
         outcome = jobs.run(config, folder, console, only="plan", worker="experiments.collectives")
         if outcome.ok:
             about = config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)
             found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            if asked.repeat:
+            if config.timing.repeat:
                 console.print(repeated(found["links"], found["rows"], *about))
             else:
                 console.print(table(found["rows"], *about))
                 console.print(f"drawn in {save(picture(found['rows'], *about), folder / PICTURE)}", soft_wrap=True)
         return outcome.reason
 
-    return app.run(app.Program(compare))
+    return app.run(app.Program(compare, own=("timing",)))
 
 
 def measure(folder: Path) -> None:

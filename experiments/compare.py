@@ -97,7 +97,7 @@ def main(module: str = jobs.WORKER) -> int:
         given = [o for o in HydraConfig.get().overrides.task if _group(o) != "compare"]
         return Comparison(config, given, folder, module).run()
 
-    return app.run(app.Program(compare, on_sweep_end=lambda session: None))
+    return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None))
 
 
 class Comparison:

@@ -3,18 +3,17 @@
     mdcs plan strategy=greedy scheduler=fusion budget.gib=0.5
     mdcs plan strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
     mdcs plan strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
-    mdcs plan --format json strategy=greedy budget.gib=0.5
+    mdcs plan plan.format=json strategy=greedy budget.gib=0.5
     mdcs plan -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
     mdcs plan strategy=greedy scheduler=priority recompute=planned budget.gib=0.1 batch.find=largest
 
 A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
-measure one. With -m there is a row for every plan, and the plans share measured profiles. `--format json` prints one
+measure one. With -m there is a row for every plan, and the plans share measured profiles. `plan.format=json` prints one
 JSON document and nothing else. With batch.find the plan is that of the largest batch within the budget, or of the fastest.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -53,10 +52,7 @@ _MANY = 4  # equal rows of units from which they become one row
 
 def main(module: str = jobs.WORKER) -> int:
     """Print the plan for the command line. Return the exit code. The jobs' ranks run the module `module`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--format", choices=("text", "json"), default="text")
-    options, sys.argv[1:] = parser.parse_known_args()
-    if as_json := options.format == "json":
+    if as_json := "plan.format=json" in sys.argv:
         sys.argv.append("hydra/hydra_logging=disabled")  # Hydra logs to stdout
     console = new_console(stderr=as_json)
 
@@ -99,7 +95,7 @@ def main(module: str = jobs.WORKER) -> int:
             console.print(sweep_table(plans, [app.varied(each, asked, but=_COLUMNS) for each in asked], chosen))
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
-    return app.run(app.Program(plan, on_sweep_end=show_all))
+    return app.run(app.Program(plan, own=("plan",), on_sweep_end=show_all))
 
 
 def told(plan: Plan) -> dict[str, Any]:

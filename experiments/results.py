@@ -62,7 +62,7 @@ def main(module: str = jobs.WORKER) -> int:
             print(f"the page is {write_page(newest(out), ROOT / 'docs')}")
         return "; ".join(reasons)
 
-    return app.run(app.Program(measure))
+    return app.run(app.Program(measure, own=("results", "compare")))
 
 
 def _measured(name: str, overrides: list[str], folder: Path, out: Path, module: str) -> str:

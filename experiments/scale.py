@@ -225,7 +225,7 @@ def run(config: Config, folder: Path) -> str:
 
 def main() -> int:
     """Run the program for the command line. Return the exit code."""
-    return app.run(app.Program(run))
+    return app.run(app.Program(run, own=("scale",)))
 
 
 if __name__ == "__main__":

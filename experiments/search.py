@@ -1,21 +1,23 @@
 """Search for the plan with the least measured step time, within the budget, by training a few steps at a time.
 
-    mdcs search experiment=search_timed --trials 20
-    mdcs search --trials 40 --search=scheduler=fusion,priority --search=scheduler.bucket_mib=1..64 …
+    mdcs search experiment=search_timed search.trials=20 hydra.run.dir=results/search
+    mdcs search strategy=zero2 scheduler=fusion,priority 'scheduler.bucket_mib=interval(1,64)' 'link.depth=range(1,5)'
 
-Optuna proposes settings, and a job measures them. By default the search covers the fusion bytes of `scheduler=fusion`,
-the block bytes of `scheduler=priority`, `budget.schedule_share` where there is a budget, and `link.depth`. `--search`
-names other keys instead, each with LOW..HIGH (whole numbers if both are; logarithmic from a factor of ten on) or a list
-of values. A key of an option is searched only where that option is chosen: `scheduler.bucket_mib` belongs to fusion. A
-trial is pruned, with the reason, if it cannot be planned or run, or if its measured peak exceeds the budget. `--out`
-has the study (study.db), trials.csv and the runs. The same command continues the study until it has `--trials` trials.
+Optuna proposes settings, and a job measures them. Keys with several values are searched: a list, Hydra's range(…), or
+interval(LOW,HIGH), which is logarithmic from a factor of ten on; int(interval(LOW,HIGH)) is of whole numbers. Without
+any, the search covers the fusion bytes of `scheduler=fusion`, the block bytes of `scheduler=priority`, `budget.schedule_share`
+where there is a budget, and `link.depth`. A key of an option is searched only where that option is chosen:
+`scheduler.bucket_mib` belongs to fusion. A trial is pruned, with the reason, if it cannot be planned or run, or if its
+measured peak exceeds the budget. The folder has the study (study.db), trials.csv and the runs. A search in the folder
+of an earlier one continues its study until it has `search.trials` trials.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,16 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import optuna
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
+from hydra.errors import HydraException
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
 from analysis import load_run
 from analysis.table import milliseconds, new_console, new_table
-from experiments.config.checks import compose_config, positive, run_composing
+from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError
 from experiments.job import app
 from experiments.job import run as jobs
@@ -37,8 +43,11 @@ from experiments.job.profiles import Profiles
 from launch.claim import Occupied, claim
 from mdcs.sizes import MIB
 
-DEFAULT = ("scheduler=fusion,priority", "scheduler.bucket_mib=0.25..64", "scheduler.block_mib=0.0625..8", "link.depth=1..4")
-SHARE = "budget.schedule_share=0.0..1.0"  # added if there is a budget to divide
+DEFAULT = (
+    "scheduler=fusion,priority", "scheduler.bucket_mib=interval(0.25,64)", "scheduler.block_mib=interval(0.0625,8)",
+    "link.depth=int(interval(1,4))",
+)  # fmt: skip
+SHARE = "budget.schedule_share=interval(0.0,1.0)"  # added if there is a budget to divide
 STUDY, TABLE = "study.db", "trials.csv"
 _LOGARITHMIC = 10.0  # ratio of HIGH to LOW from which an axis is logarithmic
 _STARTUP = 8  # random trials before Optuna fits a model
@@ -55,30 +64,27 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str) -> Axis:
-        key, _, values = text.partition("=")
+        """The axis of an override with several values. Raises ConfigError."""
         try:
-            if ".." not in values:
-                if key and (choices := tuple(each for each in values.split(",") if each)):
-                    return cls(key, choices=choices)
-            else:
-                low, high = (float(each) if "." in each or "e" in each else int(each) for each in values.split("..", 1))
-                if key and low < high and math.isfinite(high - low):
-                    return cls(key, low, high)
-        except ValueError:
+            override = OverridesParser.create().parse_override(text)
+            key, values = override.get_key_element(), override.value()
+            if key and isinstance(values, IntervalSweep):
+                if values.start is not None and values.end is not None and values.start < values.end < math.inf:
+                    return cls(key, values.start, values.end)
+            elif key and override.is_sweep_override():
+                return cls(key, choices=tuple(map(str, override.sweep_string_iterator())))
+        except HydraException:
             pass
-        raise argparse.ArgumentTypeError(f"an axis is KEY=LOW..HIGH or KEY=VALUE,VALUE; got {text}")
+        raise ConfigError("search.over", f"an axis is KEY=VALUE,VALUE, KEY=range(…) or KEY=interval(LOW,HIGH); got {text}")
 
     @property
     def group(self) -> str:
         return self.key.partition(".")[0]
 
     @property
-    def first(self) -> str:
-        """One of the values."""
-        return self.choices[0] if self.choices else str(self.low)
-
-    def __str__(self) -> str:
-        return f"{self.key}={','.join(self.choices) or f'{self.low:g}..{self.high:g}'}"
+    def ends(self) -> tuple[str, ...]:
+        """The choices, or the least and the greatest value."""
+        return self.choices or (str(self.low), str(self.high))
 
     def suggest(self, trial: Trial) -> str:
         """An override with Optuna's proposal."""
@@ -92,42 +98,52 @@ class Axis:
 
 def main(module: str = jobs.WORKER) -> int:
     """Run the search of the command line. Return the exit code. The jobs' ranks run the module `module`."""
-    parser = argparse.ArgumentParser(prog="mdcs search", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trials", type=positive, default=20, help="in all, those of earlier calls included")
-    parser.add_argument("--search", type=Axis.parse, action="append", default=[], metavar="KEY=…", help="an axis; again for more")
-    parser.add_argument("--seed", type=int, default=0, help="seed of Optuna's sampler")
-    parser.add_argument("--out", type=Path, default=Path("results/search"), help="the folder of the study")
-    parser.add_argument("overrides", nargs="*", help="config overrides for all trials, e.g. model=gpt2-tiny")
-    arguments = parser.parse_intermixed_args()
+    axes = [argument for argument in sys.argv[1:] if _sweeps(argument)]
+    if axes:
+        rest = [argument for argument in sys.argv[1:] if argument not in axes]
+        sys.argv[1:] = [*rest, f"search.over={json.dumps(axes)}"]
+
+    def search(config: Config, folder: Path) -> str:
+        given = [each for each in HydraConfig.get().overrides.task if not each.startswith("search.")]
+        return Search(config, given, folder, module).run()
+
+    return app.run(app.Program(search, own=("search",)))
+
+
+def _sweeps(argument: str) -> bool:
+    """Whether an argument is an override with several values."""
+    if argument.startswith(("-", "hydra", "search.")) or "=" not in argument:
+        return False
     try:
-        return app.on_rank_zero(lambda: run_composing(lambda: Search(arguments, module).run()))
-    except KeyboardInterrupt:
-        print("interrupted: all ranks were ended; the same command goes on", file=sys.stderr)
-        return 130
+        return OverridesParser.create().parse_override(argument).is_sweep_override()
+    except HydraException:  # which Hydra reports
+        return False
 
 
 class Search:
     """One study. Raises ConfigError before anything is started."""
 
-    def __init__(self, asked: argparse.Namespace, module: str) -> None:
-        self.asked, self.module, self.out = asked, module, asked.out.resolve()
+    def __init__(self, config: Config, given: Sequence[str], out: Path, module: str) -> None:
+        self.given, self.module, self.out, self.trials = given, module, out.resolve(), config.search.trials
         self.console, self.known = Console(stderr=True), Profiles()
-        config = compose_config(asked.overrides)
         has_budget = config.budget.gib is not None or config.budget.over_floor is not None
-        self.axes = asked.search or [Axis.parse(text) for text in (*DEFAULT, *([SHARE] if has_budget else []))]
+        over = config.search.over or [*DEFAULT, *([SHARE] if has_budget else [])]
+        self.axes = [Axis.parse(text) for text in over]
+        if twice := [key for key, count in Counter(axis.key for axis in self.axes).items() if count > 1]:
+            raise ConfigError("search.over", f"has {twice[0]} twice")
         self.only_with = {axis: self._options_with(axis) for axis in self.axes}
-        self.out.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(storage=f"sqlite:///{self.out / STUDY}", study_name="mdcs", load_if_exists=True)
         # With the same seed, the sampler of a continued study would repeat its proposals.
-        self.study.sampler = optuna.samplers.TPESampler(seed=asked.seed + len(self.study.trials), n_startup_trials=_STARTUP)
-        of, wanted = self.study.user_attrs.get("of"), [*sorted(asked.overrides), *map(str, self.axes)]
+        seed = config.search.seed + len(self.study.trials)
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
+        of, wanted = self.study.user_attrs.get("of"), [*sorted(given), *over]
         if of not in (None, wanted):
-            raise ConfigError("--out", f"{self.out} has a study of something else: {' '.join(of)}")
+            raise ConfigError("hydra.run.dir", f"{self.out} has a study of something else: {' '.join(of)}")
         self.study.set_user_attr("of", wanted)
 
-    def run(self) -> int:
-        """Run trials until there are enough. Return 1 if none has ended well, else 0.
+    def run(self) -> str:
+        """Run trials until there are enough. Return the reason if none has ended well, else "".
 
         Raises ConfigError if another search runs in the folder.
         """
@@ -135,17 +151,17 @@ class Search:
             with claim(self.out):
                 return self._run()
         except Occupied as error:
-            raise ConfigError("--out", str(error)) from error
+            raise ConfigError("hydra.run.dir", str(error)) from error
 
-    def _run(self) -> int:
+    def _run(self) -> str:
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):  # left by a search that was killed
             self.study.tell(trial.number, state=TrialState.FAIL)
-        while len(self._ended()) < self.asked.trials:
+        while len(self._ended()) < self.trials:
             self._try(self.study.ask())
             self.study.trials_dataframe().to_csv(self.out / TABLE, index=False)
         trials = self._ended()
         show(trials)
-        return 0 if any(trial.state == TrialState.COMPLETE for trial in trials) else 1
+        return "" if any(trial.state == TrialState.COMPLETE for trial in trials) else "all trials were pruned"
 
     def _ended(self) -> list[FrozenTrial]:
         return self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
@@ -154,7 +170,7 @@ class Search:
         try:
             overrides = self._overrides(trial)
             trial.set_user_attr("overrides", overrides)
-            step_s = self._measure(trial, compose_config([*self.asked.overrides, *overrides]))
+            step_s = self._measure(trial, compose_config([*self.given, *overrides]))
         except (ConfigError, Pruned) as why:
             trial.set_user_attr("reason", str(why))
             self.study.tell(trial, state=TrialState.PRUNED)
@@ -173,7 +189,8 @@ class Search:
         for choice in chosen or ("",):
             try:
                 option = [f"{axis.group}={choice}"] if choice and axis.key != axis.group else []
-                compose_config([*self.asked.overrides, *option, f"{axis.key}={axis.first}"])
+                for value in axis.ends:
+                    compose_config([*self.given, *option, f"{axis.key}={value}"])
                 found.add(choice)
             except ConfigError as error:
                 wrong = error

@@ -143,7 +143,7 @@ def main(module: str = jobs.WORKER) -> int:
         console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
 
-    return app.run(app.Program(trade))
+    return app.run(app.Program(trade, own=("tradeoff",)))
 
 
 def compared(config: Config) -> list[Config]:

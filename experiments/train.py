@@ -42,7 +42,7 @@ def main(worker: str = jobs.WORKER) -> int:
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))
-            print(f"the run is in {folder}; python -m analysis {folder} draws it", flush=True)
+            print(f"the run is in {folder}; mdcs report {folder} draws it", flush=True)
         return outcome.reason
 
     with Warm() as warm:

@@ -25,7 +25,6 @@ PROGRAMS = {
     "search": "experiments/search.py",
     "jobs": "experiments/jobs.py",
     "export": "experiments/export.py",
-    "memory": "experiments/memory.py",
     "collectives": "experiments/collectives.py",
     "gpu": "experiments/gpu.py",
     "outside": "experiments/outside.py",
@@ -44,7 +43,7 @@ DEV = {
 }
 """The same of `mdcs dev NAME`, which measures mdcs itself."""
 
-RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "messages", "planners", "ranks", "replays")}
+RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "memory", "messages", "planners", "ranks", "replays")}
 """Old names, each answered with the new command."""
 
 

@@ -8,7 +8,6 @@ The parent process writes the resolved config once (`save`), and every rank read
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import warnings
@@ -67,17 +66,6 @@ def run_composing(program: Callable[[], int]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-
-
-def positive(text: str) -> int:
-    """Parse a command-line argument that is a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text}")
-    return value
 
 
 def compose_config(overrides: Sequence[str], *, like: str | None = None) -> Config:

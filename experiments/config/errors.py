@@ -23,6 +23,7 @@ from mdcs.plan.strategy import RENAMED
 
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
 _PRESENT = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
+_MERGED = re.compile(r"Error merging override \+*([^=]+)=(.*)")
 _OPTION = re.compile(r"Could not find '([^']+)'")
 _VALUE = re.compile(r"[Vv]alue '(.*)' (?:of type|is not a valid)")
 
@@ -58,6 +59,8 @@ def explain(
         return ConfigError(
             ambiguous.group(1), f"is one value, got {ambiguous.group(2)}: to run one job for each, add -m"
         )
+    if merged := _MERGED.match(str(error)):  # a list for keys and values, or the other way about
+        return ConfigError(merged.group(1), f"has another type, got {merged.group(2)}")
     if "Config group override must be" in str(error):  # names neither the group nor the value
         known = groups(overrides)
         for group, _, name in (override.partition("=") for override in overrides):

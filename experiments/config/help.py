@@ -11,15 +11,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.files import CONF, added_folders, groups
-from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
+from experiments.config.schema import OPTION_GROUPS, OWN, Config, fields_by_key
 from experiments.config.targets import TARGET, load
 from mdcs.options import options, shown
 
 _WIDTH, _INDENT = 110, 34
 
 
-def text(about: str, arguments: Sequence[str]) -> str:
+def text(about: str, arguments: Sequence[str], own: Sequence[str] = ()) -> str:
     """Return the help of the program whose docstring is `about`, with the options and values of a command line.
+
+    own: groups of `OWN` that this program has.
 
     Raises Hydra's errors for overrides that cannot be composed, and ConfigError for a class that cannot be loaded.
     """
@@ -31,13 +33,15 @@ def text(about: str, arguments: Sequence[str]) -> str:
     chosen = composed.hydra.runtime.choices
     lines = [about.strip(), "", "Groups (GROUP=OPTION), with * at the chosen ones; their files are in conf/"]
     for group, told in groups(arguments).items():
+        if group in OWN and group not in own:
+            continue
         lines.append("")
         for option, says in told.items():
             mark = "*" if option == chosen.get(group) else ""
             lines += _entry(f"{group}={option}{mark}", says, _INDENT)
     lines += ["", "Keys (KEY=VALUE) of the chosen options, as they are now"]
     declared = fields_by_key()
-    for group in (field.name for field in dataclasses.fields(Config)):
+    for group in (field.name for field in dataclasses.fields(Config) if field.name not in {*OWN} - {*own}):
         own = _of_class(composed, group) if group in OPTION_GROUPS else {
             key: (OmegaConf.select(composed, key), leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")
         }  # fmt: skip

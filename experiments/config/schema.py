@@ -35,8 +35,6 @@ else:  # for Hydra these groups are mappings; checks.from_composed makes the obj
     Model = Data = Optimizer = Strategy = Scheduler = RecomputeRule = Engine = Tracker = Any
 
 SCHEMA_NAME = "mdcs_schema"
-NOT_OF_A_JOB = ("compare", "results", "scale")
-"""Groups of single programs, which are no part of a job."""
 OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "recompute", "engine", "tracker")
 
 
@@ -246,7 +244,7 @@ class SweepConfig:
 
 @dataclass
 class TradeoffConfig:
-    """Settings of mdcs curve; other programs ignore them."""
+    """Settings of mdcs curve."""
 
     strategies: list[str] = option([], "options of strategy to compare; none: the job's own")
     schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")
@@ -266,6 +264,11 @@ class TradeoffConfig:
 
 
 @dataclass
+class PathsConfig:
+    root: str = option(".", "folder of outputs/ and multirun/, unless hydra.run.dir or hydra.sweep.dir names another")
+
+
+@dataclass
 class BatchConfig:
     """A batch that mdcs plan finds, in the place of `data.batch_size`, within `budget.gib`."""
 
@@ -282,7 +285,7 @@ class BatchConfig:
 
 @dataclass
 class CompareConfig:
-    """Settings of mdcs compare; other programs ignore them, and they are no part of a job."""
+    """Settings of mdcs compare."""
 
     vary: dict[str, str] = option({}, "who takes turns: names, and overrides of the job; values with commas are several")
     base: str | None = option(None, "ratios and losses are compared with it; null: the first")
@@ -294,7 +297,7 @@ class CompareConfig:
 
 @dataclass
 class ResultsConfig:
-    """Settings of mdcs results; other programs ignore them, and they are no part of a job."""
+    """Settings of mdcs results."""
 
     names: list[str] = option([], "options of results to run; none: all")
     quick: bool = option(False, "one round of three steps, to try it: the page is not written")
@@ -303,7 +306,7 @@ class ResultsConfig:
 
 @dataclass
 class ScaleConfig:
-    """Settings of mdcs scale; other programs ignore them, and they are no part of a job."""
+    """Settings of mdcs scale."""
 
     models: list[str] = option([], "decoders of experiments/published.yaml")
     device: str = option("h100-80", "device of experiments/published.yaml")
@@ -314,6 +317,32 @@ class ScaleConfig:
     batch: int = option(1, "sequences per device", at_least=1)
     tflops: float = option(394.0, "rate that a device reaches", above=0)
     out: str | None = option(None, "folder of the page, its data and pictures; null: that of the run")
+
+
+@dataclass
+class SearchConfig:
+    """Settings of mdcs search."""
+
+    over: list[str] = option(
+        [], "what is searched, as overrides with Hydra's sweeps, e.g. link.depth=int(interval(1,4)); none: bytes, share and depth"
+    )  # fmt: skip
+    trials: int = option(20, "trials in all, those of earlier calls included", at_least=1)
+    seed: int = option(0, "seed of Optuna's sampler", at_least=0)
+
+
+@dataclass
+class PlanConfig:
+    """Settings of mdcs plan."""
+
+    format: str = option("text", "json: one JSON document on stdout and nothing else", choices=("text", "json"))
+
+
+@dataclass
+class TimingConfig:
+    """Settings of mdcs collectives."""
+
+    repeat: int = option(0, "measure the link so often, as for a profile, and show how far that differs; 0: compare algorithms",
+                         at_least=0)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -366,10 +395,22 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     results: ResultsConfig = field(default_factory=ResultsConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    timing: TimingConfig = field(default_factory=TimingConfig)
+
+
+OWN = {
+    "tradeoff": "curve", "compare": "compare", "results": "results", "scale": "scale", "search": "search", "plan": "plan",
+    "timing": "collectives",
+}  # fmt: skip
+"""Groups that only one program has, with its name."""
+NOT_OF_A_JOB = {*OWN} - {"tradeoff"}  # identities of older runs have tradeoff
 
 
 def schema() -> DictConfig:

@@ -34,7 +34,7 @@ from experiments.config import help
 from experiments.config.checks import from_composed
 from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders, groups
-from experiments.config.schema import Config, ConfigError, fields_by_key, register
+from experiments.config.schema import OWN, Config, ConfigError, fields_by_key, register
 from experiments.config.started import require_as_asked, with_ranks
 from experiments.job import checkpoints, frozen, record
 from experiments.job.earlier import Earlier, folder_of
@@ -44,6 +44,7 @@ from launch.place import NoPlace, place
 from mdcs.planner.registry import decides_schedule
 
 _SUBMITS = "hydra_plugins.mdcs_slurm."
+_FULL = "HYDRA_FULL_ERROR"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Program:
     """A program that runs jobs.
 
     - job: runs one job.
+    - own: groups of `OWN` that this program has. Keys of the others are refused.
     - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused, unless its jobs are submitted.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
@@ -101,6 +103,7 @@ class Program:
     """
 
     job: Job
+    own: tuple[str, ...] = ()
     on_sweep_end: Callable[[Session], None] | None = None
     on_earlier: Callable[[Config, Path], object] | None = None
     objective: Callable[[Path], float] | None = None
@@ -144,7 +147,10 @@ def _run(session: Session, program: Program) -> int:
     mdcs_sweeper.MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, program, compose, overrides))
 
     def task(composed: DictConfig) -> float | None:
+        if not wants_tracebacks:
+            os.environ.pop(_FULL, None)  # what jobs start has the environment of this program
         _run_job(session, program, composed)
+        os.environ[_FULL] = "1"
         if program.objective is None:
             return None
         ended = session.results[-1]
@@ -155,17 +161,15 @@ def _run(session: Session, program: Program) -> int:
     if any(each.startswith("hydra/launcher=mdcs_") for each in sys.argv) and "hydra.mode=RUN" not in sys.argv:
         sys.argv[1:] = ["-m", *(each for each in sys.argv[1:] if each not in ("-m", "--multirun"))]  # one job is a sweep, too
     asks_for_help = bool({"-h", "--help"} & set(sys.argv))
-    wants_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing many lines
+    wants_tracebacks = os.environ.get(_FULL) == "1"
+    os.environ[_FULL] = "1"  # Hydra then raises errors instead of printing many lines
     try:
         if asks_for_help:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
-            print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:]))
+            print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], program.own))
             return 0
         for argument in sys.argv[1:]:
-            plain = argument.lstrip("-")
-            if plain != argument and plain.partition("=")[0] in (*groups(), *fields_by_key()):
-                raise ConfigError(argument, "overrides have no dashes: KEY=VALUE")
+            _require_own(argument, program.own)
         for folder in added_folders(sys.argv[1:]):
             if not folder.is_dir():
                 raise ConfigError("--config-dir", f"no such folder: {folder}")
@@ -185,7 +189,7 @@ def _run(session: Session, program: Program) -> int:
         print(f"failed: {session.results[-1].reason}", file=sys.stderr)
     finally:
         if not wants_tracebacks:
-            del os.environ["HYDRA_FULL_ERROR"]
+            os.environ.pop(_FULL, None)
     session.results = [_ended(result) if result.status == record.SUBMITTED else result for result in session.results]
     if session.sweep is not None and program.on_sweep_end is not None and any(r.folder for r in session.results):
         program.on_sweep_end(session)
@@ -361,6 +365,19 @@ def _place(session: Session, program: Program, config: Config, identity: str, ov
         return None
     print(f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})", flush=True)
     return name
+
+
+def _require_own(argument: str, own: Sequence[str]) -> None:
+    """Raise ConfigError for an override with dashes, and for a key of another program."""
+    plain = argument.lstrip("-")
+    key = plain.partition("=")[0]
+    if plain != argument and key in (*groups(), *fields_by_key()):
+        raise ConfigError(argument, "overrides have no dashes: KEY=VALUE")
+    if plain != argument and (known := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):
+        raise ConfigError(argument, f"is {known[0]}=VALUE")
+    group, dot, _ = key.lstrip("+~").partition(".")
+    if dot and "=" in argument and group in OWN and group not in own:
+        raise ConfigError(key, f"is for mdcs {OWN[group]}")
 
 
 def _complain_of_sweep(overrides: Sequence[str]) -> None:

@@ -53,6 +53,7 @@ def folder_of(config: DictConfig) -> Path | None:
     sweep had the same overrides and has runs.
     """
     asked, pattern = str(config.sweep.resume), str(OmegaConf.to_container(config.hydra.sweep, resolve=False)["dir"])  # type: ignore[index,call-overload]
+    pattern = pattern.replace("${paths.root}", str(config.paths.root))
     if asked != "auto":
         if any(str(each).startswith("hydra.sweep.dir=") for each in config.hydra.overrides.hydra):
             raise ConfigError("sweep.resume", f"and hydra.sweep.dir exclude each other, got {asked}")

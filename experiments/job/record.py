@@ -23,7 +23,8 @@ SCHEMA = 1
 SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "submitted", "running", "ok", "failed", "interrupted", "preempted"
 
 _NOT_OF_A_JOB = {
-    "tracker": None, "sweep": None, "batch": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume", "varied"),
+    "tracker": None, "sweep": None, "batch": None, "paths": None, "profile": ("path", "cache", "refresh"),
+    "run": ("sweep", "resume", "varied"),
 }  # fmt: skip
 """Groups (None: all keys) and keys that may differ between runs of one job."""
 

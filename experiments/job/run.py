@@ -306,7 +306,7 @@ def crowded(config: Config) -> str | None:
     shared = "1 core" if cores == 1 else f"{cores} cores"
     return (
         f"warning: {ranks} ranks share {shared}: starting may take minutes, and step times are"
-        " of cores that are shared (cluster=emulated link=emulated runs one rank of many)"
+        " of cores that are shared (cluster=emulated runs one rank of many)"
     )
 
 

@@ -22,7 +22,7 @@ from experiments.tasks.inputs import Inputs
 from experiments.tasks.model import Model
 from experiments.tasks.optimizers import Optimizer
 from experiments.tasks.samples import Samples, Stream
-from mdcs.options import Checked, OptionError, option
+from mdcs.options import Checked, OptionError, option, shown
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,9 @@ class OwnModel(Own, Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss is not None and "_target_" not in self.loss:
+        if not isinstance(self.reads, Mapping):
+            raise OptionError("reads", f"must be keys and values, e.g. {{sequence: 128}}; got {shown(self.reads)}")
+        if self.loss is not None and not (isinstance(self.loss, Mapping) and "_target_" in self.loss):
             raise OptionError("loss", f"must be null or a mapping with _target_, got {self.loss}")
         try:
             _ = self.inputs

@@ -52,6 +52,8 @@ class Wandb(Tracker):
         return WandbMirror(self, run)
 
 
+_PRIVATE = ("commit", "command", "host")
+"""Keys of a job event that W&B does not get with `private`."""
 _UNREACHED: list[str] = []
 """Why W&B was not reached. Later runs of this process are then offline at once."""
 
@@ -83,7 +85,7 @@ class WandbMirror(Mirror):
         if not self._kept:  # the run is written anew: remove its offline files, so that they are not sent twice
             for former in run.folder.glob(f"wandb/offline-run-*-{own}"):
                 shutil.rmtree(former)
-        private = tracker.private
+        private = self._private = tracker.private
         place: dict[str, Any] = {"host": "private"} if private else {"git_root": str(Path(__file__).resolve().parents[2])}
         self._run = self._wandb.init(
             project=tracker.project, entity=tracker.entity, group=tracker.group or run.group, job_type=run.kind, id=own,
@@ -106,7 +108,8 @@ class WandbMirror(Mirror):
 
     def event(self, event: Event) -> None:
         """Show steps and evaluations over train/step, job and start in the config, and other events in the summary."""
-        values = {key: value for key, value in event.items() if key != "event"}
+        hidden = ("event", *(_PRIVATE if self._private else ()))
+        values = {key: value for key, value in event.items() if key not in hidden}
         match event["event"]:
             case "step":
                 self._run.log(train_values(event) | self._predicted)

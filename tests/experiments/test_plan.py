@@ -54,7 +54,7 @@ def test_the_document_has_what_is_shown():
 
 
 def test_json_is_all_that_is_printed(tmp_path):
-    asked = ("--format", "json", "strategy=dp", "hydra.run.dir=out")
+    asked = ("plan.format=json", "strategy=dp", "hydra.run.dir=out")
     done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.planning_worker")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -64,7 +64,7 @@ def test_json_is_all_that_is_printed(tmp_path):
 def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
     grid = ("-m", "strategy=dp,zero2,stratgy", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
             f"profile.path={Path(__file__).with_name('profile.json')}", "hydra.sweep.dir=out")  # fmt: skip
-    done = one_process.call(program, tmp_path, "--format", "json", *grid)
+    done = one_process.call(program, tmp_path, "plan.format=json", *grid)
     assert done.returncode == 1 and "strategy: no such option stratgy" in done.stderr
     plans = json.loads(done.stdout)["plans"]
     assert [plan["strategy"] for plan in plans] == ["dp", "zero2"]
@@ -107,7 +107,7 @@ def test_the_batches_that_fit_are_a_table_before_the_plan(tmp_path):
 
 def test_a_sweep_over_what_is_found_has_a_column_for_the_batch(tmp_path):
     grid = ("-m", *BATCHES, "batch.find=largest", "budget.gib=1.5e-5,2e-5", "hydra.sweep.dir=out")
-    done = one_process.call(program, tmp_path, "--format", "json", *grid)
+    done = one_process.call(program, tmp_path, "plan.format=json", *grid)
     assert done.returncode == 0, done.stderr
     small, large = json.loads(done.stdout)["plans"]
     assert 1 < small["batch"] < large["batch"] and small["samples_per_s"] > 0

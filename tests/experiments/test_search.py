@@ -1,19 +1,19 @@
 """`search.py` asks Optuna, measures, prunes with reasons, and goes on where it was."""
 
-import argparse
 import math
-import sys
+import os
 
 import optuna
 import pytest
 
 from analysis.events import METRICS
 from experiments import search as program
+from experiments.config.schema import ConfigError
 from experiments.job.tracking import JsonLines
-from launch import elastic
 from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.sizes import MIB
+from tests.experiments import one_process
 
 SMALL = ("model=mlp", "data=synthetic", "strategy=greedy", "budget.gib=0.5")
 
@@ -25,6 +25,7 @@ def ran(monkeypatch):
 
     def run(config, folder, console, *, known, worker):
         ran.append(config)
+        assert "HYDRA_FULL_ERROR" not in os.environ  # what jobs start inherits this
         if config.link.depth == 3:
             return Outcome(False, "rank 1 failed: as told")
         bucket = getattr(config.scheduler, "bucket_mib", None)
@@ -41,9 +42,11 @@ def ran(monkeypatch):
     return ran
 
 
-def search(monkeypatch, folder, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["search.py", "--out", str(folder), *arguments])
-    return program.main("tests.experiments.hasty_worker")
+def search(folder, *arguments: str, start=one_process.run):
+    folder.mkdir(exist_ok=True)
+    return one_process.call(
+        program, folder, *arguments, "hydra.run.dir=.", worker="tests.experiments.hasty_worker", start=start
+    )  # fmt: skip
 
 
 def study(folder) -> optuna.Study:
@@ -51,11 +54,11 @@ def study(folder) -> optuna.Study:
 
 
 @pytest.mark.slow
-def test_the_search_finds_the_bucket_prunes_with_reasons_and_goes_on(tmp_path, monkeypatch, ran, capsys):
-    assert search(monkeypatch, tmp_path, *SMALL, "--trials", "4") == 0
+def test_the_search_finds_the_bucket_prunes_with_reasons_and_goes_on(tmp_path, ran):
+    assert search(tmp_path, *SMALL, "search.trials=4").returncode == 0
     assert len(ran) == 4
-    assert search(monkeypatch, tmp_path, *SMALL, "--trials", "6") == 0
-    assert len(ran) == 6  # those of before are not run again
+    done = search(tmp_path, *SMALL, "search.trials=6")
+    assert done.returncode == 0 and len(ran) == 6  # those of before are not run again
     trials = study(tmp_path).trials
     assert all("scheduler.bucket_mib" in t.params or "scheduler.block_mib" in t.params for t in trials)
     assert not any("scheduler.bucket_mib" in t.params and "scheduler.block_mib" in t.params for t in trials)
@@ -63,65 +66,62 @@ def test_the_search_finds_the_bucket_prunes_with_reasons_and_goes_on(tmp_path, m
     assert reasons == {"rank 1 failed: as told", "peak of 600.0 MiB, over the budget of 512.0 MiB"}
     best = study(tmp_path).best_trial
     assert best.params["scheduler"] == "fusion" and best.value < 9 and best.params["link.depth"] != 3
-    told = capsys.readouterr().out.splitlines()
-    first = next(line for line in told if f"scheduler.bucket_mib={best.params['scheduler.bucket_mib']:.6g}" in line)
+    bucket = f"scheduler.bucket_mib={best.params['scheduler.bucket_mib']:.6g}"
+    first = next(line for line in done.stdout.splitlines() if bucket in line)
     assert first.split()[0] == str(best.number)
     assert len((tmp_path / program.TABLE).read_text().splitlines()) == 7
 
 
-def test_axes_of_one_s_own(tmp_path, monkeypatch, ran):
-    axes = ("--search", "link.depth=1..2", "--search", "optimizer=adam,sgd")
-    assert search(monkeypatch, tmp_path, *SMALL, "budget.schedule_share=0.5", *axes, "--trials", "3") == 0
+def test_axes_of_one_s_own_are_lists_of_the_command_line(tmp_path, ran):
+    axes = ("link.depth=int(interval(1,2))", "optimizer=adam,sgd")
+    assert search(tmp_path, *SMALL, "budget.schedule_share=0.5", *axes, "search.trials=3").returncode == 0
     assert all(set(trial.params) == {"link.depth", "optimizer"} for trial in study(tmp_path).trials)
+    done = search(tmp_path, *SMALL, "link.depth=range(1,4)", "search.trials=4")
+    assert done.returncode == 2 and done.stderr.startswith("hydra.run.dir: ") and "has a study of something else: " in done.stderr
+    with claim(tmp_path):  # another would end the trial that this one runs
+        done = search(tmp_path, *SMALL, "budget.schedule_share=0.5", *axes, "search.trials=4")
+    assert done.returncode == 2 and f"hydra.run.dir: {tmp_path} is in use by a job of process " in done.stderr
+    assert len(ran) == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--search", "scheduler.bucket_mib=1..2"], "scheduler.bucket_mib: no such key of scheduler=wfbp; it has none"),
-        (["--search", "scheduler=fusion,dear", "--search", "scheduler.seed=1..2"],
-         "scheduler.seed: no such key of scheduler=dear"),
-        (["--search", "link.depth=0..2"], "link.depth: must be >= 1, got 0"),
+        (["scheduler.bucket_mib=1,2"], "scheduler.bucket_mib: no such key of scheduler=wfbp; it has none"),
+        (["scheduler=fusion,dear", "scheduler.seed=1,2"], "scheduler.seed: no such key of scheduler=dear"),
+        (["scheduler=fusion,daer"], "scheduler: no such option daer; options: "),
+        (["link.depth=int(interval(0,2))"], "link.depth: must be >= 1, got 0"),
+        (["budget.over_floor=0.1", "budget.schedule_share=interval(0.5,2)"], "budget.schedule_share: must be <= 1, got 2"),
+        (["search.over=[link.depth]"], "search.over: an axis is KEY=VALUE,VALUE, KEY=range(…) or KEY=interval(LOW,HIGH); got"),
+        (["search.over=['link.depth=1,2','link.depth=3,4']"], "search.over: has link.depth twice"),
         (["budget.gib=-1"], "budget.gib: must be > 0, got -1"),
+        (["timing.repeat=2"], "timing.repeat: is for mdcs collectives"),
+        (["--trials=3"], "--trials=3: is search.trials=VALUE"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_searched_is_one_line(tmp_path, monkeypatch, ran, capsys, arguments, line):
-    assert search(monkeypatch, tmp_path / "out", "model=mlp", "data=synthetic", *arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(line) and said.count("\n") == 1 and not ran and not (tmp_path / "out").exists()
-
-
-def test_a_folder_has_one_study(tmp_path, monkeypatch, ran, capsys):
-    assert search(monkeypatch, tmp_path, *SMALL, "--trials", "1", "--search", "link.depth=1..2") == 0
-    assert search(monkeypatch, tmp_path, *SMALL, "--trials", "2", "--search", "link.depth=1..3") == 2
-    assert "has a study of something else: " in capsys.readouterr().err
-
-
-def test_a_folder_has_one_search_at_a_time(tmp_path, monkeypatch, ran, capsys):
-    """Another would end the trial that this one runs."""
-    with claim(tmp_path):
-        assert search(monkeypatch, tmp_path, *SMALL, "--trials", "1", "--search", "link.depth=1..2") == 2
-    assert f"--out: {tmp_path} is in use by a job of process " in capsys.readouterr().err and not ran
+def test_what_cannot_be_searched_is_one_line_before_the_first_trial(tmp_path, ran, arguments, line):
+    done = search(tmp_path, "model=mlp", "data=synthetic", *arguments)
+    assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
+    assert not ran and not (tmp_path / program.STUDY).exists()
 
 
 def test_whole_numbers_are_proposed_as_such_and_on_a_logarithmic_scale():
-    axis, trial = program.Axis.parse("data.samples=1000..5000000"), optuna.create_study().ask()
-    assert int(axis.suggest(trial).partition("=")[2]) >= 1000 and axis.first == "1000"
+    axis, trial = program.Axis.parse("data.samples=int(interval(1000,5000000))"), optuna.create_study().ask()
+    assert int(axis.suggest(trial).partition("=")[2]) >= 1000 and axis.ends == ("1000", "5000000")
     assert trial.distributions["data.samples"].log
-    assert program.Axis.parse("data.samples=1000000..5000000").first == "1000000"
 
 
-@pytest.mark.parametrize("text", ["link.depth", "link.depth=", "=1..2", "link.depth=2..1", "link.depth=1..x", "a=1..inf"])
+@pytest.mark.parametrize("text", ["link.depth", "link.depth=", "=1,2", "a=interval(2,1)", "a=[1,2]", "a=interval(1,inf)"])
 def test_what_is_no_axis_is_said(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="an axis is KEY=LOW..HIGH or KEY=VALUE,VALUE"):
+    with pytest.raises(ConfigError, match="search.over: an axis is KEY=VALUE,VALUE"):
         program.Axis.parse(text)
 
 
 @pytest.mark.slow
-def test_real_trials(tmp_path, monkeypatch, capsys, warm):
-    monkeypatch.setattr(elastic, "run", warm.run)
+def test_real_trials(tmp_path, warm):
     tiny = ("model.layers=3", "model.block_mib=0.25", "model.forward_ms=1", "model.backward_ms=2", "run.steps=4",
             "run.warmup_steps=1", "run.profile_iterations=2")  # fmt: skip
-    assert search(monkeypatch, tmp_path, "experiment=search_timed", *tiny, "--trials", "3") == 0
+    done = search(tmp_path, "experiment=search_timed", *tiny, "search.trials=3", start=warm.run)
+    assert done.returncode == 0, done.stderr
     done = [trial for trial in study(tmp_path).trials if trial.value is not None]
     assert done and all(trial.value > 0.009 for trial in done)  # what computing takes

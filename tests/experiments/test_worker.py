@@ -102,7 +102,8 @@ def unnamed(groups: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
         choice
         for group, options in groups
         for option in options
-        if group not in ("experiment", "engine") and option not in ELSEWHERE.get(group, ())  # test_engines.py has the engines
+        if group not in ("experiment", "compare", "results", "scale", "paths", "debug", "engine")
+        if option not in ELSEWHERE.get(group, ())
         if (choice := f"{group}={option}") not in named
     ]
 

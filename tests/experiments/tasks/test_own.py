@@ -99,6 +99,8 @@ def test_a_loss_may_be_partial():
         ("nothing", [], f"model: _target_ {HERE}.nothing: {HERE} has no class nothing"),
         ("named", [], f"model: _target_ {HERE}.named: its argument name has a name that all models use"),
         ("build", ["model.width=8", "model.reads.sequnce=3"], "model.reads: makes no inputs: "),
+        ("build", ["model.width=8", "model.reads=3"], "model.reads: must be keys and values, e.g. {sequence: 128}; got 3"),
+        ("build", ["model.width=8", "model.reads=[1]"], "model.reads: has another type, got [1]"),
     ],
 )
 def test_a_mistake_is_one_line(target, overrides, line):

@@ -131,8 +131,10 @@ def test_a_run_that_goes_on_offline_is_rebuilt(tmp_path):
 
 def test_a_sweep_has_a_table_and_budget_against_step_time(tmp_path):
     columns, rows = ("name", "budget_gib", "step_s"), [["a", 0.5, 0.2], ["b", None, 0.1], ["c", 1.0, 0.1]]
-    told(shown(tmp_path, "sweep"), dataclasses.replace(OFFLINE, private=True), ("table", columns, rows))
+    job = {"event": "job", "model": "mlp", "host": "here", "command": "mdcs train", "commit": "1f3a"}
+    told(shown(tmp_path, "sweep"), dataclasses.replace(OFFLINE, private=True), ("event", job), ("table", columns, rows))
     read = Read(tmp_path)
+    assert read.config["job"] == {"model": "mlp"}
     assert (read.run.host, read.run.git.commit) == ("private", "") and not {"environment", "stats"} & read.kinds
     assert not list(tmp_path.glob("wandb/*/files/requirements.txt"))
     assert read.run.job_type == "sweep"

@@ -90,7 +90,7 @@ def failure(folder: Path) -> str:
     how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
     if code is None and job.executor == "slurm" and (said := _said("sacct", "-n", "-X", "-P", "-o", "State", "-j", job.number)):
         how += f": SLURM says {said.strip()}"  # empty without accounting
-    return f"job {job.number} {how} (the output of its ranks is in {job.logs})"
+    return f"job {job.number} {how}; the output of its ranks is in {job.logs}"
 
 
 def table(made: Mapping[Path, Job], states: Sequence[str]) -> str:

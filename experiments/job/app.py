@@ -312,10 +312,10 @@ def _ended(result: JobResult) -> JobResult:
         return result
     if said is None or state in (record.SUBMITTED, record.RUNNING):
         reason = frozen.why_no_profile(result.folder) or _mdcs_jobs.failure(result.folder)
-        where = ""
     else:
-        reason, where = said.reason, f" (its logs are in {result.folder})"
+        reason = said.reason
     if reason:
+        where = "" if state == record.SUBMITTED else f" (its logs are in {result.folder})"
         print(f"failed: {reason}{where}", file=sys.stderr)
     return replace(result, status="failed" if reason else "ok", reason=reason)
 

@@ -106,7 +106,7 @@ def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_pa
         assert _mdcs_jobs.exit_code(folders[i]) == code
     assert (tmp_path / "logs/7_0/rank-0.log").read_text() == "job a b\n"
     _mdcs_jobs.write(folders[1], _mdcs_jobs.Job("slurm", "7_1", "logs/7_1"))
-    assert _mdcs_jobs.failure(folders[1]) == "job 7_1 has ended with exit code 3 (the output of its ranks is in logs/7_1)"
+    assert _mdcs_jobs.failure(folders[1]) == "job 7_1 has ended with exit code 3; the output of its ranks is in logs/7_1"
 
 
 def program(folder: Path, monkeypatch, name: str, does: str) -> None:
@@ -242,8 +242,8 @@ def test_jobs_whose_profile_was_not_measured_have_failed_with_the_reason(tmp_pat
     """SLURM has removed them from the queue."""
     asked = ("hydra/launcher=mdcs_slurm", "model=mlp", "data=synthetic", "strategy=dp,fsdp")
     done = one_process.call(train, tmp_path, *common(tmp_path), *asked)
-    why = "job 1 has ended and says nothing of how (the output of its ranks is in"
-    assert done.stderr.count(f"failed: the sweep's profile was not measured: {why} {tmp_path / 'sweep/submitted/1'})\n") == 2
+    why = "job 1 has ended and says nothing of how; the output of its ranks is in"
+    assert done.stderr.count(f"failed: the sweep's profile was not measured: {why} {tmp_path / 'sweep/submitted/1'}\n") == 2
     assert done.returncode == 1 and "2 of 2 jobs failed" in done.stderr
 
 

@@ -158,8 +158,8 @@ def _run(session: Session, program: Program) -> int:
 
     # Hydra takes flags before or after all overrides, but not between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
-    if any(each.startswith("hydra/launcher=mdcs_") for each in sys.argv) and "hydra.mode=RUN" not in sys.argv:
-        sys.argv[1:] = ["-m", *(each for each in sys.argv[1:] if each not in ("-m", "--multirun"))]  # one job is a sweep, too
+    if _submits(sys.argv[1:]):
+        sys.argv[1:] = ["-m", *sys.argv[1:]]  # one job is a sweep, too
     asks_for_help = bool({"-h", "--help"} & set(sys.argv))
     wants_tracebacks = os.environ.get(_FULL) == "1"
     os.environ[_FULL] = "1"  # Hydra then raises errors instead of printing many lines
@@ -194,6 +194,13 @@ def _run(session: Session, program: Program) -> int:
     if session.sweep is not None and program.on_sweep_end is not None and any(r.folder for r in session.results):
         program.on_sweep_end(session)
     return _exit_code(session)
+
+
+def _submits(arguments: Sequence[str]) -> bool:
+    """Whether a command line without `-m` submits a job, and does not only show something."""
+    no = {"-m", "--multirun", "hydra.mode=RUN", "-h", "--help", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
+    launches = any(each.startswith("hydra/launcher=mdcs_") for each in arguments)
+    return launches and not any({each, each.partition("=")[0]} & no for each in arguments)
 
 
 def _begin(session: Session, program: Program, config: DictConfig) -> str | None:

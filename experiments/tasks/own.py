@@ -138,24 +138,34 @@ class OwnData(Own, Data):
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples | Stream:
         """The samples of a split, in the callable's order. Raises ValueError for a callable without such a split."""
-        from torch.utils.data import DataLoader, IterableDataset, default_collate
-
         if held_out and not self.evaluates:
             raise ValueError(f"{self.target} has no argument held_out, and so no samples for evaluations")
+        if held_out not in self._splits:
+            self._splits[held_out] = self._load(held_out)
+        return self._splits[held_out]
+
+    @functools.cached_property
+    def _splits(self) -> dict[bool, Samples | Stream]:
+        """The splits that were asked for: a callable may take long."""
+        return {}
+
+    def _load(self, held_out: bool) -> Samples | Stream:
+        from torch.utils.data import DataLoader, IterableDataset, default_collate
+
         found: Any = self.call(**({"held_out": held_out} if self.evaluates else {}))
         collate: Any = default_collate
         if isinstance(found, DataLoader):  # the order of samples and the size of batches are those of the config
             found, collate = found.dataset, found.collate_fn if found.batch_size is not None else default_collate
         if self.collate is not None:
             collate = instantiate(self.collate)
-        if getattr(found, "format", {}) and found.format["type"] is None:
+        if hasattr(found, "with_format") and getattr(found, "format", {"type": None})["type"] is None:
             found = found.with_format("torch")  # `datasets` has lists, which torch's collate takes for columns
         batch = functools.partial(_batch, collate, self.target)
-        if isinstance(found, IterableDataset):
-            return Stream(found, batch)
-        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        if not isinstance(found, IterableDataset) and hasattr(found, "__len__") and hasattr(found, "__getitem__"):
+            return Samples(len(found), lambda indices, epoch: batch([found[int(i)] for i in indices]))
+        if not hasattr(found, "__iter__"):
             raise TypeError(f"data: {self.target} returned {type(found).__name__}, no Dataset, IterableDataset or DataLoader")
-        return Samples(len(found), lambda indices, epoch: batch([found[int(i)] for i in indices]))
+        return Stream(found, batch)
 
 
 def _batch(collate: Callable[[list[Any]], Any], target: str, samples: list[Any]) -> Any:

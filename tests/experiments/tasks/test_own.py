@@ -194,10 +194,11 @@ def doubled(samples, times=2):
     return {"inputs": times * torch.stack([value for value, _ in samples])}
 
 
-def words(path: str, seed: int = 0):
+def words(path: str, seed: int = 0, stream: bool = False):
     import datasets
 
-    return datasets.Dataset.from_dict({"input_ids": [[n, n + 1, n + 2] for n in range(8)], "labels": [[n] * 3 for n in range(8)]})
+    made = datasets.Dataset.from_dict({"input_ids": [[n, n + 1, n + 2] for n in range(8)], "labels": [[n] * 3 for n in range(8)]})
+    return made.to_iterable_dataset() if stream else made
 
 
 def data(*overrides: str, target: str):
@@ -245,6 +246,10 @@ def stacked(samples):
 def test_rows_of_datasets_are_tensors_and_have_tokens():
     source = data("data.path=x", target="words")
     assert batches(source, 1)[0]["input_ids"].shape == (2, 3) and source.tokens(Tokens(64)) == 3
+    stream = data("data.path=x", "data.stream=true", target="words")
+    assert [batch["input_ids"].tolist() for batch in batches(stream, 2, rank=1, world=2)] == [
+        [[2, 3, 4], [3, 4, 5]], [[6, 7, 8], [7, 8, 9]],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def surroundings() -> dict[str, Any]:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit.stdout.strip(),
-        "machine": {"processor": processor(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform(terse=True)},
+        "machine": {"processor": processor(), "system": platform.platform(terse=True)},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }  # fmt: skip
 

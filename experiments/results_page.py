@@ -75,6 +75,12 @@ def peak(candidate: Result) -> float:
     return float(max(each["peak_bytes"] for each in candidate["rounds"]))
 
 
+def predicted(candidate: Result) -> str:
+    """The median of the predicted steps in ms. Empty without a plan."""
+    told = [each["predicted_step_s"] for each in candidate["rounds"] if each["predicted_step_s"] is not None]
+    return f"{statistics.median(told) * 1e3:,.0f}" if told else ""
+
+
 def under(result: Result, part: Result) -> tuple[list[Result], list[Result]]:
     """The candidates of a budget that fit, the fastest first, and those that do not."""
     limit, compared = part["budget_bytes"], result["comparison"]["candidates"]
@@ -134,11 +140,10 @@ def _engines(result: Result) -> list[str]:
         fitting, others = under(result, part)
         for each in fitting:
             step, other = Spread.of(steps(each)), over_best_other(each, fitting)
-            told = each["rounds"][0]["predicted_step_s"]
             rate = of["batch_size"] * of["world"] / step.median
             ratio = "" if other is None else _ratio(other[1])
-            lines.append(row(_budget(part), each["name"], _ms(step), f"{rate:.1f}", f"{peak(each) / MIB:.0f}", ratio,
-                             "" if told is None else f"{told * 1e3:,.0f}"))  # fmt: skip
+            told = f"{rate:.1f}", f"{peak(each) / MIB:.0f}", ratio, predicted(each)
+            lines.append(row(_budget(part), each["name"], _ms(step), *told))
         if others:
             words = ", ".join(f"{each['name']} ({peak(each) / MIB:.0f} MiB)" for each in others)
             lines.append(row(_budget(part), f"do not fit: {words}", *[""] * 5))
@@ -153,8 +158,9 @@ def _ablation(result: Result) -> list[str]:
     lines += head("decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms")
     for name, each in by_name.items():
         ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
-        told = f"{each['rounds'][0]['predicted_step_s'] * 1e3:,.0f}"
-        lines.append(row(name, ABLATION.get(name, ""), _ms(Spread.of(steps(each))), ratio, f"{peak(each) / MIB:.0f}", told))
+        lines.append(
+            row(name, ABLATION.get(name, ""), _ms(Spread.of(steps(each))), ratio, f"{peak(each) / MIB:.0f}", predicted(each))
+        )
     return [*lines, ""]
 
 
@@ -181,8 +187,10 @@ def _setup(results: Sequence[Result]) -> list[str]:
             names = flags.setdefault((each["name"], " ".join(each["overrides"])), [])
             names += [result["name"]] if result["name"] not in names else []
     lines += [row(name, f"`{words}`", ", ".join(where)) for (name, words), where in flags.items()]
-    left = {name: why for result in results for name, why in result["comparison"]["left_out"].items()}
-    return [*lines, "", *(f"Left out: {name}: {why}." for name, why in left.items()), ""]
+    left: dict[str, list[str]] = {}
+    for name, why in {name: why for result in results for name, why in result["comparison"]["left_out"].items()}.items():
+        left.setdefault(why, []).append(name)
+    return [*lines, *(f"\nLeft out: {', '.join(names)}. {why}" for why, names in left.items()), ""]
 
 
 def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
@@ -197,7 +205,7 @@ def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
     yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
     yield "date", [each["date"] for each in results]
     yield "commit, seed", [f"{each['commit']}, {each['seed']}" for each in results]
-    yield "machine", [f"{each['machine']['processor']}, {each['machine']['cores']} cores" for each in results]
+    yield "machine", [each["machine"]["processor"] for each in results]
     yield "load before and after", [", ".join(f"{load[0]:.1f}" for load in each["load"]) for each in results]
     for package in results[0]["versions"] if results else ():
         yield package, [each["versions"][package] or "–" for each in results]

@@ -18,7 +18,7 @@ def time_over_memory(results: Sequence[Mapping[str, Any]]) -> Figure:
     some = [each["comparison"] for each in results if not all(c["plans"] for c in each["comparison"]["candidates"])]
     candidates = [each for of in some for each in of["candidates"]]
     looks = style.look((each["name"] for each in candidates), [each["name"] for each in candidates if not each["plans"]])
-    figure = style.new_figure(4.6 * max(1, len(some)), 3.4, "Step time over peak memory of a rank (measured)")
+    figure = style.new_figure(max(6.4, 4.6 * len(some)), 3.4, "Step time over peak memory of a rank (measured)")
     for axes, of in zip(figure.subplots(1, max(1, len(some)), squeeze=False)[0], some, strict=False):
         points = []
         for each in of["candidates"]:
@@ -35,7 +35,7 @@ def time_over_memory(results: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_ylabel("ms per step")
         millions = f", {of['parameters'] / 1e6:.0f} M parameters" if of["parameters"] else ""
         axes.set_title(f"{of['model']}{millions}, {of['world']} ranks\n{of['shaped_link']}")
-    notes = "mdcs: a point per budget; bars: least to greatest round; dotted: nothing is faster in less memory"
+    notes = "mdcs: a point per budget; bars: least to greatest round\ndotted: nothing is faster in less memory"
     style.legend_below(figure, style.series_handles(looks), notes)
     return figure
 

@@ -251,7 +251,7 @@ def _is_plain(value: Any) -> bool:
 
 def _types(builder: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(builder.__init__ if isinstance(builder, type) else builder)
+        return typing.get_type_hints(builder.__init__ if isinstance(builder, type) else builder)  # type: ignore[misc]
     except Exception:  # annotations are the builder's own code
         return {}
 
@@ -280,7 +280,8 @@ def example_data(held_out: bool = False) -> Any:
     from torch.utils.data import StackDataset
 
     rows = (torch.arange(128 if held_out else 1024)[:, None] + torch.arange(65)) % 256
-    return StackDataset(input_ids=rows[:, :-1], labels=rows[:, 1:])
+    parts: Any = {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+    return StackDataset(**parts)
 
 
 def example_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

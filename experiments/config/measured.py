@@ -60,9 +60,10 @@ def _option(group: str, given: DictConfig, about: dict[str, str], keys: set[str]
     cls = targets.load(group, about[group], own)
     told: Any = OmegaConf.to_container(given, resolve=True)
     values = {key: value for key, value in told.items() if key != "name"} if told.get(targets.TARGET) == about[group] else {}
-    known = {name: _value(text) for name, text in own.items() if name in options(cls)}
+    profiled = {name for name, field in options(cls).items() if field.metadata.get("profiled", True)}
+    known = {name: _value(text) for name, text in own.items() if name in profiled}
     if "name" in options(cls):
-        known.setdefault("name", cls.__name__)  # of an older profile
+        known["name"] = own.get("name", cls.__name__)  # older profiles have no name
     asked = {name: told[name] for name in told if any(f"{key}.".startswith(f"{group}.{name}.") for key in keys)}
     return values | known | asked | {targets.TARGET: about[group]}
 

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "profile": {"gpt3-1024"},
     "strategy": {"hsdp_no_reshard", "hsdp"},  # test_shaped.py: they need nodes
     "tracker": {"wandb", "tensorboard"},
-    "data": {"multi_nli", "text"},  # on the hub; test_data.py
+    "data": {"multi_nli", "text", "own"},  # on the hub; test_data.py; test_own_model.py
     "model": {"gpt2-small", "gpt2-small-bytes", "gpt2-medium", "gpt2-xl", "bert-base", "bert-base-pairs", "llama-1b", "vit-base",
               "resnet50", "resnet152",  # the small ones are of the same classes
               "timed"},  # test_engines.py

@@ -64,17 +64,21 @@ def _run(job: dict[str, Any], folder: Path, imported: IO[str], serve_on: Any) ->
     """Fork a job's ranks and wait. Return the exit codes of the ranks that ended by themselves."""
     node, beside = job.get("node", 0), job["ranks"] // job["nodes"]
     meeting = (_LOOPBACK, 0) if job["rate_gbit"] is None else (addresses(1)[0], _PORT)
-    with socket.create_server(meeting, backlog=socket.SOMAXCONN) if node == 0 else contextlib.nullcontext() as listener:
-        address, port = meeting if listener is None else listener.getsockname()
-        ranks: dict[int, int] = {}
-        parent = os.getpid()
-        for local in range(beside):
-            rank = node * beside + local
-            place = {"RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": beside}
-            place |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-            if (pid := os.fork()) == 0:
-                _rank(parent, job, folder, place, listener, imported, serve_on)
-            ranks[pid] = rank
+    listener = socket.create_server(meeting, backlog=socket.SOMAXCONN) if node == 0 else None
+    address, port = meeting if listener is None else listener.getsockname()
+    ranks: dict[int, int] = {}
+    parent = os.getpid()
+    for local in range(beside):
+        rank = node * beside + local
+        place = {
+            "RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": beside,
+            "MASTER_ADDR": address, "MASTER_PORT": port,
+        }  # fmt: skip
+        if (pid := os.fork()) == 0:
+            _rank(parent, job, folder, place, listener, imported, serve_on)
+        ranks[pid] = rank
+    if listener is not None:
+        listener.close()  # rank 0 has it
     codes: dict[int, int] = {}
     failed: float | None = None
     while len(codes) < len(ranks):

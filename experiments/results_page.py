@@ -45,7 +45,8 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
 
     found = docs / "results.md"
     found.write_text(page(results), encoding="utf-8")
-    pictures.save(pictures.time_over_memory(results), docs / "results.png")
+    if not all(map(is_ablation, results)):
+        pictures.save(pictures.time_over_memory(results), docs / "results.png")
     pictures.save(pictures.predictions(predictions(results)), docs / "results-predictions.png")
     return found
 
@@ -53,8 +54,10 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
 def page(results: Sequence[Result]) -> str:
     """Return the page as Markdown."""
     compared = [each for each in results if not is_ablation(each)]
-    lines = [_HEAD + "## Where mdcs wins, and where not", "", *_verdicts(compared)]
-    lines += ["![Step time over peak memory](results.png)", ""]
+    lines = [_HEAD]
+    if compared:
+        picture = "![Step time over peak memory](results.png)"
+        lines = [_HEAD + "## Where mdcs wins, and where not", "", *_verdicts(compared), picture, ""]
     for each in results:
         lines += _ablation(each) if is_ablation(each) else _engines(each)
     return "\n".join([*lines, *_predictions(results), *_setup(results)])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pickle import PicklingError
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -181,6 +182,12 @@ def _run(session: Session, program: Program) -> int:
         if wants_tracebacks:
             raise
         print(explain(error, sys.argv[1:]), file=sys.stderr)
+        return 2
+    except (PicklingError, TypeError) as error:
+        if wants_tracebacks or "pickle" not in str(error):
+            raise
+        known = "mdcs_local and mdcs_slurm do that, and joblib runs jobs here with hydra.launcher.n_jobs=1"
+        print(f"hydra/launcher: cannot run jobs in processes of its own; {known}", file=sys.stderr)
         return 2
     except OSError as error:  # outside of any job, e.g. Hydra cannot make a folder
         if wants_tracebacks:

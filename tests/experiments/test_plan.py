@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from experiments import plan as program
 from experiments import profile
+from experiments.config import help
 from mdcs.plan.plan import Plan
 from mdcs.planner.explain import UnitChoice
 from mdcs.planner.pipeline import make_plan
@@ -113,3 +115,17 @@ def test_a_sweep_over_what_is_found_has_a_column_for_the_batch(tmp_path):
     assert 1 < small["batch"] < large["batch"] and small["samples_per_s"] > 0
     table = one_process.call(program, tmp_path, *grid).stdout
     assert "batch   samples/s" in table
+
+
+def test_a_launcher_that_would_copy_the_jobs_into_its_processes_is_refused(tmp_path, monkeypatch):
+    def refuse(composed):
+        raise pickle.PicklingError("Could not pickle the task to send it to the workers.")
+
+    monkeypatch.setattr("experiments.job.app.hydra.main", lambda **_: lambda task: lambda: refuse(task))
+    done = one_process.call(program, tmp_path, "-m", "strategy=dp,fsdp")
+    assert done.returncode == 2 and done.stderr.startswith("hydra/launcher: cannot run jobs in processes of its own; ")
+
+
+def test_help_has_the_keys_of_this_program_and_not_of_others():
+    said = help.text("", [], ("plan",))
+    assert "plan.format=text" in said and "run.steps=30" in said and "search.trials" not in said

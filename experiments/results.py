@@ -82,12 +82,17 @@ def _measured(name: str, overrides: list[str], folder: Path, out: Path, module: 
 
 def surroundings() -> dict[str, Any]:
     """Date, machine, commit and versions."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("diff", "--stat", "HEAD", "--", ".", ":!docs") else "")
     return {
-        "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
         "machine": {"processor": processor(), "system": platform.platform(terse=True)},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }  # fmt: skip
+
+
+def _git(*arguments: str) -> str:
+    """Output of git. Empty without a repository."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from mdcs.plan.lifetimes import Moment, Row, at_rest, message_rows, unit_rows
 from mdcs.plan.period import Op, Period
@@ -125,16 +126,14 @@ class SlotBytes:
     ended: Rows
     live: int
     peak: int
-    at_begin: Effects = field(init=False)
-    at_end: Effects = field(init=False)
     allocated: int = field(init=False)
     freed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(
-            at_begin=tuple((row.category, row.bytes) for row in self.begun), allocated=_total(self.begun),
-            at_end=tuple((row.category, -row.bytes) for row in self.ended), freed=_total(self.ended),
-        )  # fmt: skip
+        vars(self).update(allocated=_total(self.begun), freed=_total(self.ended))
+
+    at_begin = cached_property[Effects](lambda self: tuple((row.category, row.bytes) for row in self.begun))
+    at_end = cached_property[Effects](lambda self: tuple((row.category, -row.bytes) for row in self.ended))
 
     # Buffers that the runtime makes: (unit, bytes) pairs.
     gradients = _pairs("gradients", "begun")
@@ -159,6 +158,46 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
     return [SlotBytes(tuple(begun.get(q, ())), tuple(ended.get(q, ())), s.live, s.peak) for q, s in enumerate(slots)]
 
 
+class _UnitBytes(NamedTuple):
+    """The part of :class:`AssignmentBytes` of one unit.
+
+    - ``more``: rank -> bytes of optimizer state beyond those of all ranks.
+    """
+
+    at_rest: tuple[tuple[str, int], ...]
+    scratch: dict[tuple[int, int], int]
+    more: dict[int, int]
+
+
+@lru_cache(maxsize=1 << 13)
+def _unit_bytes(period: Period, u: int, strategy: Strategy, blocks: tuple[int, ...], rank: int | None) -> _UnitBytes:
+    profile, unit, layout = period.profile, period.profile.units[u], period.profile.layouts[u]
+    parts, resting = strategy.parts(profile), tuple(at_rest(unit_rows(period, u, strategy)).items())
+    if not unit.trainable:
+        return _UnitBytes(resting, {}, {})
+    fixed, scratch, more = 0, dict[tuple[int, int], int](), Counter[int]()
+    ends, begin, first = layout.segment_ends(unit.segments), 0, 0
+    of = sections_of(layout, blocks)
+    for s, (section, end) in enumerate(zip(layout.sections, layout.ends, strict=True)):
+        opt, own = profile.optimizers[section.optimizer], blocks[first : first + of.count(s)]
+        # A copy of the gradient in the optimizer's precision.
+        copies = section.updated_bytes if section.updated_bytes != section.grad_bytes else 0
+        if section.is_whole:
+            scratch[u, first] = max(p.scratch for p in section.parameters) + own[0] // parts * copies
+        else:
+            found = cuts(tuple([e - begin for e in ends if begin < e <= end]), own, parts)
+            fixed += (len(own) + found.everywhere) * opt.state_fixed
+            for part, count in found.on_rank:
+                more.update(dict.fromkeys(range(part, profile.world, parts), count * opt.state_fixed))
+            for b, largest in enumerate(found.largest, first):
+                if rank is not None:
+                    largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks, b, rank))
+                cast = blocks[b] // parts * copies
+                scratch[u, b] = opt.scratch(largest, section.updated_bytes) + cast
+        begin, first = end, first + len(own)
+    return _UnitBytes((*resting, ("optimizer", fixed)), scratch, more)
+
+
 class AssignmentBytes:
     """Bytes that depend only on strategies and blocks, not on the order of messages.
 
@@ -173,35 +212,15 @@ class AssignmentBytes:
     def __init__(
         self, period: Period, strategies: tuple[Strategy, ...], blocks: Sequence[tuple[int, ...]], rank: int | None = None
     ) -> None:
-        profile = period.profile
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self.scratch: dict[tuple[int, int], int] = {}
         more = Counter[int]()  # rank -> bytes
-        for u, (unit, strategy, layout) in enumerate(zip(profile.units, strategies, profile.layouts, strict=True)):
-            parts = strategy.parts(profile)
-            for category, size in at_rest(unit_rows(period, u, strategy)).items():
+        for u, strategy in enumerate(strategies):
+            own = _unit_bytes(period, u, strategy, blocks[u], rank)
+            for category, size in own.at_rest:
                 self.at_rest[category] = self.at_rest.get(category, 0) + size
-            if not unit.trainable:
-                continue
-            ends, begin, first = layout.segment_ends(unit.segments), 0, 0
-            of = sections_of(layout, blocks[u])
-            for s, (section, end) in enumerate(zip(layout.sections, layout.ends, strict=True)):
-                opt, own = profile.optimizers[section.optimizer], blocks[u][first : first + of.count(s)]
-                # A copy of the gradient in the optimizer's precision.
-                copies = section.updated_bytes if section.updated_bytes != section.grad_bytes else 0
-                if section.is_whole:
-                    self.scratch[u, first] = max(p.scratch for p in section.parameters) + own[0] // parts * copies
-                else:
-                    found = cuts(tuple([e - begin for e in ends if begin < e <= end]), own, parts)
-                    self.at_rest["optimizer"] += (len(own) + found.everywhere) * opt.state_fixed
-                    for part, count in found.on_rank:
-                        more.update(dict.fromkeys(range(part, profile.world, parts), count * opt.state_fixed))
-                    for b, largest in enumerate(found.largest, first):
-                        if rank is not None:
-                            largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks[u], b, rank))
-                        cast = blocks[u][b] // parts * copies
-                        self.scratch[u, b] = opt.scratch(largest, section.updated_bytes) + cast
-                begin, first = end, first + len(own)
+            self.scratch.update(own.scratch)
+            more.update(own.more)
         self.at_rest["optimizer"] += max(more.values(), default=0) if rank is None else more[rank]
         self.rest_bytes = sum(self.at_rest.values())
         self.slots = _slots(period, strategies)

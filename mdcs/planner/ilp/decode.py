@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,8 +25,8 @@ from mdcs.sizes import MIB
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
 _COARSE = 24  # bins of the first relaxation
-_SENT_RECOMPUTING = (0.35, 0.5, 0.25)  # fraction of a gather from which its buffer is held
-_DECODED_RECOMPUTING = 0.6  # fraction of the time at which the messages of decisions with recomputation are made
+_SENT_RECOMPUTING = (0.35, 0.5, 0.3, 0.4, 0.25)  # fraction of a gather from which its buffer is held
+_DECODED_RECOMPUTING = 0.65  # fraction of the time at which plans of decisions with recomputation are made
 SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
 
 
@@ -95,11 +95,13 @@ def solve_whole(request: SearchRequest, problem: PlanningProblem, known: Evaluat
     return SolverResult(answer.status, bound, plans)
 
 
-def solve_relaxed(request: SearchRequest, problem: PlanningProblem, *, plans: bool) -> SolverResult:
+def solve_relaxed(
+    request: SearchRequest, problem: PlanningProblem, *, plans: bool, solved: Callable[[], None] = lambda: None
+) -> SolverResult:
     """Solve the linear relaxation of a coarse model, then of finer models while time allows.
 
-    Return the best bound, and if ``plans``, plans rounded from the last solution. Solving time is taken to grow in
-    proportion to the number of bins.
+    Return the best bound, and if ``plans``, plans rounded from the last solution. ``solved`` is called before these are
+    made. Solving time is taken to grow in proportion to the number of bins.
     """
     bound, status, solution = None, "no answer", None
     width: int | None = -(-problem.job.period.length // _COARSE)
@@ -115,6 +117,7 @@ def solve_relaxed(request: SearchRequest, problem: PlanningProblem, *, plans: bo
         width = finer_width(width, time.monotonic() - began, request.at(SOLVING) - time.monotonic())
     if not plans or solution is None:
         return SolverResult(status, bound, [])
+    solved()
     model, values = solution
     decisions = _resolved(request, mixes(model, values)) if problem.recomputes else roundings(model, values)
     return SolverResult(status, bound, decode(request, decisions))
@@ -147,14 +150,17 @@ def _solved(request: SearchRequest, model: SlotModel, start: Sequence[float] | N
 def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[EvaluatedPlan]:
     """Return the plans of these decisions, as far as time allows.
 
-    The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight.
+    The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight. If recomputation is
+    open, it alone is tried with coarser ones: decisions differ by some percent, so that many are tried.
     """
-    until = time.monotonic() + DECODING * request.seconds
-    if request.problem.recomputes:  # the decisions of one solution differ by some percent
+    until, sizes = time.monotonic() + DECODING * request.seconds, [request.block_bytes]
+    others = [*([COARSER * request.block_bytes] * request.coarser), request.block_bytes, 0]
+    if request.problem.recomputes:
         until = max(until, request.at(_DECODED_RECOMPUTING))
+    else:
+        sizes, others = others, []
     made: list[tuple[EvaluatedPlan, SlotDecision]] = []
     for decision in decisions:
-        sizes = (*([COARSER * request.block_bytes] * request.coarser), request.block_bytes, 0)
         made += [(each, decision) for each in while_time_remains(until, messages_of(request, decision, sizes))]
         if time.monotonic() > until:
             break
@@ -162,7 +168,7 @@ def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[Ev
         return []
     finer = [max(1, request.block_bytes // parts) for parts in _FINER] if request.problem.budget is not None else []
     best = min(made, key=lambda each: each[0].cost_s)[1]
-    return [*(each for each, _ in made), *while_time_remains(until, messages_of(request, best, finer))]
+    return [*(each for each, _ in made), *while_time_remains(until, messages_of(request, best, [*finer, *others]))]
 
 
 def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:

@@ -19,7 +19,7 @@ Mix = tuple[tuple[Strategy, ...], tuple[str, ...]]
 
 # Factors on the shares of strategies other than fsdp: whole buffers need more bytes than fractions of buffers.
 _KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
-_KEPT_RECOMPUTING = (0.85, 0.9, 0.95, 0.8, 0.92, 0.75)
+_KEPT_RECOMPUTING = (0.85, 0.9, 0.8, 0.95, 0.82, 0.92, 0.87, 0.75, 0.97, 0.78, 0.94, 0.7)
 _FREED = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2)  # factors on bytes that recomputation frees
 _SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,8 @@ class SlotPlanner(Solving):
         if not candidates:
             raise PlanError(f"{name}: no plan was found: {found.status}")
         before, best = math.inf, min(candidates, key=_cost_s)
+        if problem.recomputes:  # with fewer messages the search tries more, and moves more at once
+            best = merge_blocks(best, request.at(_SEARCH))
         while (found.bound or 0.0) * (1 + _WORTH) < best.cost_s < before * (1 - _WORTH):  # the last search paid off
             before = best.cost_s
             again = race(
@@ -103,9 +106,12 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
     priceless = realistic.job.profile is request.problem.job.profile
     once = slots > _SMALL and priceless and request.problem.recomputes
+    is_solved = threading.Event()  # many plans with recomputation follow: a race would take their processor
     solves: list[Callable[[], SolverResult]] = []
     if slots > _SMALL:
-        solves.append(partial(solve_relaxed, request, request.problem if once else realistic, plans=True))
+        solves.append(
+            partial(solve_relaxed, request, request.problem if once else realistic, plans=True, solved=is_solved.set)
+        )
     if slots <= (_SMALL if request.problem.recomputes else 2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
     if slots <= _SMALL and priceless:
@@ -117,7 +123,9 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
         raced: list[EvaluatedPlan] = []
         if known:
             search = partial(race, strategies=not fixed, recompute=request.problem.recomputes)
-            raced = search(known, request.at(SOLVING), stop=solving[0].done)
+            raced = search(
+                known, request.at(SOLVING), stop=lambda: solving[0].done() or (request.problem.recomputes and is_solved.is_set())
+            )
             starts = [*raced, *solving[0].result().plans]
             raced += search(starts, request.at(SOLVING + DECODING), stop=lambda: all(each.done() for each in solving), most=1)
         found = [each.result() for each in solving]

@@ -209,4 +209,4 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     monkeypatch.setattr(decode, "messages_of", messages_of)
     found = decode.decode(request(problem, 600.0, 1600), decisions)
     assert min(found) == (fast_s, fast)
-    assert tried == [(12800, 1600, 0)] * 3 + [[800, 400, 200, 100]] and found[-1].plan is fast
+    assert tried == [[12800, 1600, 0]] * 3 + [[800, 400, 200, 100]] and found[-1].plan is fast

@@ -92,6 +92,7 @@ def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) ->
     """Return the slots of a job's period. ``held``: bytes of the mix; None: bytes are not counted."""
     contention, execution, none = job.profile.contention, job.profile.execution, [0] * job.period.length
     slots = [] if held is None else held.slots
+    # One type per field: processes that compile loops for other types at a time may mix up numba's cached code.
     return PeriodArrays(
         seconds=job.period.seconds,
         live=[s.live for s in slots] or none,
@@ -101,12 +102,12 @@ def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) ->
         turn=job.period.turn,
         depth=execution.in_flight(job.profile.link.depth),
         apart=execution.has_own_updates,
-        host_message_s=execution.host_seconds_per_message,
-        host_slot_s=execution.host_seconds_per_slot,
+        host_message_s=float(execution.host_seconds_per_message),
+        host_slot_s=float(execution.host_seconds_per_slot),
         slowdown=1.0 + job.profile.interference,
         contended=contention != _NOTHING,
-        dispatch_s=contention.dispatch_seconds,
-        turn_s=contention.turn_seconds,
+        dispatch_s=float(contention.dispatch_seconds),
+        turn_s=float(contention.turn_seconds),
         rest=0 if held is None else held.rest_bytes,
         cap=-1 if budget is None or held is None else budget - job.reserve,
     )

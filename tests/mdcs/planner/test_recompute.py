@@ -233,10 +233,10 @@ def test_joint_goes_on_from_its_plan_without_recomputation_and_is_never_slower(m
 
 def test_joint_proves_a_bound_over_all_choices_and_says_the_gap() -> None:
     budget = (floor_bytes(DEEP, Planned()) + floor_bytes(DEEP)) // 2
-    plan = make_plan(DEEP, Joint(seconds=20), budget=budget, recompute=Planned())
+    plan = make_plan(DEEP, Joint(seconds=120), budget=budget, recompute=Planned())
     assert plan.prediction is not None and plan.bound_s is not None and ", gap " in plan.outcome
     assert sum(slot.seconds for slot in DEEP.slots) < plan.bound_s <= plan.prediction.step_s
-    fixed = make_plan(Job(DEEP, recompute=plan.recompute), Joint(seconds=20), budget=budget)
+    fixed = make_plan(Job(DEEP, recompute=plan.recompute), Joint(seconds=120), budget=budget)
     assert plan.bound_s <= (fixed.bound_s or 0) * (1 + 1e-6)  # of these choices alone
 
 

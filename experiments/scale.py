@@ -65,12 +65,12 @@ class Tried:
 
     @classmethod
     def of(cls, plan: Plan) -> Tried:
-        assert plan.prediction is not None
+        told = plan.prediction
+        assert told is not None and told.exposed_s is not None
         blocks = [u for u, unit in enumerate(plan.profile.units) if unit.name != "root"]
         strategies = {str(plan.strategies[u]) for u in blocks}
         chosen = {plan.recompute[u] for u in blocks} if plan.recompute else {NONE}
         strategy, recompute = (each.pop() if len(each) == 1 else "mixed" for each in (strategies, chosen))
-        told = plan.prediction
         return cls(strategy, recompute, plan.scheduler, told.step_s, told.exposed_s, told.peak_bytes + CONTEXT_BYTES + NCCL_BYTES)
 
 

@@ -49,7 +49,7 @@ from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEURISTIC_SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")
 LIMITS_S = {24: 20.0, 48: 60.0, 96: 120.0}
-RECOMPUTE_LIMITS_S = {24: 24.0, 48: 45.0, 96: 120.0}
+RECOMPUTE_LIMITS_S = {24: 27.0, 48: 45.0, 96: 120.0}
 COMMITTED = ((24, 0), (24, 1), (24, 2), (48, 0), (48, 1), (48, 2), (96, 0), (96, 1), (96, 2))
 """(units, seed) of the instances of the table of gaps.
 

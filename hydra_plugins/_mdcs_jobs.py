@@ -132,7 +132,8 @@ def _queue(second: int) -> dict[str, str] | None:
     if listed is None:
         return None
     rows = (line.split("|") for line in listed.splitlines())
-    return {job: f"{state} ({why})" if state == "PENDING" else state for job, state, why in rows if state not in _OVER}
+    return {job: state + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows
+            if state not in _OVER}  # fmt: skip
 
 
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}

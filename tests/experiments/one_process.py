@@ -52,7 +52,8 @@ def call(
         patch.chdir(folder)
         patch.setattr(sys, "argv", [f"{program.__name__.rpartition('.')[2]}.py", *arguments])
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
-        patch.setattr(elastic, "run", start)
+        started = elastic.run  # which forks of a warm process are started by, too
+        patch.setattr(elastic, "run", lambda *args, **named: (started if named.get("forks") else start)(*args, **named))
         patch.setattr(Warm, "run", lambda self, *args, **named: start(*args, **named))
         try:
             code: Any = program.main(*([worker] if worker else []))

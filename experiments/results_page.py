@@ -21,12 +21,15 @@ _HEAD = """# Results
 
 <!-- Written by `mdcs results` from docs/results/*/*.json. Change nothing here: a test compares page and data. -->
 
-Step times of mdcs beside other engines, measured by `make results`. Engines take turns: each round runs all of them once. A
-step is the median over rounds of each run's median step; in brackets stand the least and the greatest round. Those of five rounds
-enclose the true median with 94 % probability. Ratios are taken within a round. Losses are compared in every session.
-**Timed compute** [takes no core](timed.md): parameters, messages and updates are real, and computing only waits.
+Step times of mdcs and of other engines, measured by `make results`. Engines take turns: each round runs all of them once. A
+step time is the median over rounds of the runs' median steps, with the fastest and the slowest round in brackets (with five
+rounds, these enclose the true median with 94 % probability). *Takes ×* is another engine's (or plan's) step time over that of
+the row, computed within each round: above 1 the row's engine is faster. Losses are compared too: *setup* has the greatest
+difference. **Timed compute** means that [sleeps replace computing](timed.md), so that it takes no core: parameters, messages
+and updates are real.
 
-A [GPU](gpu.md) and [clusters, predicted](scale.md), have their own pages. Older measurements: [lab notes](lab-notes.md).
+[One GPU](gpu.md) and [predictions for large clusters](scale.md) have their own pages. Older measurements are in the
+[lab notes](lab-notes.md).
 
 """
 
@@ -193,7 +196,7 @@ def _setup(results: Sequence[Result]) -> list[str]:
     left: dict[str, list[str]] = {}
     for name, why in {name: why for result in results for name, why in result["comparison"]["left_out"].items()}.items():
         left.setdefault(why, []).append(name)
-    return [*lines, *(f"\nLeft out: {', '.join(names)}. {why}" for why, names in left.items()), ""]
+    return [*lines, *(f"\nNot measured: {', '.join(names)} ({why})." for why, names in left.items()), ""]
 
 
 def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:

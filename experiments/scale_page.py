@@ -18,18 +18,21 @@ _HEAD = """# Scale on paper
 
 <!-- Written by `mdcs scale scale.out=docs` from conf/scale/h100.yaml. Change these, not this page. -->
 
-What mdcs is predicted to gain for {models} on {devices} H100, eight a node, with {sequence:,} tokens a device and
-step. **Nothing here was measured.** Jobs are calculated as [published runs](outside.md) are; that page shows how far off this is.
+The predicted speed-up of mdcs over the best plan that treats all blocks alike, for {models} on {devices} H100, eight
+per node, with {sequence:,} tokens per device and step. **Nothing here was measured.** [Published runs](outside.md) are predicted
+in the same way; that page shows the errors.
 
-**The baseline** is the fastest plan that fits and is the same for all blocks, as FSDP2 runs it: FSDP or HSDP, with and without
-resharding after forward, and no, selective or full recomputation. Messages leave as they become ready, gathers one block ahead.
+**The baseline** treats all blocks alike, as FSDP2 does: FSDP or HSDP, with or without resharding after forward, and no,
+selective or full recomputation. Of these plans it is the fastest that fits. Messages are sent as they become ready, gathers one
+block ahead.
 
-**A gain** is the baseline's step over that of a plan within the same memory that decides block by block: *sharding* alone,
-*scheduling* alone, *recomputation* alone, or all of them. A gain below {least:.0%} counts as 1.0 ×. Heuristics find the plans, so
-gains are lower bounds, that of scheduling above all.
+**A gain** is the baseline's step time divided by that of a plan within the same memory that may treat each block differently: in
+*sharding* only, in *scheduling* only, in *recomputation* only, or in all three. A gain below {least:.0%} counts as 1.0 ×. The
+plans are found by heuristics, so better ones may exist, above all for scheduling.
 
-**Memory** of a device holds a CUDA context and the buffers of NCCL, too. Computing reaches {tflops:g} TFLOP/s, as in torchtitan's
-published step of Llama 3.1 8B on eight H100. While a message is in flight, computing is {slower:.1%} slower.
+**Memory** (GiB) includes a CUDA context and NCCL's buffers. Computing reaches {tflops:g} TFLOP/s, as in torchtitan's
+published step of Llama 3.1 8B on eight H100. While a message is in flight, computing is {slower:.1%} slower. *Exposed* is
+communication that no computing hides.
 
 """
 

@@ -21,7 +21,7 @@ _SYMBOLS = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "<": "triangle-left",
     ">": "triangle-right", "X": "x", "P": "cross", "h": "hexagon", "p": "pentagon", "8": "octagon", "d": "diamond-tall",
 }  # fmt: skip
-"""Of matplotlib's marks, those that :func:`analysis.pictures.style.looks` gives."""
+"""Plotly's names of the marks that :func:`analysis.pictures.style.looks` gives."""
 _PATTERNS = {"AR": "x", "RS": "/", "AG_F": "\\", "AG_B": "."}
 """Beside colour, so that kinds of messages are told apart in print, too."""
 

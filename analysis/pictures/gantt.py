@@ -1,4 +1,4 @@
-"""What a timeline of one period shows, and its drawing: compute, messages and updates, the prediction above the ranks."""
+"""Timeline of one period: what it shows, and its drawing (compute, messages and updates; the prediction above the ranks)."""
 
 from __future__ import annotations
 

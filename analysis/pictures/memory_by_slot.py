@@ -29,7 +29,7 @@ RECOMPUTES = "↻"
 
 
 class Stack(NamedTuple):
-    """What a picture of memory shows, in MiB per rank, a value per slot.
+    """Contents of a picture of memory, in MiB per rank, one value per slot.
 
     - source: measured or predicted.
     - slots: names; labels: short ones, with a mark where the slot recomputes activations.

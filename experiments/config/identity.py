@@ -64,7 +64,7 @@ def machine_identity(config: Config) -> dict[str, str]:
 
 
 def about(config: Config) -> dict[str, str]:
-    """What a measured profile says of its job: its identity, and the model's name."""
+    """Identity and model name of a measured profile's job."""
     return identity(config) | {"model.name": config.model.name}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a step of a job does.
+    """Work of one step of a job.
 
     - samples: of all ranks.
     - tokens: of all ranks; None for models that do not read tokens.

@@ -54,7 +54,7 @@ def require_columns(path: str, found: Any, *columns: str) -> None:
 
 
 def split(indices: NDArray[np.int64], held_out: bool, one_in: int) -> NDArray[np.int64]:
-    """Of a source without splits: every `one_in`-th index, which is held out, or the others."""
+    """Indices of one split of a source without splits: every `one_in`-th is held out, the others are for training."""
     chosen = indices % one_in == one_in - 1
     return indices[chosen if held_out else ~chosen]
 

@@ -242,6 +242,11 @@ def has_memory_axis(frame: pd.DataFrame) -> bool:
     return rows["budget_bytes"].nunique(dropna=False) >= 2 or rows["engine"].nunique() >= 2
 
 
+def memory_of(rows: pd.DataFrame) -> pd.Series:
+    """Peak bytes per rank of each row: as measured, else as predicted, else the budget. NaN where none is known."""
+    return rows["peak_bytes"].fillna(rows["predicted_peak_bytes"]).fillna(rows["budget_bytes"])
+
+
 def best_run(frame: pd.DataFrame) -> pd.Series | None:
     """The row of least measured step time, of repetitions by their median; None if nothing was measured."""
     rows = middle_runs(frame)

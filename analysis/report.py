@@ -75,11 +75,14 @@ def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterato
     if not len(ask.drawn(rows)):
         return
     alike = looks(rows)
-    yield save(overview(rows, looks=alike), out / f"tradeoff{suffix}.png")
+    with_memory = ask.memory_of(ask.drawn(rows)).notna().any()
+    if with_memory or ask.share_curves(rows) or ask.setting_axis(rows) is not None:
+        yield save(overview(rows, looks=alike), out / f"tradeoff{suffix}.png")
     for curve in ask.share_curves(rows):
         name = f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}{suffix}.png"
         yield save(tradeoff_curve(curve, looks=alike), out / name)
-    yield save(step_time_over_memory(rows, looks=alike), out / f"step_time{suffix}.png")
+    if with_memory:
+        yield save(step_time_over_memory(rows, looks=alike), out / f"step_time{suffix}.png")
     for key in ask.swept(rows):
         if not is_seed(key) and ask.numbers(ask.drawn(rows)[key]).nunique() > 1:
             yield save(step_time_over_setting(rows, key=key, looks=alike), out / f"step_time-{key}{suffix}.png")

@@ -67,16 +67,16 @@ def missing_notes(rows: pd.DataFrame, width: int = 130) -> str:
 def draw_steps(axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float) -> list[str]:
     """Draw into axes that are `inches` wide; return the labels of the series that they show."""
     time, points = ask.time_of(ask.drawn(rows)), ask.best_points(rows, "budget_bytes")
-    peak = points["peak_bytes"].fillna(points["predicted_peak_bytes"])
+    peak = ask.memory_of(points)
     points = points.assign(peak=peak, at=points["predicted_peak_bytes"].fillna(peak))[peak.notna()].reset_index(drop=True)
     if not len(points):
-        raise ValueError("no step times to draw over memory: no run has a measured or a predicted peak")
+        raise ValueError("no step times to draw over memory: no run has a peak or a budget")
     scale, unit = (GIB, "GiB") if points["peak"].max() >= GIB else (MIB, "MiB")
     points[["peak", "at"]] /= scale
     for label, of_label in points.sort_values("peak", kind="stable").groupby("label"):
         style.draw_steps(axes, of_label["peak"], of_label, looks[str(label)], of_label["at"])
         alike = ask.at_points(ask.series(ask.drawn(rows))[str(label)], of_label, "budget_bytes", "schedule_share")
-        style.draw_repetitions(axes, alike["peak_bytes"].fillna(alike["predicted_peak_bytes"]) / scale, alike, of_label["runs"])
+        style.draw_repetitions(axes, ask.memory_of(alike) / scale, alike, of_label["runs"])
     front = points.sort_values(["peak", time])
     front = front[front[time] < front[time].cummin().shift(fill_value=float("inf"))]
     axes.plot([*front["peak"], points["peak"].max()], [*(front[time] * 1e3), front[time].min() * 1e3], **style.FRONT)
@@ -87,8 +87,9 @@ def draw_steps(axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float
     axes.margins(x=0.06, y=0.1)
     style.set_title(axes, f"time per iteration over memory\n{words}", inches)
     several = ask.drawn(rows).groupby(["strategy", "scheduler", "budget_bytes"])["schedule_share"].nunique().gt(1).any()
-    known = points["peak_bytes"].notna()
+    known, planned = points["peak_bytes"].notna(), points["predicted_peak_bytes"].notna()
     how = "measured" if known.all() else "measured where it was, else predicted" if known.any() else "predicted"
+    how = how if (known | planned).any() else "the budget: not measured"
     axes.set_xlabel(f"peak memory per rank ({unit}), {how}{'; of each budget the stop point' if several else ''}")
     axes.set_ylabel("ms")
     return sorted(set(points["label"]))

@@ -70,8 +70,8 @@ def test_tables_and_pictures_say_so(folders):
     assert frame["emulated_ranks"].all() and all(math.isnan(loss) for loss in frame["loss"])
     printed = io.StringIO()
     analysis.print_table(frame, printed)
-    assert "mlp · 64 emulated ranks · emulated link" in printed.getvalue()
-    assert "mlp · 8 emulated ranks · emulated link" in printed.getvalue()
+    assert "· 64 emulated ranks · emulated link of 10 Gbit/s" in printed.getvalue()
+    assert "· 8 emulated ranks · emulated link of 10 Gbit/s" in printed.getvalue()
     plan = Plan.from_json((folders["of 64"] / "plan.json").read_text())
     for table in (units_table(plan, Wfbp()), profile_table(plan.profile)):
         assert "64 emulated ranks" in str(table.title)

@@ -11,13 +11,21 @@ from analysis.events import read_events
 from experiments.job import record
 from experiments.job import run as jobs
 from launch import preemption
+from launch.warm import Warm
 from tests.experiments.test_worker import HASTY, composed, start_and
 
 pytestmark = pytest.mark.slow
 
 
-def test_all_ranks_stop_at_one_step_and_go_on_after_it(tmp_path, monkeypatch, warm):
+@pytest.fixture
+def warm(monkeypatch):
+    """A process of this test's own: the ranks that it forks have its environment."""
     monkeypatch.setenv(preemption.REQUEUE, "1")
+    with Warm() as started:
+        yield started
+
+
+def test_all_ranks_stop_at_one_step_and_go_on_after_it(tmp_path, warm):
     plan = ("strategy=fsdp", "scheduler=dear", "cluster.timeout_s=60")
     outcome, _ = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGUSR2), start=warm.run)
     stopped = outcome.step

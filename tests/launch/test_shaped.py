@@ -27,7 +27,11 @@ def namespace(process: int | str) -> str:
 
 
 def parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    """0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 class Seen:
@@ -42,7 +46,7 @@ class Seen:
     def look(self, said) -> None:
         if all(said) and not self.ranks:
             self.ranks = [each.pid for each in said]
-            self.holder = parent(parent(self.ranks[0]))
+            self.holder = max(parent(parent(pid)) for pid in self.ranks)  # one of them may have ended already
             self.namespaces = {namespace(pid) for pid in (self.holder, *self.ranks)} - {""}  # of a rank that has ended already
 
     def assert_nothing_left(self, seen: int = 3) -> None:

@@ -37,6 +37,8 @@ from launch.status import Status
 from launch.store_line import StoreLine
 
 _POLL_SECONDS = 0.1
+_STATUS_SECONDS = 1.0
+"""Least time between two writes of a running rank's status to the job's folder, whose file system may be shared."""
 _LAST_WORDS_SECONDS = 2.0
 _LEAVE_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
@@ -310,6 +312,7 @@ class _Ranks:
         self._line, self._folder, self._cluster, self._child = line, folder, cluster, child
         self.keys = [said_by(job, rank) for rank in range(1, cluster.ranks)]
         self._said: dict[int, dict[str, Any]] = {}
+        self._written: dict[int, tuple[Status, float]] = {}
         self._failed: float | None = None
 
     def poll(self) -> int | None:
@@ -351,15 +354,23 @@ class _Ranks:
         return f"rank {rank} was at step {said['step']} ({said['phase']})" if said else f"rank {rank} had not started"
 
     def _leave(self, rank: int, said: dict[str, Any]) -> None:
+        if said["status"]:
+            self._write(Status(**said["status"]), ended=said["code"] is not None or bool(said["error"]))
         if said == self._said.get(rank):
             return
         self._said[rank] = said
-        if said["status"]:
-            status.write(self._folder, Status(**said["status"]))
         if said["error"] and not (error := self._folder / f"rank{rank}.error").exists():
             reason_of(self._folder, rank).write(said["error"])
             assert error.exists()
         self._report(rank, said["code"])
+
+    def _write(self, said: Status, *, ended: bool) -> None:
+        """Write the status of a rank: its steps at most once a second, its phases and its last status at once."""
+        before, when = self._written.get(said.rank, (None, 0.0))
+        is_new_phase = before is None or before.phase != said.phase
+        if said != before and (ended or is_new_phase or time.monotonic() - when >= _STATUS_SECONDS):
+            status.write(self._folder, said)
+            self._written[said.rank] = said, time.monotonic()
 
     def _report(self, rank: int, code: int | None) -> None:
         file = report_of(self._folder, rank)

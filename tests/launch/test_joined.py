@@ -4,6 +4,7 @@ import dataclasses
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,3 +129,20 @@ def test_a_host_that_is_gone_is_named_with_all_its_ranks_whichever_spoke_last(tm
     assert gone.reason == (
         "host b has not answered for 10 s: rank 2 was at step 2 (computing), rank 3 was at step 3 (computing)"
     )
+
+
+def test_a_running_ranks_steps_are_written_at_most_once_a_second_and_its_end_at_once(tmp_path, monkeypatch):
+    job, line, now = Handed(0, "", "", (), 10.0, 0), SimpleNamespace(heard={}, unchanged=lambda key: 0.0), [100.0]
+    monkeypatch.setattr("launch.joined.time.monotonic", lambda: now[0])
+    ranks = _Ranks(line, job, tmp_path, Cluster(2), Running())
+    steps = []
+    for seconds, step, phase, code in (
+        (0.0, 1, "training", None), (0.2, 2, "training", None), (0.4, 2, "evaluating", None), (0.6, 3, "evaluating", None),
+        (1.5, 3, "evaluating", None), (1.6, 4, "evaluating", None), (1.7, 5, "evaluating", -9),
+    ):  # fmt: skip
+        now[0] = 100 + seconds
+        said = dataclasses.asdict(Status(1, 0, step, phase, 0.0))
+        line.heard[said_by(job, 1)] = "1 " + json.dumps({"host": "a", "status": said, "code": code, "error": None})
+        ranks.poll()
+        steps.append(status.read(tmp_path, 1).step)
+    assert steps == [1, 1, 2, 2, 3, 3, 5]

@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import contextlib
 import os
 import signal
 import time
@@ -51,8 +52,16 @@ class SurvivesCrashes(LoadFileScheduling):
         return fatal
 
     def _reschedule(self, node):
-        if node in self.registered_collections:  # a new worker has collected its tests only later
+        super()._reschedule(node)
+        # A worker begins a test only when it knows the next one, or that there is none. xdist gives a new worker, in the
+        # place of a dead one, a single file: with one test in it both would wait for ever.
+        if self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
+
+    def _assign_work_unit(self, node):
+        if node in self.registered_collections:  # a new worker has collected its tests only later
+            with contextlib.suppress(OSError):  # it has just died: `remove_node` will give its work to others
+                super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -37,7 +37,8 @@ def parent(process: int) -> int:
 class Seen:
     """The ranks of a job while it runs, and their namespaces, that of the holder included."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.interfaces = set(os.listdir("/sys/class/net"))
         self.ranks: list[int] = []
         self.holder = 0
@@ -46,11 +47,12 @@ class Seen:
     def look(self, said) -> None:
         if all(said) and not self.ranks:
             self.ranks = [each.pid for each in said]
-            self.holder = max(parent(parent(pid)) for pid in self.ranks)  # one of them may have ended already
-            self.namespaces = {namespace(pid) for pid in (self.holder, *self.ranks)} - {""}  # of a rank that has ended already
+            self.holder = parent(parent(self.ranks[0]))
+            self.namespaces = {namespace(pid) for pid in (self.holder, *self.ranks)}
+            (self.folder / "seen").touch()
 
-    def assert_nothing_left(self, seen: int = 3) -> None:
-        assert len(self.namespaces) >= seen and namespace("self") not in self.namespaces
+    def assert_nothing_left(self) -> None:
+        assert len(self.namespaces) == 3 and not self.namespaces & {"", namespace("self")}
         assert orphans.wait_until_gone([self.holder, *self.ranks], 10.0) == []
         deadline = time.monotonic() + 10
         while self.left() and time.monotonic() < deadline:  # a namespace that is empty goes a moment later
@@ -62,30 +64,37 @@ class Seen:
         return [file.name for file in Path("/proc").glob("[0-9]*") if namespace(file.name) in self.namespaces]
 
 
+def run(seen: Seen, module: str, *arguments: str) -> elastic.Outcome:
+    """A job whose ranks run `module` once they have been seen."""
+    arguments = (str(seen.folder), module, *arguments)
+    return elastic.run(
+        seen.folder, CLUSTER, {}, module="tests.launch.ranks.seen", arguments=arguments, on_tick=seen.look
+    )
+
+
 def test_a_job_ends_well_and_each_rank_was_in_a_namespace_of_its_own(tmp_path):
-    seen = Seen()
-    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.succeed", on_tick=seen.look)
+    seen = Seen(tmp_path)
+    outcome = run(seen, "tests.launch.ranks.succeed")
     assert outcome == elastic.Outcome(ok=True)
     assert json.loads((tmp_path / "launch.json").read_text())["env"]["GLOO_SOCKET_IFNAME"] == network.INTERFACE
     seen.assert_nothing_left()
 
 
 def test_a_killed_rank_ends_the_job_with_its_name(tmp_path):
-    seen = Seen()
-    arguments = ["killed", str(tmp_path)]
-    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=arguments, on_tick=seen.look)
+    seen = Seen(tmp_path)
+    outcome = run(seen, "tests.launch.ranks.fail", "killed", str(tmp_path))
     assert (outcome.reason, outcome.rank, outcome.step) == ("rank 1 was killed by SIGKILL at step 3", 1, 3)
-    seen.assert_nothing_left(2)
+    seen.assert_nothing_left()
     children = [int(file.read_text()) for file in tmp_path.glob("child*")]
     assert len(children) == 2 and orphans.wait_until_gone(children, 30.0) == []
 
 
 def test_a_network_that_is_lost_ends_the_job(tmp_path):
-    seen, killed = Seen(), []
+    seen, killed = Seen(tmp_path), []
 
     def kill_the_holder(said):
         seen.look(said)
-        if (tmp_path / "ready").exists() and not killed:
+        if seen.holder and (tmp_path / "ready").exists() and not killed:
             os.kill(seen.holder, signal.SIGKILL)
             killed.append(seen.holder)
 
@@ -102,7 +111,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(tmp_path):
         "cluster = elastic.Cluster(2, rate_gbit=1.0);"
         "elastic.run(folder, cluster, {}, module='tests.launch.ranks.fail', arguments=['hung', str(folder)])"
     )
-    seen = Seen()
+    seen = Seen(tmp_path)
     launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:

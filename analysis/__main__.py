@@ -20,7 +20,7 @@ from analysis.sources import WANDB, runs
 from analysis.table import print_table
 from analysis.wandb_report import write_report as write_wandb_report
 
-_SOURCE = "a sweep's or a run's folder (runs are found at any depth), one of offline W&B runs, or wandb:ENTITY/PROJECT[/GROUP]"
+_SOURCE = "a sweep's or a run's folder (runs are found at any depth), or wandb:ENTITY/PROJECT[/GROUP]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

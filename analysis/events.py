@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mdcs.plan.strategy import RENAMED_IN_FILES
-from mdcs.plan.times import StepTimes
-
 METRICS = "metrics.jsonl"
 SCHEMA = 3
-"""Schema of the `job` event; files without one are of schema 1."""
+"""Schema of the `job` event."""
 
 Event = dict[str, Any]
 
@@ -39,18 +35,11 @@ def read_events(path: Path) -> list[Event]:
 
 
 def last_attempt(events: Sequence[Event]) -> list[Event]:
-    """The events of the last job that ran in a folder, in the words of this version. Raises ValueError for a newer schema."""
+    """The events of the last job that ran in a folder. Raises ValueError for another schema."""
     first = max((i for i, event in enumerate(events) if event["event"] == "job"), default=None)
-    schema = 1 if first is None else events[first].get("schema")
-    if schema == SCHEMA:
-        return list(events[first:])
-    events = [_renamed(event) for event in events]
-    if schema == 2:
-        return events[first:]
-    if schema != 1:
+    if first is not None and (schema := events[first].get("schema")) != SCHEMA:
         raise ValueError(f"{METRICS} has schema {schema}, this version reads schema {SCHEMA}")
-    first = max((i for i, event in enumerate(events) if event["event"] == "start"), default=0)
-    return [_translated(event) for event in events[first:]]
+    return list(events[first:])
 
 
 class Tail:
@@ -78,29 +67,3 @@ def _event(line: bytes) -> Event | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
-
-
-def _renamed(event: Event) -> Event:
-    """An event of schema 1 or 2, with the names that strategies have now."""
-    event = event | {"strategy": _name(event["strategy"])} if "strategy" in event else event
-    if settings := event.get("settings"):
-        event |= {"settings": {k: _name(v) if k.startswith("strategy.") else v for k, v in settings.items()}}
-    if tried := event.get("tried"):
-        event |= {"tried": [each | {"strategy": _name(each["strategy"])} for each in tried]}
-    return event
-
-
-def _name(strategy: Any) -> Any:
-    return RENAMED_IN_FILES.get(strategy, strategy) if isinstance(strategy, str) else strategy
-
-
-def _translated(event: Event) -> Event:
-    """An event of schema 1, where `exposed_s` was all time in which computing does not run: what is now `stalled_s`."""
-    match event:
-        case {"event": "step", "step_s": _}:
-            return event | asdict(StepTimes.from_dict(event))
-        case {"event": "start", "predicted": {"step_s": _} as predicted}:
-            return event | {"predicted": predicted | asdict(StepTimes.from_dict(predicted))}
-        case {"event": "summary", "exposed_s": stalled_s}:
-            return {key: value for key, value in event.items() if key != "exposed_s"} | {"stalled_s": stalled_s}
-    return event

@@ -116,8 +116,6 @@ class Run:
         row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
         row |= {"folder": str(self.folder), "steps": len(self.steps)}
-        if row["link_gbit"] is None:  # runs of former versions
-            row["link_gbit"] = row["shaped_gbit"] or (row.get("link.rate_gbit") if row["emulated"] else None)
         if row["budget_bytes"] is not None:
             row["budget_gib"] = row["budget_bytes"] / GIB
 

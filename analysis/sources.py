@@ -1,14 +1,21 @@
-"""Runs as one table, wherever they are: what notebooks, reports and tables begin with."""
+"""Runs as one table, wherever they are: folders, or W&B's projects through its API.
+
+`experiments/job/tracking.py` says what W&B is sent: the job and start events as config, a row of history per step, and the rest
+as summary, nested keys joined by "/". Steps' keys may begin with `train/`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from analysis import wandb_runs
-from analysis.load import load_sweep, run_folders, table_of
-from analysis.wandb_report import WANDB
+from analysis.load import Run, load_sweep, table_of
+
+WANDB = "wandb:"
+_KEYS = {"train/loss_rank0": "loss"}
 
 
 def runs(source: str | Path) -> pd.DataFrame:
@@ -18,7 +25,6 @@ def runs(source: str | Path) -> pd.DataFrame:
     `source` is one of
 
     - the folder of a sweep or of a run, as `train.py` wrote it, at any depth;
-    - a folder with offline runs of W&B and nothing else of theirs;
     - `wandb:ENTITY/PROJECT` or `wandb:ENTITY/PROJECT/GROUP` (a sweep is a group): asked of W&B, with this machine's account.
 
     Raises FileNotFoundError if a folder does not exist, ValueError if there are no runs, or what W&B says.
@@ -28,11 +34,56 @@ def runs(source: str | Path) -> pd.DataFrame:
         project, _, group = rest.partition("/")
         if not (entity and slash and project):
             raise ValueError(f"{source}: expected {WANDB}ENTITY/PROJECT or {WANDB}ENTITY/PROJECT/GROUP")
-        found = wandb_runs.project_runs(f"{entity}/{project}", group or None)
+        found = project_runs(f"{entity}/{project}", group or None)
         if not found:
             raise ValueError(f"{source} has no runs")
         return table_of([run.row() for run in found])
-    folder = Path(source)
-    if folder.is_dir() and not run_folders(folder) and (found := wandb_runs.offline_runs(folder)):
-        return table_of([run.row() for run in found])
-    return load_sweep(folder)
+    return load_sweep(source)
+
+
+def project_runs(project: str, group: str | None = None, *, api: Any = None) -> list[Run]:
+    """The runs of a project, `ENTITY/NAME`, or of one group (a sweep) in it, through W&B's API, the oldest first.
+
+    `api` is a `wandb.Api`, by default that of this machine's account. Raises ModuleNotFoundError without the wandb
+    package, ValueError with what W&B says if it refuses.
+    """
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("runs of W&B need its package: pip install wandb") from error
+    try:
+        api = api or wandb.Api()
+        found = api.runs(project, filters={"group": group} if group else {}, order="+created_at")
+        return [
+            _run(Path(run.url or run.name), dict(run.config), list(run.scan_history()), dict(run.summary)) for run in found
+        ]
+    except wandb.Error as error:
+        raise ValueError(f"W&B, {project}: {error}") from error
+
+
+def _run(folder: Path, config: Mapping[str, Any], history: list[dict[str, Any]], summary: Mapping[str, Any]) -> Run:
+    """A run as :func:`analysis.load.load_run` has it: `config` has its job and start events."""
+    rows = [nested({_KEYS.get(key, key.removeprefix("train/")): value for key, value in row.items()
+                    if not key.startswith("predicted/")}) for row in history]  # fmt: skip
+    last = nested(summary)
+    status = last.get("status")
+    return Run(
+        folder=folder,
+        start={**(config.get("job") or {}), **(config.get("start") or {})},
+        steps=pd.DataFrame([row for row in rows if "step_s" in row]),
+        summary=last if status == "ok" else {},
+        failure=last if status == "failed" else {},
+    )
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with "/" as mappings again. Where a key is both (`step_s`, and `step_s/median`), the mapping stays."""
+    made: dict[str, Any] = {}
+    for key, value in sorted(values.items(), key=lambda item: item[0].count("/")):
+        at = made
+        *path, name = key.split("/")
+        for part in path:
+            inner = at.get(part)
+            at[part] = at = inner if isinstance(inner, dict) else {}
+        at[name] = value
+    return made

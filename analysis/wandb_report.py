@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-WANDB = "wandb:"
+from analysis.sources import WANDB
+
 _STEP = "train/step"
 
 

@@ -1,19 +1,9 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
 """mdcs beside other engines."""
 
 # %% [markdown]
 # # Beside other engines
 #
-# `RUNS` names a sweep over `engine=`: a folder, one of offline W&B runs, or `wandb:ENTITY/PROJECT/GROUP`. Runs of one workload
+# `RUNS` names a sweep over `engine=`: a folder, or `wandb:ENTITY/PROJECT/GROUP`. Runs of one workload
 # (model, ranks, link) and one budget are compared; every plan and share of mdcs, and every value of a swept setting, is a line.
 # Only runs that differ in nothing but their seed are one line, with its median and spread. For figures to rely on, in turns and
 # with bounds, there is `experiments/compare.py`.

@@ -1,20 +1,9 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
 """Predictions beside measurements."""
 
 # %% [markdown]
 # # Predicted against measured
 #
-# Every prediction was made before its run. `RUNS` names the runs: a folder, one of offline W&B runs, or
-# `wandb:ENTITY/PROJECT/GROUP`.
+# Every prediction was made before its run. `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`.
 
 # %%
 # %matplotlib inline

@@ -1,19 +1,9 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
 """Strategies, schedulers and budgets of a sweep."""
 
 # %% [markdown]
 # # Strategies × schedulers × budgets
 #
-# `RUNS` names the runs: a folder, one of offline W&B runs, or `wandb:ENTITY/PROJECT/GROUP`. Times are medians in milliseconds
+# `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`. Times are medians in milliseconds
 # (p10–p90), memory is in MiB per rank.
 
 # %%

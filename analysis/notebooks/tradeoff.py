@@ -1,20 +1,10 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
 """The trade-off curve of a sweep."""
 
 # %% [markdown]
 # # The trade-off curve
 #
 # Step time over `budget.schedule_share`: to the left the memory above the floor is spent on the strategy, to the right on the
-# schedule. `RUNS` names the runs: a folder, one of offline W&B runs, or `wandb:ENTITY/PROJECT/GROUP`.
+# schedule. `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`.
 
 # %%
 # %matplotlib inline

@@ -39,4 +39,3 @@ def test_the_last_attempt_begins_with_its_job():
     job, start, step = {"event": "job", "schema": SCHEMA}, {"event": "start"}, {"event": "step", "step": 1}
     assert last_attempt([start, step, job, start, step, job]) == [job]
     assert last_attempt([job, start, step]) == [job, start, step]
-    assert last_attempt([start, step, start]) == [start]  # of schema 1

@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from analysis.events import SCHEMA, read_events
+from analysis.events import SCHEMA
 from analysis.load import COLUMNS, load_run, load_sweep
 
 MIB = 2**20
@@ -134,42 +134,7 @@ def test_what_ran_in_the_folder_before_is_not_this_job_s(run_writer):
     assert pd.isna(row["plan_hash"]) and pd.isna(row["step_s"]) and pd.isna(row["predicted_step_s"])
 
 
-def of_schema_1(folder):
-    """The file as it was written before there was a job event: what is stalled now was called exposed."""
-    events = read_events(folder / "metrics.jsonl")
-    job, start, *rest = events
-    lines = [job | start | {"event": "start"}, *rest]
-    for times in (*lines, lines[0]["predicted"]):
-        times.pop("idle_s", None)
-        if "stalled_s" in times:
-            times["exposed_s"] = times.pop("stalled_s")
-    lines[0].pop("schema")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-@pytest.mark.parametrize("ending", ["ok", "failed"])
-def test_an_older_file_is_read_in_the_words_of_today(run_writer, ending):
-    times = {"step_s": 2.0, "compute_s": 1.0, "communication_s": 0.75, "overlap_s": 0.25, "exposed_s": 0.5, "stalled_s": 1.0}
-    folder = run_writer("0", ending=ending, times=times | {"idle_s": 0.5, "overlap_ratio": 1 / 3})
-    today = row_of(folder)
-    of_schema_1(folder)
-    older = row_of(folder)
-    for key in [key for key in COLUMNS if key.endswith(("_s", "overlap_ratio"))]:
-        assert older[key] == pytest.approx(today[key], rel=0.02, nan_ok=True), key
-    assert older["exposed_s"] < older["stalled_s"] and older["predicted_exposed_s"] < older["predicted_stalled_s"]
-    assert (older["name"], older["strategy"], older["status"]) == (today["name"], today["strategy"], today["status"])
-
-
-def test_strategies_of_an_older_file_have_the_names_of_today(run_writer):
-    for old, name in (("zero1", "zero2"), ("hsdp", "hsdp_no_reshard"), ("hfsdp", "hsdp")):
-        folder = run_writer(old, strategy=old)
-        assert row_of(folder)["strategy"] == old
-        events = (folder / "metrics.jsonl").read_text()
-        (folder / "metrics.jsonl").write_text(events.replace(f'"schema": {SCHEMA}', '"schema": 2'))
-        assert row_of(folder)["strategy"] == name
-
-
-def test_a_newer_file_is_refused(run_writer):
+def test_a_file_of_another_schema_is_refused(run_writer):
     folder = run_writer("0")
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text.replace(f'"schema": {SCHEMA}', '"schema": 99'))

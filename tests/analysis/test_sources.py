@@ -1,16 +1,12 @@
 """Runs are one table, whether they are folders or W&B's."""
 
-import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from analysis import wandb_runs
-from analysis.__main__ import main
+from analysis import sources
 from analysis.events import read_events
 from analysis.load import load_run
-from analysis.page.contents import contents
 from analysis.sources import runs
 
 SAME = ("name", "model", "strategy", "scheduler", "budget_bytes", "schedule_share", "status", "steps", "step_s", "step_s_p90",
@@ -19,42 +15,6 @@ SAME = ("name", "model", "strategy", "scheduler", "budget_bytes", "schedule_shar
 
 def test_a_folder_of_runs(sweep):
     assert len(runs(sweep)) == 15
-
-
-def test_offline_runs_of_wandb_are_read_as_the_folder_is(run_writer, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    from experiments.trackers.tracker import Shown
-    from experiments.trackers.wandb import Wandb, WandbMirror
-
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = run_writer("0", steps=40)
-    shown = Shown(tmp_path / "out", "0", name="0", group="toy", kind="train", config={})
-    shown.folder.mkdir()
-    mirror = WandbMirror(Wandb(mode="offline"), shown)
-    for event in read_events(folder / "metrics.jsonl"):
-        mirror.event(event)
-    mirror.finish(True)
-
-    with warnings.catch_warnings():  # W&B's own process may write the end a little later
-        warnings.simplefilter("ignore", UserWarning)
-        deadline = time.monotonic() + 60
-        while (row := runs(tmp_path / "out").to_dict("records")[0])["status"] != "ok" and time.monotonic() < deadline:
-            time.sleep(0.1)
-    known = load_run(folder).row()
-    assert {key: row[key] for key in SAME} == pytest.approx({key: known[key] for key in SAME})
-
-    # Of it there is all but the pictures of a period.
-    assert main([str(tmp_path / "out"), "--out", str(tmp_path / "pictures")]) == 0
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"table.csv", "tradeoff.png", "step_time.png"}
-    assert contents(runs(tmp_path / "out"))["periods"] == []
-
-    # A run that is killed leaves half a record.
-    [file] = (tmp_path / "out").rglob("*.wandb")
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.warns(UserWarning, match="cut off"):
-        [row] = runs(tmp_path / "out").to_dict("records")
-    assert (row["strategy"], row["status"]) == ("ilp", "incomplete")
-    assert 2 < row["steps"] < 40
 
 
 def test_runs_of_a_project_are_asked_of_wandb(run_writer):
@@ -83,7 +43,7 @@ def test_runs_of_a_project_are_asked_of_wandb(run_writer):
             asked.update(how, project=project)
             return [of_wandb(folder) for folder in folders]
 
-    found = [run.row() for run in wandb_runs.project_runs("me/mdcs", "toy", api=Api())]
+    found = [run.row() for run in sources.project_runs("me/mdcs", "toy", api=Api())]
     assert asked == {"project": "me/mdcs", "filters": {"group": "toy"}, "order": "+created_at"}
     for row, folder in zip(found, folders, strict=True):
         known = load_run(folder).row()

@@ -180,7 +180,7 @@ def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
 )
 @pytest.mark.slow
 def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
-    process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
+    process = start(tmp_path, *multirun, "run.name=slow", "run.steps=1000", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
     metrics = tmp_path / "out/0/metrics.jsonl"
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline and not (metrics.exists() and len(read_events(metrics)) > 2):

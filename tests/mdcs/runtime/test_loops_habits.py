@@ -460,7 +460,7 @@ ALONE: dict[str, Callable[[mdcs.Parallel], Any]] = {
 
 def on_rank_zero_alone(strategy: str, call: str) -> None:
     """As loops do that save or evaluate on rank 0."""
-    with parallel_for(JOB, how(strategy), timeout_s=2) as (made, parallel, _):
+    with parallel_for(JOB, how(strategy), timeout_s=4) as (made, parallel, _):
         one_step(made, parallel)
         if dist.get_rank() == 0:
             ALONE[call](parallel)
@@ -478,7 +478,7 @@ def on_rank_zero_alone(strategy: str, call: str) -> None:
 def test_a_call_on_one_rank_says_that_it_is_for_all(two: Ranks, strategy, call):
     first, second = two.outcomes(on_rank_zero_alone, strategy, call)
     assert first.kind == "RunError" and f"rank 0, step 2: {call}: " in first.message
-    assert "call it on every rank: one did not within 2 s, or is gone" in first.message
+    assert "call it on every rank: one did not within 4 s, or is gone" in first.message
     assert ("optimizer.state_dict() gathers from all ranks" in first.message) == (call == "optimizer_state_dict()")
     assert second.kind == "RunError" and second.message.startswith(("rank 1, step 2: ", "rank 1, step 3: "))
     two.stop()
@@ -486,7 +486,7 @@ def test_a_call_on_one_rank_says_that_it_is_for_all(two: Ranks, strategy, call):
 
 def unequal_numbers_of_batches() -> str:
     """Rank 1's data end a step earlier than rank 0's."""
-    with parallel_for(JOB, how("fsdp"), timeout_s=2) as (made, parallel, _):
+    with parallel_for(JOB, how("fsdp"), timeout_s=4) as (made, parallel, _):
         for step in range(2 - dist.get_rank()):
             one_step(made, parallel, step)
     return said(made.model.state_dict)

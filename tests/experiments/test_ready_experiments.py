@@ -102,7 +102,7 @@ def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
              f"profile.path={Path(__file__).with_name('profile.json')}"]
         )  # fmt: skip
     assert jobs.plan(config, folder, Console(file=io.StringIO())) == ""
-    (folder / "metrics.jsonl").write_text('{"event": "job", "schema": 2, "strategy": "dp"}\n')
+    (folder / "metrics.jsonl").write_text('{"event": "job", "schema": 3, "strategy": "dp"}\n')
     frame = layers.by_layer([folder])
     timeline = json.loads((folder / "predicted_timeline.json").read_text())
     totals = {slot["slot"]: slot["predicted"]["total"] / 2**20 for slot in timeline["memory"]}

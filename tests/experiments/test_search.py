@@ -33,7 +33,7 @@ def ran(monkeypatch):
         over = (config.budget.schedule_share or 0) > 0.5
         folder.mkdir(parents=True)
         with JsonLines(folder / METRICS) as metrics:
-            metrics.write({"event": "job", "schema": 2, "budget_bytes": 512 * MIB})
+            metrics.write({"event": "job", "schema": 3, "budget_bytes": 512 * MIB})
             spread = {"median": step_s, "p10": step_s, "p90": step_s}
             metrics.write({"event": "summary", "status": "ok", "step_s": spread, "peak_bytes": 600 * MIB, "fits": not over})
         return Outcome(True)

@@ -69,8 +69,10 @@ class Axis:
             override = OverridesParser.create().parse_override(text)
             key, values = override.get_key_element(), override.value()
             if key and isinstance(values, IntervalSweep):
-                if values.start is not None and values.end is not None and values.start < values.end < math.inf:
-                    return cls(key, values.start, values.end)
+                low, high = values.start, values.end
+                if low is None or high is None or not -math.inf < low < high < math.inf:
+                    raise ConfigError("search.over", f"interval(LOW,HIGH) needs finite numbers, LOW below HIGH; got {text}")
+                return cls(key, low, high)
             elif key and override.is_sweep_override():
                 return cls(key, choices=tuple(map(str, override.sweep_string_iterator())))
         except HydraException:

@@ -111,9 +111,15 @@ def test_whole_numbers_are_proposed_as_such_and_on_a_logarithmic_scale():
     assert trial.distributions["data.samples"].log
 
 
-@pytest.mark.parametrize("text", ["link.depth", "link.depth=", "=1,2", "a=interval(2,1)", "a=[1,2]", "a=interval(1,inf)"])
+@pytest.mark.parametrize("text", ["link.depth", "link.depth=", "=1,2", "a=[1,2]"])
 def test_what_is_no_axis_is_said(text):
     with pytest.raises(ConfigError, match="search.over: an axis is KEY=VALUE,VALUE"):
+        program.Axis.parse(text)
+
+
+@pytest.mark.parametrize("text", ["a=interval(5,1)", "a=int(interval(2,2))", "a=interval(1,inf)"])
+def test_an_interval_without_a_number_in_it_is_said(text):
+    with pytest.raises(ConfigError, match=r"search.over: interval\(LOW,HIGH\) needs finite numbers, LOW below HIGH; got a="):
         program.Axis.parse(text)
 
 

@@ -102,22 +102,18 @@ def from_composed(
         composed = composed.copy()
         with read_write(composed), open_dict(composed):
             del composed["hydra"]
-    _check_keys(composed)
     if said is not None:
         composed = with_profile(composed, said, like)
-    made: dict[str, Any] = {}
-    for group in OPTION_GROUPS:
-        given = composed[group]
-        if not given and group in _MAY_BE_LEFT_OUT:
-            made[group] = _MAY_BE_LEFT_OUT[group]
-        else:
-            made[group] = make(group, given, (choices or {}).get(group))
-    try:
-        own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name not in OPTION_GROUPS])
-        groups = {name: OmegaConf.to_object(own[name]) for name in own}
+    try:  # Hydra's "+key=value" adds keys that no dataclass has, and a file may have them
+        values = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(schema(), values))
     except OmegaConfBaseException as error:
-        raise ConfigError(error.full_key or "config", str(error).partition("\n")[0]) from error
-    config = Config(**made, **groups)  # type: ignore[arg-type]
+        raise explain(error) from error
+    for group in OPTION_GROUPS:
+        given = getattr(config, group)
+        left_out = not given and group in _MAY_BE_LEFT_OUT
+        setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, (choices or {}).get(group)))
+    assert isinstance(config, Config)
     if decides_schedule(config.strategy):
         config.scheduler = None
         config.budget = dataclasses.replace(config.budget, schedule_share=None, activation_share=None)
@@ -155,12 +151,9 @@ def save(config: Config, path: Path) -> None:
 
 def load(path: Path) -> Config:
     """Read a file that `save` wrote. Raises ConfigError."""
-    try:
-        merged = OmegaConf.merge(schema(), OmegaConf.load(path))
-    except OmegaConfBaseException as error:
-        raise ConfigError(error.full_key or str(path), str(error).partition("\n")[0]) from error
-    assert isinstance(merged, DictConfig)
-    return from_composed(merged)
+    composed = OmegaConf.load(path)
+    assert isinstance(composed, DictConfig)
+    return from_composed(composed)
 
 
 # ---- checks
@@ -171,20 +164,6 @@ def check(config: Config) -> None:
     for prefix, group, leaf in leaves(config):
         _check_leaf(prefix, group, leaf)
     _check_combinations(config)
-
-
-def _check_keys(composed: DictConfig) -> None:
-    # Hydra's "+key=value" adds keys that no dataclass has. Without this check they would be ignored silently.
-    declared = {leaf.name: leaf for leaf in dataclasses.fields(Config)}
-    for name in map(str, composed):
-        if name not in declared:
-            raise ConfigError(name, "no such key")
-        if name in OPTION_GROUPS:
-            continue
-        known = {leaf.name for leaf in dataclasses.fields(declared[name].default_factory)}  # type: ignore[arg-type]
-        for key in map(str, composed[name]):
-            if key not in known:
-                raise ConfigError(f"{name}.{key}", "no such key")
 
 
 def _check_leaf(prefix: str, group: Any, leaf: dataclasses.Field[Any]) -> None:

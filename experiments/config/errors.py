@@ -66,6 +66,8 @@ def explain(
         for group, _, name in (override.partition("=") for override in overrides):
             if group in known and name not in known[group]:
                 return _unknown_option(f"{group}/{name}", list(known[group]))
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return ConfigError(cause.full_key, str(cause).partition("\n")[0])
     return ConfigError("config", " ".join(str(error).split()))
 
 

@@ -92,7 +92,7 @@ def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({}
     if not any(hasattr(found, method) for method in _METHODS[group]):
         raise ConfigError(group, f"{TARGET} {target} has no method {' or '.join(_METHODS[group])}")
     try:
-        OmegaConf.structured(_schema(found))
+        _schema(found)
     except (OmegaConfBaseException, NameError) as error:
         raise ConfigError(group, f"{TARGET} {target}: {str(error).partition(chr(10))[0]}") from error
     return found
@@ -123,7 +123,7 @@ def plain(made: Any) -> dict[str, Any] | None:
 def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     """Describe the type of an option, e.g. "an integer or null"."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
+    parts = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     known = [part for part in parts if part is not type(None)]
     if len(known) > 1 and "choices" in limits:
         return f"one of {', '.join(map(shown, limits['choices']))}"
@@ -145,8 +145,7 @@ def types_of(cls: type) -> dict[str, Any]:
 def _typed(key: str, cls: type, name: str, value: Any) -> Any:
     kind = types_of(cls)[name]
     try:
-        node: Any = OmegaConf.merge(OmegaConf.structured(_schema(cls)), {name: value})
-        made = node[name]
+        made = OmegaConf.merge(_schema(cls), {name: value})[name]
     except OmegaConfBaseException as error:
         got = shown(value) if value != "" else "nothing"
         raise ConfigError(key, f"must be {wanted(kind, options(cls)[name].metadata)}, got {got}") from error
@@ -158,27 +157,9 @@ def _typed(key: str, cls: type, name: str, value: Any) -> Any:
 
 
 @functools.cache
-def _schema(cls: type) -> type:
-    """A dataclass of the options alone that OmegaConf can check: it is not frozen, and has lists instead of tuples."""
-    fields: list[Any] = []
-    for name, option in options(cls).items():
-        copy = dataclasses.field(default=option.default, default_factory=option.default_factory)
-        if isinstance(option.default, tuple):
-            copy = dataclasses.field(default_factory=functools.partial(list, option.default))
-        fields.append((name, _listed(types_of(cls)[name]), copy))
-    return dataclasses.make_dataclass(cls.__name__, fields)
-
-
-def _listed(kind: Any) -> Any:
-    if typing.get_origin(kind) is tuple:
-        return list[typing.get_args(kind)[0]]  # type: ignore[misc]
-    if _is_union(kind):
-        return functools.reduce(lambda a, b: a | b, map(_listed, typing.get_args(kind)))
-    return kind
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+def _schema(cls: type) -> DictConfig:
+    made: DictConfig = OmegaConf.structured(cls, flags={"readonly": False})  # as that of a frozen dataclass is
+    return made
 
 
 def _unknown_key(key: str, known: list[str], of: str) -> ConfigError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.inputs import Images, Inputs, Tokens
+from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens, described
 from experiments.tasks.samples import MASK, Arrays, Samples, Stream, random
 from mdcs.options import Checked, option
 
@@ -37,6 +37,12 @@ class Data(Checked, ABC):
     """A source of batches, with the options that all sources share. `name` is for messages."""
 
     name: ClassVar[str] = "data"
+    gives: ClassVar[type[Tokens | Images | Pairs]]
+    """The inputs that it provides, in any shape. A source without it has a `require` of its own."""
+    classes: ClassVar[int] = 0
+    """Number of classes of its labels."""
+    vocabulary: ClassVar[int] = 0
+    """Number of its tokens, without a tokenizer."""
 
     batch_size: int = option(4, "samples per rank and micro-step", at_least=1)
     seed: int = option(0, "seed of the order of samples", at_least=0, profiled=False)
@@ -53,9 +59,20 @@ class Data(Checked, ABC):
         """Number of tokens in a sample; None for samples that have none."""
         return getattr(inputs, "sequence", None)
 
-    @abstractmethod
     def require(self, inputs: Inputs) -> None:
         """Raise ValueError if this source cannot provide such inputs."""
+        if not isinstance(inputs, self.gives):
+            told = f"the model reads {described(inputs)}; use another source, or synthetic"
+            raise ValueError(f"{self.name} gives {self.gives.what}, {told}")
+        if not isinstance(inputs, Tokens) and inputs.classes < self.classes:
+            raise ValueError(f"{self.name} has {self.classes} classes, the model has {inputs.classes}")
+        if not isinstance(inputs, Images):
+            self.require_vocabulary(self.vocabulary, inputs.vocabulary)
+
+    def require_vocabulary(self, needed: int, vocabulary: int) -> None:
+        """Raise ValueError for a model whose vocabulary has not all tokens."""
+        if vocabulary < needed:
+            raise ValueError(f"{self.name} needs a vocabulary of {needed}, the model has {vocabulary}")
 
     @abstractmethod
     def samples(self, inputs: Inputs, held_out: bool) -> Samples | Stream:

@@ -9,25 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import Data, image_arrays
-from experiments.tasks.inputs import Images, Inputs, described
+from experiments.tasks.inputs import Images, Inputs
 from experiments.tasks.samples import SPLIT, Arrays, Samples, random
 
 _HELD_OUT_ONE_IN = 10
-_CLASSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Data):
     """1,797 images of 8 × 8 pixels, a tenth of them held out."""
 
-    name = "digits"
-
-    def require(self, inputs: Inputs) -> None:
-        """Raise ValueError unless the model reads images and has at least as many classes as there are digits."""
-        if not isinstance(inputs, Images):
-            raise ValueError(f"digits gives images, the model reads {described(inputs)}; use another source, or synthetic")
-        if inputs.classes < _CLASSES:
-            raise ValueError(f"digits has {_CLASSES} classes, the model has {inputs.classes}")
+    name, gives, classes = "digits", Images, 10
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """All samples of a split."""

@@ -1,7 +1,8 @@
-"""Data sets and tokenizers by name: on Hugging Face's hub, or a file or folder of this machine."""
+"""Data sets and tokenizers with a name: on Hugging Face's hub, or a file or folder of this machine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,22 +10,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdcs.options import OptionError
+from experiments.tasks.data import Data
+from mdcs.options import OptionError, option
 
 _HELD_OUT = ("validation_matched", "validation", "test")
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
-def is_local(name: str) -> bool:
+@dataclass(frozen=True, kw_only=True)
+class Named(Data):
+    """A data set with a name. Raises OptionError for a local path or tokenizer that does not exist."""
+
+    path: str | None = option(None, "a name on the hub, or a file or folder here", profiled=False)
+    tokenizer: str | None = option(
+        None, "a tokenizer of transformers: a name on the hub, or a folder here; null: bytes", profiled=False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, name in {"path": self.path, "tokenizer": self.tokenizer}.items():
+            if name is not None and _is_local(name) and not Path(name).exists():
+                raise OptionError(key, f"no such file or folder: {name}")
+
+    def require_vocabulary(self, needed: int, vocabulary: int) -> None:
+        """Raise ValueError for a model whose vocabulary has not all tokens. A tokenizer of the hub is not asked yet."""
+        if self.tokenizer is None:
+            super().require_vocabulary(needed, vocabulary)
+        elif _is_local(self.tokenizer):
+            self.require_tokenizer(vocabulary)
+
+    def require_tokenizer(self, vocabulary: int) -> None:
+        """Raise ValueError for a model whose vocabulary has not all tokens of the tokenizer."""
+        if self.tokenizer is not None:
+            super().require_vocabulary(len(tokenizer(self.tokenizer)), vocabulary)
+
+
+def _is_local(name: str) -> bool:
     """Whether a name is that of a file or folder here, which need not exist."""
     return Path(name).suffix in _READERS or name.startswith(("/", ".", "~")) or Path(name).exists()
-
-
-def check(**names: str | None) -> None:
-    """Raise OptionError for the first option that names a file or folder here that does not exist."""
-    for option, name in names.items():
-        if name is not None and is_local(name) and not Path(name).exists():
-            raise OptionError(option, f"no such file or folder: {name}")
 
 
 @lru_cache(maxsize=4)
@@ -65,18 +88,6 @@ def tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=is_local(name))
+        return AutoTokenizer.from_pretrained(name, local_files_only=_is_local(name))
     except Exception as error:  # as above
         raise OptionError("tokenizer", f"{name} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def require_vocabulary(data: str, named: str | None, unnamed: int, vocabulary: int, *, ask: bool) -> None:
-    """Raise ValueError if the model's vocabulary has not all tokens of a tokenizer, or `unnamed` tokens without one.
-
-    ask: also for a tokenizer on the hub. A program that starts ranks asks nothing there.
-    """
-    if named is not None and not (ask or is_local(named)):
-        return
-    needed = unnamed if named is None else len(tokenizer(named))
-    if vocabulary < needed:
-        raise ValueError(f"{data} needs a vocabulary of {needed}, the model has {vocabulary}")

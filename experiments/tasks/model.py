@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from experiments.tasks.inputs import Inputs
+from experiments.tasks.inputs import Images, Inputs
 from mdcs.options import Checked, option
 
 if TYPE_CHECKING:
@@ -68,3 +68,20 @@ class Model(Checked, ABC):
             task = self.make()
         task.model.train()
         return task
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModel(Model):
+    """The options of a classifier of images."""
+
+    flat: ClassVar[bool] = False
+    """Whether an image is a row of values."""
+
+    image: int = option(224, "pixels along an edge", at_least=1)
+    channels: int = option(3, "channels of an image", at_least=1)
+    classes: int = option(1000, "classes of images", at_least=2)
+
+    @property
+    def inputs(self) -> Images:
+        """Images in their own shape, or flat."""
+        return Images(self.image, self.channels, self.classes, self.flat)

@@ -15,14 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks import hub
-from experiments.tasks.data import Data
-from experiments.tasks.inputs import Inputs, Pairs, described
+from experiments.tasks.inputs import Inputs, Pairs
 from experiments.tasks.samples import Arrays, Samples
-from mdcs.options import option
 
 SHIPPED = Path(__file__).with_name("nli.jsonl")
-BYTES, PAD, CLS, SEP = 256, 256, 257, 258
-CLASSES = 3
+PAD, CLS, SEP = 256, 257, 258
 _HELD_OUT_ONE_IN = 5
 
 Encode = Any
@@ -30,34 +27,17 @@ Encode = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nli(Data):
-    """Pairs of sentences. Raises OptionError for a local path that does not exist."""
+class Nli(hub.Named):
+    """Pairs of sentences; without a path, those of a small file of this repository. Without a tokenizer, tokens are bytes
+    and three special ones.
+    """
 
-    name = "nli"
-
-    path: str | None = option(None, "a name on the hub, or a file or folder here; null: a small file of this repository")
-    tokenizer: str | None = option(None, "a tokenizer of transformers: a name on the hub, or a folder here; null: bytes")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        hub.check(path=self.path, tokenizer=self.tokenizer)
-
-    def require(self, inputs: Inputs) -> None:
-        """Raise ValueError unless the model reads pairs, has three classes or more, and its vocabulary is large enough.
-
-        The vocabulary must have all tokens of the tokenizer, or all bytes and three special tokens.
-        """
-        if not isinstance(inputs, Pairs):
-            told = f"the model reads {described(inputs)}; use another source, or synthetic"
-            raise ValueError(f"nli gives pairs of sentences, {told}")
-        if inputs.classes < CLASSES:
-            raise ValueError(f"nli has {CLASSES} classes, the model has {inputs.classes}")
-        hub.require_vocabulary("nli", self.tokenizer, SEP + 1, inputs.vocabulary, ask=False)
+    name, gives, classes, vocabulary = "nli", Pairs, 3, SEP + 1
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """All samples of a split. In a source without splits, every fifth row is held out."""
         assert isinstance(inputs, Pairs)
-        hub.require_vocabulary("nli", self.tokenizer, SEP + 1, inputs.vocabulary, ask=True)
+        self.require_tokenizer(inputs.vocabulary)
         rows, indices, labels = _rows(self.path or str(SHIPPED), held_out)
         encode = _bytes if self.tokenizer is None else partial(_tokens, hub.tokenizer(self.tokenizer))
         return Samples(len(indices), partial(_arrays, rows, indices, labels, encode, inputs.sequence))
@@ -69,7 +49,7 @@ def _rows(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[np
     rows, has_splits = hub.rows(path, held_out)
     hub.require_columns(path, rows, "premise", "hypothesis", "label")
     labels = np.asarray(rows["label"], dtype=np.int64)
-    indices = np.flatnonzero((labels >= 0) & (labels < CLASSES))
+    indices = np.flatnonzero((labels >= 0) & (labels < Nli.classes))
     if not has_splits:
         indices = hub.split(indices, held_out, _HELD_OUT_ONE_IN)
     return rows, indices, labels[indices]

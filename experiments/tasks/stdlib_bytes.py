@@ -14,28 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import Data, token_samples
-from experiments.tasks.inputs import Inputs, Tokens, described
+from experiments.tasks.inputs import Inputs, Tokens
 from experiments.tasks.samples import Samples
 from mdcs.options import option
 
 _HELD_OUT_ONE_IN = 10
-_BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibBytes(Data):
     """Windows of the text; every byte is a token."""
 
-    name = "stdlib_bytes"
+    name, gives, vocabulary = "stdlib_bytes", Tokens, 256
 
     max_bytes: int | None = option(None, "cut the text after so many bytes, per split", at_least=1, profiled=False)
-
-    def require(self, inputs: Inputs) -> None:
-        """Raise ValueError unless the model reads tokens and its vocabulary contains every byte."""
-        if not isinstance(inputs, Tokens):
-            raise ValueError(f"stdlib_bytes gives tokens, the model reads {described(inputs)}; use another source, or synthetic")
-        if inputs.vocabulary < _BYTES:
-            raise ValueError(f"stdlib_bytes needs a vocabulary of {_BYTES}, the model has {inputs.vocabulary}")
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Windows of the text. A window has one byte more than the sequence: the label of its last position."""

@@ -10,44 +10,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks import hub
-from experiments.tasks.data import Data, token_samples
-from experiments.tasks.inputs import Inputs, Tokens, described
+from experiments.tasks.data import token_samples
+from experiments.tasks.inputs import Inputs, Tokens
 from experiments.tasks.samples import Samples
 from mdcs.options import OptionError, option
 
-_BYTES = 256
 _HELD_OUT_ONE_IN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Data):
-    """Windows of the texts of a column. Raises OptionError without a path, and for a local one that does not exist."""
+class Text(hub.Named):
+    """Windows of the texts of a column. Raises OptionError without a path."""
 
-    name = "text"
+    name, gives, vocabulary = "text", Tokens, 256
 
-    path: str | None = option(None, "a name on the hub, or a file or folder here", profiled=False)
     subset: str | None = option(None, "which of the data sets of that name", profiled=False)
     column: str = option("text", "the column that is read", profiled=False)
-    tokenizer: str | None = option(
-        None, "a tokenizer of transformers: a name on the hub, or a folder here; null: bytes", profiled=False
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path is None:
             raise OptionError("path", "is needed: a name on the hub, or a file or folder here")
-        hub.check(path=self.path, tokenizer=self.tokenizer)
-
-    def require(self, inputs: Inputs) -> None:
-        """Raise ValueError unless the model reads tokens and its vocabulary has all that there are."""
-        if not isinstance(inputs, Tokens):
-            raise ValueError(f"text gives tokens, the model reads {described(inputs)}; use another source, or synthetic")
-        hub.require_vocabulary("text", self.tokenizer, _BYTES, inputs.vocabulary, ask=False)
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Windows of the texts, one after another. In a source without splits, every tenth window is held out."""
         assert isinstance(inputs, Tokens) and self.path is not None
-        hub.require_vocabulary("text", self.tokenizer, _BYTES, inputs.vocabulary, ask=True)
+        self.require_tokenizer(inputs.vocabulary)
         found, has_splits = hub.rows(self.path, held_out, self.subset)
         hub.require_columns(self.path, found, self.column)
         pack = partial(_pack, self.tokenizer, self.column, inputs.sequence)

@@ -92,7 +92,7 @@ WRONG = {
     "budget.gib={a:1}": "budget.gib: must be a number or null, got {a:1}",
     "budget.gib=1,2": "budget.gib: is one value, got 1,2: to run one job for each, add -m",
     "budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
-    "+budget.gb=5": "budget.gb: no such key",
+    "+budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
     "+anything=5": "anything: no such key",
     "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
     "budget=5": "budget: no such option 5; options: over_floor, unlimited",

@@ -346,7 +346,7 @@ def test_loss_falls_on_real_data(name: str, options: dict[str, Any], source: str
         ("resnet50", {"hidden_sizes": (6, 8, 8, 8)}, "hidden_sizes: must be multiples of 4 × width_divisor=1, got 6"),
         ("mlp", {"classes": 1}, "classes: must be >= 2, got 1"),
         ("mlp", {"heads": 3}, "heads: no such key of Mlp; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, "
-                              "depth, width, image, channels, classes"),
+                              "image, channels, classes, depth, width"),
     ],
 )  # fmt: skip
 def test_a_value_that_gives_no_model_is_refused_with_its_name(

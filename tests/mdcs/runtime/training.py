@@ -22,11 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments.tasks.bert import Bert
-from experiments.tasks.gpt2 import Gpt2
-from experiments.tasks.llama import Llama
+from experiments.tasks.library import Bert, Gpt2, Llama, ResNet
 from experiments.tasks.model import Model
-from experiments.tasks.resnet import ResNet
 from mdcs.model.recompute import reasons_to_keep
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import PlanningProblem

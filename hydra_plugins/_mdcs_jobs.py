@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import signal
+import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -88,8 +86,8 @@ def failure(folder: Path) -> str:
     if job is None or code == 0:
         return ""
     how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
-    if code is None and job.executor == "slurm" and (said := _said("sacct", "-n", "-X", "-P", "-o", "State", "-j", job.number)):
-        how += f": SLURM says {said.strip()}"  # empty without accounting
+    if code is None and job.executor == "slurm" and (why := said("sacct", "-n", "-X", "-P", "-o", "State", "-j", job.number)):
+        how += f": SLURM says {why.strip()}"  # empty without accounting
     return f"job {job.number} {how}; the output of its ranks is in {job.logs}"
 
 
@@ -103,23 +101,10 @@ def table(made: Mapping[Path, Job], states: Sequence[str]) -> str:
     return "\n".join(rows)
 
 
-def cancel(job: Job) -> None:
-    """End a SLURM job, or a child of this process. Does nothing if the number is no longer such a job."""
-    if job.executor == "slurm":
-        _said("scancel", job.number)
-    elif int(job.number) in _children(os.getpid()):
-        end(int(job.number))
-
-
-def end(pid: int) -> None:
-    """Kill a process with all of its descendants. A signal to the process alone reaches only the shell that starts it.
-    """
-    tree = [pid]
-    for each in tree:  # the list grows during the loop
-        tree += _children(each)
-    for each in tree:
-        with contextlib.suppress(OSError):
-            os.kill(each, signal.SIGKILL)
+def largest_array() -> int:
+    """Most jobs that the cluster takes as one array; SLURM's default if it does not say."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", said("scontrol", "show", "config") or "", re.M)
+    return max(1, int(found.group(1))) if found else 1001
 
 
 @functools.lru_cache(maxsize=1)
@@ -128,31 +113,24 @@ def _queue(second: int) -> dict[str, str] | None:
 
     second: of the clock. Within a second, SLURM is asked once.
     """
-    listed = _said("squeue", "--me", "-h", "-r", "-o", "%i|%T|%r")
+    listed = said("squeue", "--me", "-h", "-r", "-o", "%i|%T|%r")
     if listed is None:
         return None
     rows = (line.split("|") for line in listed.splitlines())
-    return {job: state + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows
-            if state not in _OVER}  # fmt: skip
-
-
-_OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
+    return {job: state + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows}
 
 
 def _process(number: str) -> str:
-    return "RUNNING" if number.isdigit() and os.path.exists(f"/proc/{number}") else ""
+    try:
+        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if state == "Z" else "RUNNING"
 
 
-def _said(*command: str) -> str | None:
+def said(*command: str) -> str | None:
+    """Output of one of SLURM's commands; None if there is none or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, children.read_text(encoding="ascii").split())
-    return found

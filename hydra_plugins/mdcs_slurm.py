@@ -9,20 +9,15 @@ folder (`_mdcs_jobs.COMMAND`), and the list of jobs that must end before (`_mdcs
 
 # No `from __future__ import annotations`: Hydra executes a plugin before it is in sys.modules, where dataclasses look.
 
-import functools
 import hashlib
+import math
 import os
 import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING as NEEDED
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
@@ -36,6 +31,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from hydra_plugins import _mdcs_jobs as jobs
+from hydra_plugins._mdcs_executors import Local, Slurm
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("analysis", "experiments", "hydra_plugins", "launch", "mdcs", "conf")
@@ -44,21 +40,34 @@ REQUEUE = "MDCS_REQUEUE"
 LOGS = "submitted"
 """Folder in a sweep's folder: per job, its script and the output of each rank."""
 
-_POLL_SECONDS = 0.5
-_SHOW_SECONDS = 30.0
+_GRIDS = ("hydra._internal.core_plugins.basic_sweeper.", "hydra_plugins.mdcs_sweeper.")
+"""Sweepers that know all jobs before the first."""
 
 
 @dataclass
-class MdcsSlurmConf:
-    """Resources of a job, and how long this program waits. Hydra checks the types, the launcher checks the ranges.
-
-    An option that sbatch has, too, has sbatch's meaning and form.
-    """
+class MdcsLocalConf:
+    """Settings of jobs of this machine. Hydra checks the types, the launcher checks the ranges."""
 
     _target_: str = "hydra_plugins.mdcs_slurm.MdcsLauncher"
-    executor: str = "slurm"
-    nodes: int = 1
+    executor: str = "local"
     ranks_per_node: int = 1
+    container: str | None = None
+    python: str | None = None
+    modules: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)
+    parallel: int = 16
+    snapshot: bool = True
+    wait: bool = True
+    print_script: bool = False
+
+
+@dataclass
+class SbatchOptions:
+    """Options of sbatch, with sbatch's meaning and form."""
+
+    job_name: str = "mdcs"
+    nodes: int = 1
     cpus_per_task: int | None = None
     cpus_per_gpu: int | None = None
     gpus_per_node: str | None = None
@@ -73,60 +82,43 @@ class MdcsSlurmConf:
     constraint: str | None = None
     reservation: str | None = None
     exclude: str | None = None
+    comment: str | None = None
+
+
+@dataclass
+class MdcsSlurmConf(SbatchOptions, MdcsLocalConf):
+    """Settings of jobs of SLURM."""
+
+    executor: str = "slurm"
     exclusive: bool = False
     dependency: str | None = None
-    job_name: str = "mdcs"
-    comment: str | None = None
     sbatch: dict[str, str] = field(default_factory=dict)
     cpu_bind: str | None = None
     gpu_bind: str | None = None
     srun_args: list[str] = field(default_factory=list)
-    container: str | None = None
-    python: str | None = None
-    modules: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    setup: list[str] = field(default_factory=list)
-    parallel: int = 16
-    snapshot: bool = True
-    wait: bool = True
     requeue: bool = True
     grace_s: int = 90
-    print_script: bool = False
-
-
-@dataclass
-class MdcsLocalConf(MdcsSlurmConf):
-    """The same for this machine, without SLURM. `check` refuses settings that only SLURM understands."""
-
-    executor: str = "local"
 
 
 for _name, _conf in (("mdcs_slurm", MdcsSlurmConf), ("mdcs_local", MdcsLocalConf)):
     ConfigStore.instance().store(group="hydra/launcher", name=_name, node=_conf, provider="mdcs")
 
-_SBATCH = (
-    "job_name", "nodes", "cpus_per_task", "cpus_per_gpu", "gpus_per_node", "gres", "mem", "mem_per_cpu", "mem_per_gpu", "time",
-    "partition", "account", "qos", "constraint", "reservation", "exclude", "comment",
-)  # fmt: skip
 RENAMED = {"cpus_per_node": "cpus_per_task", "mem_gb": "mem", "time_min": "time"}
 """Options of the former launcher, and what they are called now."""
-_LOCAL = (
-    "_target_", "executor", "ranks_per_node", "container", "python", "env", "modules", "setup", "parallel", "snapshot", "wait",
-    "print_script",
-)  # fmt: skip
 _QUEUE = (
     "_target_", "mem", "mem_per_cpu", "mem_per_gpu", "time", "account", "qos", "reservation", "exclude", "dependency", "job_name",
     "comment", "parallel", "snapshot", "wait", "requeue", "grace_s", "print_script",
 )  # fmt: skip
 _QUEUE_SBATCH = ("begin", "comment", "deadline", "dependency", "job-name", "mail-type", "mail-user", "nice", "priority")
+_SBATCH = tuple(leaf.name for leaf in fields(SbatchOptions))
 MEASURED = tuple(leaf.name for leaf in fields(MdcsSlurmConf) if leaf.name not in _QUEUE)
 """Settings that change a job's measurements and so its identity. On this machine `parallel` does too."""
 
 
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a launcher that its jobs' measurements depend on."""
-    names = (*MEASURED, "parallel") if settings["executor"] == "local" else MEASURED
-    made = {name: settings[name] for name in names}
+    names, all_ = (*MEASURED, "parallel") if settings["executor"] == "local" else MEASURED, MdcsSlurmConf(**settings)
+    made = {name: getattr(all_, name) for name in names}
     return made | {"sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _QUEUE_SBATCH}}
 
 
@@ -140,9 +132,6 @@ def check(asked: MdcsSlurmConf) -> None:
         for text in texts if isinstance(texts, Iterable) else ():
             if "\n" in str(text):
                 raise ValueError(f"{key}: must be one line, got {text!r}")
-        usual = leaf.default_factory() if leaf.default_factory is not NEEDED else leaf.default
-        if asked.executor == "local" and leaf.name not in _LOCAL and value != usual:
-            raise ValueError(f"{key}: has no effect without SLURM, got {value}")
     if asked.executor not in ("slurm", "local"):
         raise ValueError(f"hydra.launcher.executor: must be slurm or local, got {asked.executor}")
     for name, form, what in (("env", r"[A-Za-z_]\w*", "variable"), ("sbatch", r"[a-z][a-z_-]*", "long option of sbatch")):
@@ -156,18 +145,22 @@ class MdcsLauncher(Launcher):
 
     prepares: the program's task function does not run a job, but writes the command of a job that is to run.
     resumes: its jobs hear SLURM's signal to stop, and go on later (`REQUEUE`).
+    objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
 
     Raises ValueError from `setup` on, when a setting is wrong.
     """
 
     prepares: ClassVar[bool] = False
     resumes: ClassVar[bool] = False
+    objective: ClassVar[Callable[[Path], float] | None] = None
 
     def __init__(self, **settings: Any) -> None:
         self.asked = MdcsSlurmConf(**settings)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         check(self.asked)
+        if not self.asked.wait and not config.hydra.sweeper._target_.startswith(_GRIDS):
+            raise ValueError("hydra.launcher.wait: must be true, as this hydra/sweeper needs the results of jobs")
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -176,10 +169,12 @@ class MdcsLauncher(Launcher):
         folders = [Path(made.hydra_cfg.hydra.runtime.output_dir) for made in prepared]  # type: ignore[union-attr]
         if ready := [folder for folder in folders if (folder / jobs.COMMAND).exists()]:
             submit(self.asked, Path(str(self.config.hydra.sweep.dir)).resolve(), ready, self.prepares, self.resumes)
-        if not self.prepares and self.asked.wait:
-            for made, folder in zip(prepared, folders, strict=True):
-                if reason := jobs.failure(folder):
-                    made.status, made.return_value = JobStatus.FAILED, RuntimeError(reason)
+        for made, folder in zip(prepared, folders, strict=True) if self.asked.wait else ():
+            if self.prepares:
+                value = type(self).objective
+                made.return_value = value and (value(folder) if jobs.exit_code(folder) == 0 else math.inf)
+            elif reason := jobs.failure(folder):
+                made.status, made.return_value = JobStatus.FAILED, RuntimeError(reason)
         return prepared
 
     def _prepare(self, overrides: list[str], number: int) -> JobReturn:
@@ -223,52 +218,41 @@ def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], copies: b
     """
     code = None if not copies else snapshot(sweep / "code") if asked.snapshot else ROOT
     logs = sweep / LOGS
-    write = functools.partial(script, asked, code, logs, resumes=resumes)
     logs.mkdir(parents=True, exist_ok=True)
+    slurm = asked.executor == "slurm"
+    executor = Slurm() if slurm else Local(asked.parallel)
+    most = jobs.largest_array() if slurm and len(folders) > 1 else len(folders)
     first, running = to_end_before(folders)
     for folder in (*first, *folders):
         (folder / jobs.EXIT_CODE).unlink(missing_ok=True)
-    if asked.print_script:
-        print(write(folders), flush=True)
-    starter = _Slurm() if asked.executor == "slurm" else _Local(asked.parallel)
-    try:
-        with _left_alone(asked.executor == "slurm", sweep):
-            if first:
-                starter.start(write(first), logs, first)
-                print(f"submitted first, as the others need its profile: {_numbers(first)}", flush=True)
-            needed = [job for folder in (*running, *first) if (job := jobs.read(folder)) is not None]
-            starter.start(write(folders, needed), logs, folders, needed)
-            print(f"submitted: {_numbers(folders)}; logs are in {logs}", flush=True)
-            if asked.wait:
-                wait(starter)
-    except BaseException as error:
-        if not isinstance(error, _Left):
-            for job in starter.made.values():
-                jobs.cancel(job)
-        raise
 
+    def start(group: Sequence[Path], after: Sequence[jobs.Job] = ()) -> str:
+        for i in range(0, len(group), most):
+            text = script(asked, code, logs, group[i : i + most], after, resumes=resumes)
+            if asked.print_script:
+                print(text, flush=True)
+            executor.start(text, logs, group[i : i + most], after)
+        return ", ".join(executor.made[folder].number for folder in group)
 
-class _Left(SystemExit):
-    """This program was told to end, and its jobs go on."""
-
-
-@contextmanager
-def _left_alone(enabled: bool, sweep: Path) -> Iterator[None]:
     def leave(signum: int, frame: FrameType | None) -> NoReturn:
         print(f"ended; the jobs go on: mdcs jobs {sweep}", file=sys.stderr, flush=True)
-        raise _Left(128 + signum)
+        sys.exit(128 + signum)
 
-    previous = signal.getsignal(signal.SIGTERM)
-    if enabled:
+    before = signal.getsignal(signal.SIGTERM)
+    if slurm:
         signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        if first:
+            print(f"submitted first, as the others need its profile: {start(first)}", flush=True)
+        needed = [job for folder in (*running, *first) if (job := jobs.read(folder)) is not None]
+        print(f"submitted: {start(folders, needed)}; logs are in {logs}", flush=True)
+        if asked.wait:
+            executor.wait()
+    except (Exception, KeyboardInterrupt):
+        executor.cancel()
+        raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _numbers(folders: Sequence[Path]) -> str:
-    return ", ".join(job.number for job in map(jobs.read, folders) if job is not None)
+        signal.signal(signal.SIGTERM, before)
 
 
 def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
@@ -335,90 +319,18 @@ def script(
     return "\n".join(lines) + "\n"
 
 
-class _Slurm:
-    """Starts jobs with sbatch. made: the jobs, by folder."""
-
-    def __init__(self) -> None:
-        self.made: dict[Path, jobs.Job] = {}
-
-    def start(self, text: str, logs: Path, folders: Sequence[Path], after: object = ()) -> None:
-        """Submit the script of these jobs. Raises ValueError if sbatch refuses it."""
-        try:
-            said = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=True).stdout
-        except FileNotFoundError:
-            raise ValueError("hydra/launcher: there is no sbatch here: submit from a login node of a SLURM cluster") from None
-        except subprocess.CalledProcessError as error:
-            raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(error.stderr.split())}") from error
-        number = said.strip().partition(";")[0]
-        for i, folder in enumerate(folders):
-            self._add(folder, jobs.Job("slurm", each := f"{number}_{i}" if len(folders) > 1 else number, str(logs / each)))
-        (logs / f"{number}.sh").write_text(text, encoding="utf-8")
-
-    def states(self) -> list[str]:
-        """The states of all jobs."""
-        return jobs.states([*self.made.values()])
-
-    def _add(self, folder: Path, job: jobs.Job) -> None:
-        self.made[folder] = job
-        jobs.write(folder, job)
-
-
-class _Local(_Slurm):
-    """Starts jobs as processes of this machine, `parallel` at a time."""
-
-    def __init__(self, parallel: int) -> None:
-        super().__init__()
-        self.parallel, self.processes = parallel, list[subprocess.Popen[bytes]]()
-
-    def start(self, text: str, logs: Path, folders: Sequence[Path], after: Any = ()) -> None:
-        """Start the jobs of this script, each as soon as there is a slot, and after those that must end before."""
-        while any(self.states()) or any(jobs.states(after)):
-            time.sleep(_POLL_SECONDS)
-        for i, folder in enumerate(folders):
-            while sum(map(bool, self.states())) >= self.parallel:
-                time.sleep(_POLL_SECONDS)
-            env = os.environ | {"SLURM_ARRAY_TASK_ID": str(i)}
-            process = subprocess.Popen(["bash", "-c", text], stdin=subprocess.DEVNULL, env=env, start_new_session=True)
-            self.processes.append(process)
-            self._add(folder, jobs.Job("local", str(process.pid), str(logs / str(process.pid))))
-
-    def states(self) -> list[str]:
-        for process in self.processes:
-            process.poll()  # a process that has ended stays in /proc until then
-        return super().states()
-
-
 def snapshot(target: Path) -> Path:
     """Copy the code as it is now into a new folder in `target`. Return the folder. Later changes do not affect jobs.
 
     The name of the folder is the hash of its contents. A job that is submitted again after a change runs the new code.
     """
-    part = target / f".{os.getpid()}"
-    shutil.rmtree(part, ignore_errors=True)
-    for name in CODE:
-        shutil.copytree(ROOT / name, part / name, ignore=shutil.ignore_patterns("__pycache__"))
-    digest = hashlib.sha256()
-    for file in sorted(path for path in part.rglob("*") if path.is_file()):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(part)} {len(content)} ".encode() + content)
-    made = target / digest.hexdigest()[:12]
-    if made.exists():
-        shutil.rmtree(part)
-    else:
+    files = (path for name in CODE for path in sorted((ROOT / name).rglob("*")) if path.is_file())
+    contents = {str(path.relative_to(ROOT)): path.read_bytes() for path in files if "__pycache__" not in path.parts}
+    made = target / hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
+    if not made.exists():
+        part = target / f".{os.getpid()}"
+        for name, content in contents.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_bytes(content)
         part.rename(made)
     return made
-
-
-def wait(starter: _Slurm) -> None:
-    """Wait until every job has ended, and print the jobs' states now and then."""
-    shown, said, began = 0.0, "", time.monotonic()
-    while True:
-        states = starter.states()
-        table = jobs.table(starter.made, states)
-        if table != said and (not any(states) or time.monotonic() - shown > _SHOW_SECONDS):
-            print(table, flush=True)
-            shown, said = time.monotonic(), table
-        if not any(states):
-            return
-        waited = time.monotonic() - began  # ask SLURM's controller less often the longer the wait
-        time.sleep(min(max(_POLL_SECONDS, waited / 100), _SHOW_SECONDS / 2))

@@ -82,6 +82,8 @@ def unknown_key(key: str) -> ConfigError:
     if key.startswith("hydra.launcher.") and (now := mdcs_slurm.RENAMED.get(key.rpartition(".")[2])):
         return ConfigError(key, f"no such key; it is hydra.launcher.{now} now")
     launchers = [f"hydra.launcher.{field.name}" for field in dataclasses.fields(mdcs_slurm.MdcsSlurmConf)]
+    if key in launchers:
+        return ConfigError(key, "is for hydra/launcher=mdcs_slurm")
     known = [*fields_by_key(), *groups(), *launchers]
     # Compare the whole key first (`link.latncy_us`), then its last part (`steps` for `run.steps`).
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)

@@ -144,6 +144,7 @@ def _run(session: Session, program: Program) -> int:
     signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the ranks end before this process
     Plugins.instance()  # executes the modules of the plugins, maybe again: their classes are those from here on
     mdcs_slurm.MdcsLauncher.prepares, mdcs_slurm.MdcsLauncher.resumes = True, program.freeze is not None
+    mdcs_slurm.MdcsLauncher.objective = program.objective and staticmethod(program.objective)
     mdcs_sweeper.MdcsSweeper.begin = staticmethod(lambda config: _begin(session, program, config))
     mdcs_sweeper.MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, program, compose, overrides))
 

@@ -125,11 +125,15 @@ def cluster(folder: Path, *, cpus: int = 2, port: int = 36817) -> Iterator[Clust
 
 
 def processes_of(folder: Path, node: str, *, steps: bool = False) -> list[int]:
-    """The daemon of a node, and all that it has started, however deep; with the daemons of its jobs' steps or without."""
-    left = [pid for pid in _processes() if f"-N\0{node}\0-f\0{folder}" in _said(pid, "cmdline")]
+    """The daemon of a node, and all that it has started, however deep; with the daemons of its jobs' steps or without.
+
+    Processes of another cluster whose node has the same name are not among them.
+    """
+    ours = {f"SLURMD_NODENAME={node}", f"SLURM_CONF={folder}/slurm.conf"}
+    left = [pid for pid in _processes() if f"-N\0{node}\0-f\0{folder}/" in _said(pid, "cmdline")]
     for pid in left:
         left += [int(child) for child in _said(pid, f"task/{pid}/children").split()]
-        left += [each for each in _processes() if f"SLURMD_NODENAME={node}\0" in _said(each, "environ") and each not in left]
+        left += [each for each in _processes() if ours <= {*_said(each, "environ").split("\0")} and each not in left]
     parents = {int(_said(pid, "stat").rpartition(")")[2].split()[1]) for pid in left if _said(pid, "stat")} if steps else set()
     return [*left, *(pid for pid in parents if _said(pid, "comm").startswith("slurmstepd") and pid not in left)]
 

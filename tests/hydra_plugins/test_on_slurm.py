@@ -3,7 +3,9 @@
 Where nothing is trained the ranks run a stub. A test waits most of its time, and has a network of its own.
 """
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from analysis.events import read_events
 from experiments.job import record
@@ -29,12 +32,26 @@ LAUNCHER = ("hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=2", "hydra.launch
 ONE_EACH = ("hydra.launcher.ranks_per_node=1",)  # jobs that train
 JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.warmup_steps=1", "profile.cache=false")
 
+STEPS = 60
+TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
+         "run.profile_iterations=1", f"run.steps={STEPS}", *ONE_EACH)  # fmt: skip
+
 
 def start(folder: Path, *overrides: str, stub: bool = True, **pipes: int) -> "subprocess.Popen[str]":
-    train = [sys.executable, str(ROOT / "experiments/train.py"), "-m", *LAUNCHER, *JOB, *overrides, "hydra.sweep.dir=sweep"]
+    return within(folder, program("train", *JOB, *overrides, "hydra.sweep.dir=sweep"), stub=stub, **pipes)
+
+
+def program(name: str, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "experiments", name, *LAUNCHER, *overrides]
+
+
+def within(folder: Path, *commands: list[str], stub: bool, **pipes: int) -> "subprocess.Popen[str]":
+    """Run the commands one after the other in a cluster, until one fails."""
     unshare = shutil.which("unshare")
     assert unshare is not None
-    cluster = [unshare, "-nm", sys.executable, "-m", "tests.hydra_plugins.slurm_cluster", str(folder / "slurm"), *train]
+    script = " && ".join(map(shlex.join, commands)).replace("PROFILE", '"$(echo sweep/profiles/*/profile.json)"')
+    module = "tests.hydra_plugins.slurm_cluster"
+    cluster = [unshare, "-nm", sys.executable, "-m", module, str(folder / "slurm"), "sh", "-c", script]
     own = {"MDCS_WORKER": f"tests.experiments.{'stub' if stub else 'hasty'}_worker"}
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return subprocess.Popen(cluster, cwd=folder, env={**os.environ, **own, "PYTHONPATH": paths}, text=True, **pipes)
@@ -75,17 +92,32 @@ def test_a_job_that_fails_is_cancelled_or_loses_a_node_fails_and_no_other_does(t
     assert {"2_0", "2_1", "2_2", "2_3"} <= set(out.replace(",", " ").replace(";", " ").split())
 
 
-def test_jobs_over_both_nodes_plan_with_the_one_profile_that_was_measured_before_them(tmp_path):
-    """And the logs of ranks of both nodes are in every job's folder."""
-    jobs = ("strategy=dp,fsdp", "run.steps=3", "run.profile_iterations=1", "hydra.launcher.parallel=2", *ONE_EACH)
-    assert start(tmp_path, *jobs, stub=False).wait(540) == 0
+def test_a_sweep_shares_one_profile_and_the_curve_and_the_comparison_plan_with_it_too(tmp_path):
+    """All jobs run over both nodes and leave the logs of every rank."""
+    quick = ("model.forward_ms=1", "model.backward_ms=2", "run.steps=3", "cluster.timeout_s=300")
+    shared = (*JOB[1:], *TIMED, *quick)
+    short = (*shared, "profile.path=PROFILE")
+    train = program("train", *shared, "strategy=dp,fsdp", "hydra.launcher.parallel=2", "hydra.sweep.dir=sweep")
+    points = ("budget.over_floor=0.3", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
+    curve = program("curve", *short, *points, "hydra.sweep.dir=curve")
+    compare = program("compare", *short, "compare.only=[mdcs,ddp]", "compare.rounds=1", "hydra.sweep.dir=compare")
+    assert within(tmp_path, train, curve, compare, stub=False).wait(540) == 0
     [measured] = (tmp_path / "sweep/profiles").glob("*/profile.json")
-    for job in "01":
-        steps = [event for event in read_events(tmp_path / f"sweep/{job}/metrics.jsonl") if event["event"] == "step"]
-        assert len(steps) == 3 and "nodes: 2" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
-        assert f"path: {measured}" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
-        assert {file.name for file in (tmp_path / f"sweep/{job}").glob("rank*.log")} == {"rank0.log", "rank1.log"}
+    runs = [tmp_path / "sweep/0", tmp_path / "sweep/1", tmp_path / "curve/0/runs/0", *tmp_path.glob("compare/0/runs/*")]
+    assert len(runs) == 5
+    losses = [[event["loss"] for event in read_events(run / "metrics.jsonl") if event["event"] == "step"] for run in runs]
+    assert len(losses[0]) == 3 and all(each == pytest.approx(losses[0]) for each in losses)
+    for run in runs:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        assert config["cluster"]["nodes"] == 2 and (run.parent.name != "sweep" or config["profile"]["path"] == str(measured))
+        assert {file.name for file in run.glob("rank*.log")} == {"rank0.log", "rank1.log"}
+    for job in ("sweep/submitted/1", "sweep/submitted/2_0", "sweep/submitted/2_1", "curve/submitted/4", "compare/submitted/5"):
+        assert {file.name for file in (tmp_path / job).iterdir()} == {"rank-0.log", "rank-1.log"}
     assert (tmp_path / "sweep/table.csv").read_text().count("\n") == 3
+    points = json.loads((tmp_path / "curve/0/tradeoff.json").read_text())["points"]
+    assert [point["measured"]["status"] for point in points if point["measured"] is not None] == ["ok"]
+    comparison = json.loads((tmp_path / "compare/0/comparison.json").read_text())
+    assert comparison["world"] == 2 and [each["name"] for each in comparison["candidates"]] == ["mdcs", "ddp"]
 
 
 def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str:
@@ -93,11 +125,6 @@ def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str
     env = {**os.environ, "SLURM_CONF": str(folder / "slurm/slurm.conf")}
     entered = ["nsenter", f"--target={running.pid}", "--net", "--mount", *command]
     return subprocess.run(entered, env=env, check=True, capture_output=True, text=True).stdout
-
-
-STEPS = 60
-TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
-         "run.profile_iterations=1", f"run.steps={STEPS}", *ONE_EACH)  # fmt: skip
 
 
 LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="minutes, as limits are: MDCS_LONG=1")

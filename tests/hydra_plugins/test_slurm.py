@@ -16,9 +16,10 @@ from analysis.events import read_events
 from experiments import compare, jobs, train
 from experiments.job import record
 from hydra_plugins import _mdcs_jobs
-from hydra_plugins.mdcs_slurm import CODE, MdcsLocalConf, MdcsSlurmConf, check, script, snapshot
+from hydra_plugins.mdcs_slurm import CODE, MdcsSlurmConf, check, script, snapshot
 from launch import orphans, status
 from tests.experiments import one_process
+from tests.hydra_plugins import slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = MdcsSlurmConf(
@@ -35,7 +36,6 @@ ASKED = MdcsSlurmConf(
     [
         (MdcsSlurmConf(nodes=0), "hydra.launcher.nodes: must be >= 1, got 0"),
         (MdcsSlurmConf(executor="pbs"), "hydra.launcher.executor: must be slurm or local, got pbs"),
-        (MdcsLocalConf(partition="large"), "hydra.launcher.partition: has no effect without SLURM, got large"),
         (MdcsSlurmConf(env={"A-B": "1"}), "hydra.launcher.env: A-B is no name of a variable"),
         (MdcsSlurmConf(sbatch={"--wrap": "1"}), "hydra.launcher.sbatch: --wrap is no name of a long option of sbatch"),
         (MdcsSlurmConf(comment="a\n#SBATCH -N 9"), "hydra.launcher.comment: must be one line, got 'a\\n#SBATCH -N 9'"),
@@ -51,7 +51,7 @@ def test_what_cannot_be_is_one_line_with_its_key(asked, line):
 
 def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
     _mdcs_jobs._queue.cache_clear()
-    program(tmp_path, monkeypatch, "squeue", "printf '7_0|PENDING|Priority\\n7_1|COMPLETED|None\\n7_3|RUNNING|None\\n'")
+    program(tmp_path, monkeypatch, "squeue", "printf '7_0|PENDING|Priority\\n7_3|RUNNING|None\\n'")
     for number, state in (("7_0", "PENDING (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "RUNNING")):
         _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", number, "logs"))
         assert _mdcs_jobs.state(tmp_path) == state
@@ -186,12 +186,13 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
     ("asked", "line"),
     [
         ("hydra.launcher.time_min=7", "hydra.launcher.time_min: no such key; it is hydra.launcher.time now"),
+        ("hydra/launcher=mdcs_local hydra.launcher.mem=1G", "hydra.launcher.mem: is for hydra/launcher=mdcs_slurm"),
         ("hydra.launcher.partiton=a", "hydra.launcher.partiton: no such key; did you mean hydra.launcher.partition?"),
         ("hydra.launcher.nodes=two", "hydra.launcher.nodes: Value 'two' of type 'str' could not be converted to Integer"),
     ],
 )
 def test_a_wrong_option_is_one_line(tmp_path, asked, line):
-    done = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", asked)
+    done = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", *asked.split())
     assert (done.returncode, done.stderr) == (2, line + "\n")
 
 
@@ -238,6 +239,16 @@ def test_one_job_measures_the_profile_before_the_array_of_those_that_need_it(tmp
     assert [dependency(script) for script in accepted()[5:]] == [""]
 
 
+def test_a_sweep_of_more_jobs_than_an_array_may_have_is_several_arrays(tmp_path, monkeypatch, accepted):
+    program(tmp_path, monkeypatch, "scontrol", "printf 'MaxArraySize            = 3\nMaxJobCount = 2\n'")
+    out, _ = submit(tmp_path, "run.name=a,b,c,d")
+    first, *arrays = accepted()
+    assert "--array" not in first and "submitted: 2_0, 2_1, 2_2, 3; logs are in" in out
+    assert [dependency(script) for script in arrays] == ["afterok:1"] * 2
+    assert "#SBATCH --array=0-2%1\n" in arrays[0] and "--array" not in arrays[1]
+    assert _mdcs_jobs.read(tmp_path / "sweep/3").logs == str(tmp_path / "sweep/submitted/3")
+
+
 def test_jobs_whose_profile_was_not_measured_have_failed_with_the_reason(tmp_path, accepted):
     """SLURM has removed them from the queue."""
     asked = ("hydra/launcher=mdcs_slurm", "model=mlp", "data=synthetic", "strategy=dp,fsdp")
@@ -275,9 +286,8 @@ def test_jobs_that_nobody_waits_for_need_not_have_begun(tmp_path):
         done = sweep(tmp_path, *LOCAL[:-1], "run.name=slow", "hydra.launcher.wait=false", stdout=said, stderr=said)
         done.wait(100)
     job = _mdcs_jobs.read(tmp_path / "sweep/0")
-    _mdcs_jobs.cancel(job)  # which is nobody's child by now
     assert _mdcs_jobs.state(tmp_path / "sweep/0") == "RUNNING"
-    _mdcs_jobs.end(int(job.number))
+    os.killpg(int(job.number), signal.SIGKILL)
     assert done.returncode == 0 and "1 jobs in " in (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"][0]["status"] == "submitted"
 
@@ -296,6 +306,23 @@ def test_jobs_of_this_machine_run_by_themselves_and_a_failed_rank_fails_job_and_
     assert f"failed: {reason} (its logs are in {tmp_path / 'sweep/1'})" in done.stderr
     ends = [read_events(tmp_path / f"sweep/{number}/metrics.jsonl")[-1] for number in (0, 1)]
     assert [end["event"] for end in ends] == ["summary", "failure"] and ends[1]["reason"] == reason
+
+
+def test_a_node_that_is_lost_takes_no_processes_of_another_cluster_along(tmp_path):
+    """Both clusters of this machine name their nodes alike."""
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    started: dict[str, list[subprocess.Popen[bytes]]] = {}
+    try:
+        for name in ("slurm", "slurm-2"):
+            env = os.environ | {"SLURMD_NODENAME": "n1", "SLURM_CONF": f"{tmp_path / name}/slurm.conf"}
+            started[name] = [subprocess.Popen([*waits, "-N", "n1", "-f", env["SLURM_CONF"]])]
+            started[name].append(subprocess.Popen(waits, env=env))
+        for name, processes in started.items():
+            assert set(slurm_cluster.processes_of(tmp_path / name, "n1")) == {process.pid for process in processes}
+    finally:
+        for process in [*started.get("slurm", []), *started.get("slurm-2", [])]:
+            process.kill()
+            process.wait()
 
 
 def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capfd):

@@ -92,7 +92,7 @@ def from_composed(
     - choices: the chosen option of each group, for errors. If `composed` has Hydra's own part, its choices are used
       instead.
     - said: overrides of the command line. What they do not say is taken from the profile that the config names, or from
-      `like`. None: the config is complete.
+      `like`. None: the config is complete, and was checked where its files are.
     - adapt: changes the config to the ranks that it will have, before it is checked.
 
     With a strategy that also decides the schedule, the scheduler and the budget's shares become None.
@@ -121,7 +121,7 @@ def from_composed(
         raise ConfigError("scheduler", f"is needed with strategy={config.strategy.name}, got null")
     if said is not None:
         config = adapt(config, said)
-    check(config)
+        check(config)
     return config
 
 
@@ -150,7 +150,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Read a file that `save` wrote. Raises ConfigError."""
+    """Read a file that `save` wrote, of a config that was checked. Raises ConfigError for keys and types that are wrong."""
     composed = OmegaConf.load(path)
     assert isinstance(composed, DictConfig)
     return from_composed(composed)

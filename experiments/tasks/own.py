@@ -43,6 +43,7 @@ class Own(Checked):
     - unknown: arguments whose default is no plain value; null leaves them out.
     """
 
+    _group: ClassVar[str]
     target: ClassVar[str]
     builder: ClassVar[Callable[..., Any]]
     passed: ClassVar[tuple[str, ...]] = ()
@@ -64,15 +65,21 @@ class Own(Checked):
         return {name: value for name, value in values.items() if value is not None or name not in self.unknown}
 
     def call(self, *first: Any, **more: Any) -> Any:
-        """Call the callable with its arguments, and with `first` and `more`."""
-        made = instantiate({"_convert_": "all", **self.arguments(), "_target_": self.target, "_partial_": True})
-        return made(*first, **more)
+        """Call the callable with its arguments, and with `first` and `more`. Raises ValueError for whatever it raises."""
+        try:
+            made = instantiate({"_convert_": "all", **self.arguments(), "_target_": self.target, "_partial_": True})
+            return made(*first, **more)
+        except Exception as error:  # a callable is foreign code: it may raise anything
+            cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+            said = " ".join(str(cause).split())
+            raise ValueError(f"{self._group}._target_={self.target} raised {type(cause).__name__}: {said}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel(Own, Model):
     """A model that a callable builds."""
 
+    _group = "model"
     blocks: tuple[str, ...] = option((), "classes whose modules become units; none: repeated blocks are found")
     reads: Any = option({}, "what it reads: keys of experiments.tasks.inputs.Tokens, or another _target_ and its keys")
     loss: Any = option(None, "(model, batch) → loss, e.g. a _target_ with _partial_; null: cross-entropy of what it returns")
@@ -115,6 +122,7 @@ class OwnData(Own, Data):
     An argument `held_out` of the callable is no key: with True it returns the samples of evaluations.
     """
 
+    _group = "data"
     collate: Any = option(None, "samples → batch, a _target_ with _partial_; null: the DataLoader's, or torch's default")
 
     def __post_init__(self) -> None:
@@ -180,6 +188,8 @@ def _batch(collate: Callable[[list[Any]], Any], target: str, samples: list[Any])
 @dataclass(frozen=True, kw_only=True)
 class OwnOptimizer(Own, Optimizer):
     """An optimizer that a callable makes of the parameters, its first argument."""
+
+    _group = "optimizer"
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = self.call(parameters)

@@ -314,12 +314,15 @@ def test_a_saved_config_is_loaded_unchanged(tmp_path):
         assert checks.load(tmp_path / "config.yaml") == made
 
 
-def test_a_saved_config_that_was_edited_is_checked(tmp_path):
-    path = tmp_path / "config.yaml"
-    checks.save(composed(), path)
-    path.write_text(path.read_text().replace("steps: 30", "steps: -1"))
-    with pytest.raises(ConfigError, match=r"^run\.steps: must be >= 1, got -1$"):
-        checks.load(path)
+def test_the_config_of_ranks_on_another_host_is_without_the_profile_and_loaded_all_the_same(tmp_path):
+    path = Path(__file__).parents[1] / "profile.json"
+    known = ("model=gpt2-tiny", "link=emulated", f"profile.path={path}", "budget.gib=1", "cluster.measure_memory=false")
+    made = composed(*known)
+    there = replace(made, profile=replace(made.profile, path=None))
+    checks.save(there, tmp_path / "config.yaml")
+    assert checks.load(tmp_path / "config.yaml").profile.path is None
+    with pytest.raises(ConfigError, match=r"^cluster\.measure_memory: must be true with a budget"):
+        checks.check(there)
 
 
 def test_threads_are_the_cores_divided_by_ranks(monkeypatch):

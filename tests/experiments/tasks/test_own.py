@@ -114,6 +114,28 @@ def test_what_is_no_module_is_said():
         model(target="no_module").model.build()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["data=own", "data._target_=json.loads", "data.s=abc"], "data._target_=json.loads raised JSONDecodeError: Expecting"),
+        (["model=own", "model._target_=json.loads", "model.s={_target_: json.loads, s: a}"], "model._target_=json.loads raised"),
+        (["optimizer=own", "optimizer._target_=torch.optim.RMSprop", "optimizer.alpha=-1"],
+         "optimizer._target_=torch.optim.RMSprop raised ValueError: Invalid alpha value: -1"),
+    ],
+)  # fmt: skip
+def test_what_a_callable_raises_is_one_line_with_its_key(overrides, line):
+    with checks.composing():
+        config = checks.compose_config(overrides)
+    with pytest.raises(ValueError) as caught:
+        if overrides[0] == "model=own":
+            config.model.build()
+        elif overrides[0] == "data=own":
+            config.data.samples(config.model.inputs, False)
+        else:
+            config.optimizer.make([nn.Parameter(torch.zeros(3))])
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
 def reading(inputs):
     return build(8)
 

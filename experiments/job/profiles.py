@@ -9,6 +9,7 @@ from pathlib import Path
 
 from experiments.config.identity import identity
 from experiments.config.schema import Config, ProfileConfig
+from mdcs.planner.recompute import KEEP, Planned
 from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
@@ -28,11 +29,14 @@ class Profiles:
         """
         if config.profile.name != "measured" or config.profile.path is not None:
             return None
-        key = key_of(config)
-        if (measured := self._measured.get(key)) is not None and measured.exists():
-            return measured
-        cached = cache_folder() / f"{key}.json"
-        return cached if config.profile.cache and not config.profile.refresh and cache.read(cached) else None
+        keys = [key_of(config)]
+        if config.recompute == KEEP:  # what was measured of recomputation is beside the rest
+            keys.append(key_of(dataclasses.replace(config, recompute=Planned())))
+        measured = [self._measured.get(key) for key in keys]
+        found = next((path for path in measured if path is not None and path.exists()), None)
+        if found is not None or not config.profile.cache or config.profile.refresh:
+            return found
+        return next((path for key in keys if cache.read(path := cache_folder() / f"{key}.json")), None)
 
     def adopt(self, config: Config, folder: Path) -> bool:
         """Remember the profile that another program has left in a folder. Return whether it is one of an equal job."""

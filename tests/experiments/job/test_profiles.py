@@ -55,6 +55,16 @@ def test_a_folder_has_the_profile_of_its_last_job_and_one_that_is_gone_is_not_fo
     assert known.find(other) is None
 
 
+@pytest.mark.parametrize("override", ["profile.cache=true", "profile.cache=false"])
+def test_a_profile_with_recomputation_serves_jobs_without_and_not_the_other_way_round(folder, override):
+    known, plain, recomputing = Profiles(), composed(override), composed(override, "recompute=planned")
+    known.keep(recomputing, folder)
+    assert known.find(plain) == known.find(recomputing) == folder / "profile.json"
+    assert (Profiles().find(plain) is not None) == plain.profile.cache
+    known.keep(plain, folder)
+    assert known.find(recomputing) is None or plain.profile.cache
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -345,6 +347,28 @@ def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capf
     monkeypatch.setattr(os, "execvp", lambda name, command: capfd.readouterr() and pytest.fail(str(command)))
     with pytest.raises(pytest.fail.Exception, match=r"'tail', '-n', '40', '.*/submitted/7_0/rank-1.log'"):
         jobs.main([str(tmp_path), "--log", "0:1"])
+
+
+@pytest.mark.parametrize("page", ["slurm", "faq"])
+def test_what_the_documentation_submits_and_shows(tmp_path, monkeypatch, capfd, accepted, page):
+    text = (ROOT / f"docs/{page}.md").read_text().replace("/shared", str(tmp_path)).replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True)[1:] for line in re.findall("^mdcs .*", text, re.M)]
+    monkeypatch.setattr(os, "execvp", lambda name, command: sys.exit(command))
+    [submits] = [words for name, *words in commands if name == "train" and any("mdcs_slurm" in word for word in words)]
+    done = one_process.call(train, tmp_path, *submits, "hydra.launcher.wait=false")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2" in accepted()[-1]
+    for words in [words for name, *words in commands if name == "jobs"]:
+        if "--log" not in words:
+            assert jobs.main(words) == 0 and capfd.readouterr().out.count("\n") >= 3
+            continue
+        run, _, rank = words[words.index("--log") + 1].partition(":")
+        log = Path(_mdcs_jobs.read(tmp_path / "sweep" / run).logs) / f"rank-{rank or 0}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        with pytest.raises(SystemExit) as ended:
+            jobs.main(words)
+        assert ended.value.code == ["tail", "-n", "40", *(["-F"] if "-f" in words else []), str(log)]
 
 
 APP = """

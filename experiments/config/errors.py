@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
+from hydra.conf import HydraConf
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
@@ -24,7 +25,9 @@ from mdcs.plan.strategy import RENAMED
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
 _PRESENT = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
 _MERGED = re.compile(r"Error merging override \+*([^=]+)=(.*)")
+_PRESENT_OPTION = re.compile(r"Multiple values for ([^ ]+)\.")
 _OPTION = re.compile(r"Could not find '([^']+)'")
+_PRIMARY = re.compile(r"Cannot find primary config '([^']+)'")
 _VALUE = re.compile(r"[Vv]alue '(.*)' (?:of type|is not a valid)")
 
 
@@ -41,6 +44,8 @@ def explain(
         return _wrong_type(cause, str(error))
     if isinstance(error, MissingConfigException) and (option := _OPTION.search(str(error))):
         return _unknown_option(option.group(1), error.options)
+    if primary := _PRIMARY.search(str(error)):
+        return ConfigError("--config-name", f"no such config: {primary.group(1)}; without this flag it is conf/config.yaml")
     if isinstance(error, OverrideParseException):
         key, equals, _ = error.override.partition("=")
         if not (key and equals):
@@ -51,7 +56,7 @@ def explain(
         return ConfigError(
             str(error).split("'")[1], "cannot be deleted; set it to null where that is allowed"
         )
-    if present := _PRESENT.search(str(error)):
+    if present := _PRESENT.search(str(error)) or _PRESENT_OPTION.search(str(error)):
         return ConfigError(present.group(1), "is set already: leave out the +")
     if unknown := _UNKNOWN.search(str(error)):
         return unknown_key(_as_asked(unknown.group(1), overrides))
@@ -81,27 +86,36 @@ def unknown_key(key: str) -> ConfigError:
     """The error for an unknown key. It suggests the nearest known key."""
     if key.startswith("hydra.launcher.") and (now := mdcs_slurm.RENAMED.get(key.rpartition(".")[2])):
         return ConfigError(key, f"no such key; it is hydra.launcher.{now} now")
-    launchers = [f"hydra.launcher.{field.name}" for field in dataclasses.fields(mdcs_slurm.MdcsSlurmConf)]
-    if key in launchers:
+    hydra_keys = _hydra_keys()
+    if key.startswith("hydra.launcher.") and key in hydra_keys:
         return ConfigError(key, "is for hydra/launcher=mdcs_slurm")
-    known = [*fields_by_key(), *groups(), *launchers]
-    # Compare the whole key first (`link.latncy_us`), then its last part (`steps` for `run.steps`).
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if not near:
-        last_parts = {name.rpartition(".")[2]: name for name in reversed(known)}
-        near = [
-            last_parts[n]
-            for n in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.75)
-        ]
-    return ConfigError(key, f"no such key; did you mean {near[0]}?" if near else "no such key")
+    known = [*fields_by_key(), *groups(), *hydra_keys]
+    group, _, name = key.rpartition(".")
+    siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
+    others = {each.rpartition(".")[2]: each for each in reversed(known)}
+    whole = {} if group and siblings else {each: each for each in known}
+    # A name of the same group (`link.latncy_us`), else the whole key (`runs.steps`), else a name of any group (`steps`).
+    for asked, among, cutoff in ((name, siblings, 0.6), (key, whole, 0.75), (name, others, 0.75)):
+        if near := difflib.get_close_matches(asked, among, n=1, cutoff=cutoff):
+            return ConfigError(key, f"no such key; did you mean {among[near[0]]}?")
+    return ConfigError(key, "no such key")
+
+
+def _hydra_keys() -> list[str]:
+    parts = {"launcher": mdcs_slurm.MdcsSlurmConf} | {
+        name: part for name, part in types_of(HydraConf).items() if dataclasses.is_dataclass(part)
+    }
+    return [f"hydra.{name}.{field.name}" for name, part in parts.items() for field in dataclasses.fields(part)]
 
 
 def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
-    group, _, option = path.partition("/")
+    group, _, option = path.rpartition("/")
     if not options:
         return ConfigError(path, "no such config")
     known = sorted(name for name in {*options} - {*RENAMED} if not name.startswith("_"))
-    return ConfigError(group, f"no such option {option}; options: {', '.join(known)}")
+    near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+    nearest = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(group, f"no such option {option}; options: {', '.join(known)}{nearest}")
 
 
 def _wrong_type(cause: ValidationError, message: str) -> ConfigError:

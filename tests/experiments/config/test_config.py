@@ -162,7 +162,14 @@ WRONG = {
     "cluster.name=joined cluster.nodes=2 link=emulated":
         "link.name: must be real: the ranks of 2 hosts have no common clock to pace by",
     "cluster=shaped link=emulated": "link.name: must be real with cluster.name=shaped, got emulated",
-    "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped",
+    "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped; did you mean shaped?",
+    "+cluster=shaped": "cluster: is set already: leave out the +",
+    "hydra/launcher=mdcs_slrm":
+        "hydra/launcher: no such option mdcs_slrm; options: basic, mdcs_local, mdcs_slurm; did you mean mdcs_slurm?",
+    "hydra.run.dri=x": "hydra.run.dri: no such key; did you mean hydra.run.dir?",
+    "hydra.launcher.x=1": "hydra.launcher.x: no such key",
+    "run.name=${oc.env:NOPE}":
+        "run.name: KeyError raised while resolving interpolation: \"Environment variable 'NOPE' not found\"",
     "run.steps=0": "run.steps: must be >= 1, got 0",
     "run.steps=2.5": "run.steps: must be an integer, got 2.5",
     "run.steps=true": "run.steps: must be an integer, got true",

@@ -79,8 +79,9 @@ class MdcsEngine:
     def records(self, *, flush: bool = False) -> list[Record]:
         found = self._parallel.records(flush=flush)
         self._over_budget += sum(r.over_budget > 0 for r in found)
-        norm = self._parallel.grad_norm if found and self.workload.writes else None  # of the last step
-        return [Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s, norm) for r in found]
+        return [
+            Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s, r.grad_norm) for r in found
+        ]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]

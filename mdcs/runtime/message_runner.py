@@ -41,7 +41,7 @@ _IN_WORDS = {
 
 @dataclass
 class Update:
-    """The update that a message completes.
+    """The update that a message completes, with the gradients of iteration ``step``.
 
     - ``gradients``: (unit, block) -> this rank's reduced gradient, flat.
     - ``shards``: gradient shards to free when the update is done.
@@ -50,6 +50,7 @@ class Update:
     """
 
     message: int
+    step: int
     gradients: dict[tuple[int, int], Tensor]
     shards: list[Tensor]
     is_due: bool = True
@@ -115,7 +116,7 @@ class MessageRunner:
 
     def completed_update(self, index: int, transfer: Transfer) -> Update | None:
         """Return the update of the blocks that the message has reduced; in barrier mode of all, with the last reduction."""
-        i, message = index % self.n, transfer.message
+        (period, i), message = divmod(index, self.n), transfer.message
         if message.kind.is_gather:
             return None
         ready = {part: transfer.shards.get(part) for part in message.parts}
@@ -129,7 +130,7 @@ class MessageRunner:
         for (u, b), shard in ready.items():
             storage = self.storages[u]
             gradients[u, b] = storage.gradient(b)[storage.block_slice(b)] if shard is None else shard
-        return Update(i, gradients, [shard for shard in ready.values() if shard is not None])
+        return Update(i, period - self._periods_ahead, gradients, [shard for shard in ready.values() if shard is not None])
 
     def find_scale(self, update: Update) -> None:
         """Reduce the global norm over ranks, where it is needed, and set the factor on the gradients."""
@@ -143,6 +144,8 @@ class MessageRunner:
             self.account.record("update_scratch", update.scratch)
         if work is not None:
             update.is_due, update.scale = self.scale.factor(update.gradients, work)
+            if update.is_due and self.scale.norm is not None:
+                self.recorder.norm(update.step, self.scale.norm)
 
     def update(self, update: Update) -> None:
         """Update parameters and optimizer state."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
@@ -27,6 +29,7 @@ class StepRecord:
     - ``slots_over_budget``: number of slots that exceeded it.
     - ``departures``: what the step did otherwise than the plan, in words ("left out layers.3"), and how often;
       ``departed_s``: the seconds that this took.
+    - ``grad_norm``: global norm of the gradient before it was clipped; None without clipping.
     """
 
     step: int
@@ -38,6 +41,7 @@ class StepRecord:
     slots_over_budget: int = 0
     departures: dict[str, int] = field(default_factory=dict)
     departed_s: float = 0.0
+    grad_norm: float | None = None
 
 
 @dataclass
@@ -57,6 +61,7 @@ class StepRecorder:
     _count: dict[int, Counter[str]] = field(default_factory=dict)
     _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
     _departed: dict[int, tuple[dict[str, int], float]] = field(default_factory=dict)  # by step: counts, seconds
+    _norms: dict[int, Tensor] = field(default_factory=dict)  # by step, on their way to the host
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
     _under_way: int = 0  # number of the current iteration
 
@@ -112,6 +117,10 @@ class StepRecorder:
             self._departed[step] = seen, seconds
             self.departing += 1
 
+    def norm(self, step: int, norm: Tensor) -> None:
+        """Record the gradient's norm of a step: copied to the host behind what is enqueued now, and read with the record."""
+        self._norms[step] = norm.to("cpu", non_blocking=True)
+
     def period(self, stamp: Any) -> None:
         """Record the begin of a period of the plan."""
         self._periods.append((self._under_way, stamp))
@@ -122,6 +131,7 @@ class StepRecorder:
         _, stamp = self._steps.popleft()
         self._over.pop(self._steps[0][0], None)
         self._departed.pop(self._steps[0][0], None)
+        self._norms.pop(self._steps[0][0], None)
         self.executor.seconds(stamp)  # moves the reference of CUDA's event times, which are exact only near it
         # On CUDA a message ends up to an iteration after the one that enqueued it.
         needed = self._steps[0][0] - 1
@@ -170,8 +180,9 @@ class StepRecorder:
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             slots, size = self._over.pop(step, (0, 0))
             departures, departed_s = self._departed.pop(step, ({}, 0.0))
-            times = step_times(inside, begin, end)
-            out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s))
+            times, norm = step_times(inside, begin, end), self._norms.pop(step, None)
+            clipped = None if norm is None else float(norm)
+            out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s, clipped))
             self._steps.popleft()
         self._trim()
         return out

@@ -68,7 +68,7 @@ def test_values_are_clipped_as_by_ddp_without_a_barrier(two: Ranks, strategy: st
     assert two.run(clip_values, strategy, 1e-2) == [[], []]
 
 
-def clip_norms(strategy: str, limit: float) -> tuple[list[float], list[float]]:
+def clip_norms(strategy: str, limit: float) -> tuple[list[float], list[float | None], list[float]]:
     made, parallel = parallel_with(strategy, barrier=True, clip_norm=limit)
     norms = []
     with parallel:
@@ -77,13 +77,15 @@ def clip_norms(strategy: str, limit: float) -> tuple[list[float], list[float]]:
             norms.append(parallel.clip_grad_norm_(limit).item())
             parallel.step()
             assert norms[-1] == parallel.grad_norm
-    return norms, with_ddp(clip_norm=limit)[1]
+        parallel.drain()
+        records = parallel.records(flush=True)
+    return norms, [record.grad_norm for record in records], with_ddp(clip_norm=limit)[1]
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
 def test_the_norm_is_returned_where_ddps_loop_has_it(two: Ranks, strategy: str):
-    for ours, theirs in two.run(clip_norms, strategy, 0.1):
-        assert ours == pytest.approx(theirs, rel=1e-5) and len(set(ours)) == STEPS
+    for ours, recorded, theirs in two.run(clip_norms, strategy, 0.1):
+        assert ours == recorded and ours == pytest.approx(theirs, rel=1e-5) and len(set(ours)) == STEPS
 
 
 def refuse() -> list[str]:

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 
 import analysis
+from analysis.events import METRICS, read_events
 from experiments.config import started
 from experiments.config.schema import Config
 from experiments.job import app, checkpointing, frozen, record, sweep
@@ -42,7 +43,9 @@ def main(worker: str = jobs.WORKER) -> int:
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))
-            print(f"the run is in {folder}; mdcs report {folder} draws it", flush=True)
+            seconds = read_events(folder / METRICS)[-1]["first_step_s"]
+            first = "" if seconds is None else f"; its first step ended after {seconds:.1f} s"
+            print(f"the run is in {folder}{first}; mdcs report {folder} draws it", flush=True)
         return outcome.reason
 
     with Warm() as warm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import shlex
 import socket
 import subprocess
@@ -37,10 +38,13 @@ if TYPE_CHECKING:  # these modules import torch: a program that only plans need 
 
 def job_event(config: Config) -> dict[str, Any]:
     """The event of a job before a process starts. For a peer, `strategy` is the peer's name, and `scheduler` is "own".
+
+    began: unix time at which the command began; of a sweep's jobs, the job.
     """
     plans, cluster = config.engine.plans, config.cluster
+    began = time.time() if config.run.sweep is not None else _process_began()
     return {
-        "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
+        "event": "job", "schema": SCHEMA, "time": time.time(), "began": began, "name": config.run.name, "sweep": config.run.sweep,
         "model": config.model.label, "engine": config.engine.name,
         "strategy": config.strategy.name if plans else config.engine.label,
         "scheduler": (config.scheduler or config.strategy).name if plans else "own",
@@ -49,6 +53,12 @@ def job_event(config: Config) -> dict[str, Any]:
         "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
         "schedule_share": config.budget.schedule_share, "settings": settings(config), **provenance(),
     }  # fmt: skip
+
+
+def _process_began() -> float:
+    """Unix time at which this process started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from analysis.events import METRICS
+from analysis.events import METRICS, last_attempt, read_events
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
@@ -38,6 +38,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     losses: dict[int, float | Tensor] = {}
     processor: dict[int, float] = {}
     kept: list[Record] = []
+    first: float | None = None  # unix time at which the first step ended
     gc.collect()
     gc.disable()  # a collection in the middle of a slot would be measured as compute
     prepared: Engine = config.engine.prepare(config, workload)
@@ -64,6 +65,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             status.set(step=step, phase="training")
             losses[step] = train_step(workload, batches, engine)
             engine.step()
+            first = first or time.time()
             schedule.step()
             processor[step], used = time.process_time() - used, time.process_time()
             if step == warmup:
@@ -93,7 +95,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         engine.write(folder)
     gc.enable()
     if metrics:
-        metrics.write(summary | departed.summary() | of_engine)
+        began = last_attempt(read_events(folder / METRICS))[0]["began"]
+        metrics.write(summary | departed.summary() | of_engine | {"first_step_s": None if first is None else first - began})
         metrics.close()
 
 

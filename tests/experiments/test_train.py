@@ -44,7 +44,7 @@ def test_a_job_that_ends_well(tmp_path):
     done = train(tmp_path, *QUICK, "hydra.run.dir=out")
     assert (done.returncode, done.stderr) == (0, "")
     assert "dp wfbp, gpt2-tiny, 2 ranks: step 3/3 loss 0.3333" in done.stdout
-    assert f"the run is in {tmp_path / 'out'}" in done.stdout
+    assert f"the run is in {tmp_path / 'out'}; its first step ended after 2.5 s; mdcs report " in done.stdout
     assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == [
         "job",
         "start",

@@ -39,6 +39,7 @@ results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, an
 	$(RUN) experiments/results.py
 
 gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, emulated worlds (under ten minutes)
+	$(RUN) -m pytest -m gpu -o addopts= tests/mdcs/runtime/test_cuda.py
 	$(RUN) experiments/gpu.py
 
 # The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.

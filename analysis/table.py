@@ -52,12 +52,15 @@ def new_console(width: int = WIDTH, **options: Any) -> Console:
 
 
 def new_table(
-    title: str, headings: Iterable[str], left: Iterable[str] = (), *, caption: str | None = None, **columns: Any
-) -> Table:
-    """An empty table in the look of all programs. Columns are right-aligned, except `left`; `columns` has options of each."""
+    title: str, headings: Iterable[str], left: Iterable[str] = (), *, rows: Iterable[Iterable[str]] = (),
+    caption: str | None = None, **columns: Any,
+) -> Table:  # fmt: skip
+    """A table in the look of all programs. Columns are right-aligned, except `left`; `columns` has options of each."""
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right", **columns)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

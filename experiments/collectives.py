@@ -32,10 +32,10 @@ from typing import Any
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from analysis.pictures import save, style
+from analysis import pictures
+from analysis.pictures.collectives import size_label
 from analysis.table import new_console, new_table
 from experiments.config.checks import load
 from experiments.config.schema import Config
@@ -76,7 +76,9 @@ def main() -> int:
                 console.print(repeated(found["links"], found["rows"], *about))
             else:
                 console.print(table(found["rows"], *about))
-                console.print(f"drawn in {save(picture(found['rows'], *about), folder / PICTURE)}", soft_wrap=True)
+                title = f"{about[1]}, {about[0]} ranks{about[2]}: median time per message"
+                picture = pictures.save(pictures.collectives(found["rows"], SIZES, title), folder / PICTURE)
+                console.print(f"drawn in {picture}", soft_wrap=True)
         return outcome.reason
 
     return app.run(app.Program(compare, own=("timing",)))
@@ -141,7 +143,7 @@ def shaped_link(config: Config) -> str:
 def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
     """The table of algorithms. ``seconds`` of a row is by size; bytes sent and buffer are per byte of the message."""
     left, title = ("operation", "algorithm"), f"{backend}, {world} ranks{link}: median ms per message"
-    made = new_table(title, (*left, *map(_size, SIZES), "sent", "buffer", "Gbit/s"), left, no_wrap=True)
+    made = new_table(title, (*left, *map(size_label, SIZES), "sent", "buffer", "Gbit/s"), left, no_wrap=True)
     largest = SIZES[-1]
     for operation, kinds in TRAINS.items():
         own = [row for row in rows if row["operation"] == operation]
@@ -157,27 +159,6 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
     return made
 
 
-@style.styled
-def picture(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Figure:
-    """Plot of seconds per message over its size, both logarithmic: axes per train, a line per family."""
-    looks = style.look(row["algorithm"] for row in rows)
-    figure = style.new_figure(9.2, 3.4, f"{backend}, {world} ranks{link}: median time per message")
-    for axes, operation in zip(figure.subplots(1, len(TRAINS), sharey=True), TRAINS, strict=True):
-        for row in rows:
-            if row["operation"] == operation:
-                axes.loglog(SIZES, [s * 1e3 for s in row["seconds"]], **looks[row["algorithm"]])
-        axes.set_title(operation.replace("_", "-"))
-        axes.set_xticks(SIZES, [_size(s) for s in SIZES])
-        axes.minorticks_off()
-    figure.axes[0].set_ylabel("ms")
-    style.legend_below(figure, style.series_handles(looks))
-    return figure
-
-
-def _size(size: int) -> str:
-    return f"{size >> 10}K" if size < MIB else f"{size >> 20}M"
-
-
 def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
     """Range of repeated measurements, least and greatest; for the rate, also in percent of the median.
 
@@ -187,21 +168,21 @@ def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int
     seconds = statistics.median(each["seconds"] for each in links)
     title = f"{backend}, {world} ranks{link}: the link, measured {len(links)} times in {seconds:.1f} s each (median)"
     left = ("operation", "chosen")
-    made = new_table(title, (*left, "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"), left)
+    cells = []
     chosen = Counter(each["chosen"] for each in links)
     for operation, kind in KIND.items():
         own = [row for row in rows if row["operation"] == operation]
         took = [{row["algorithm"]: row[how][0] for row in own} for how in ("seconds", "one_by_one")]
         beta, gap, alpha = ([each[name][list(Kind).index(kind)] for each in links] for name in ("beta", "gap", "alpha"))
-        made.add_row(
-            operation,
-            ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
+        cells.append([
+            operation, ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
             ", ".join(f"{max(each[name] for name in chosen) / min(each.values()) - 1:.1%}" for each in took),
             f"{8e-9 / max(beta):.3f} – {8e-9 / min(beta):.3f}",
             f"{(max(beta) - min(beta)) / statistics.median(beta):.1%}",
             *(f"{min(values) * 1e6:.0f} – {max(values) * 1e6:.0f}" for values in (gap, alpha)),
-        )
-    return made
+        ])  # fmt: skip
+    headings = *left, "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"
+    return new_table(title, headings, left, rows=cells)
 
 
 if __name__ == "__main__":

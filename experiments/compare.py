@@ -177,7 +177,10 @@ class Comparison:
         interrupted = False
         try:
             for number in range(self.asked.rounds):
-                self._round(number)
+                first = number % len(self.candidates)
+                for candidate in [*self.candidates[first:], *self.candidates[:first]]:
+                    if str(candidate) not in self.failed:
+                        self._turn(number, candidate)
                 self.rounds = number + 1
         except KeyboardInterrupt:
             interrupted = True
@@ -201,12 +204,6 @@ class Comparison:
             raise KeyboardInterrupt
         failed = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
         return failed or ("" if document["losses"]["equal"] else "losses differ")
-
-    def _round(self, number: int) -> None:
-        first = number % len(self.candidates)
-        for candidate in [*self.candidates[first:], *self.candidates[:first]]:
-            if str(candidate) not in self.failed:
-                self._turn(number, candidate)
 
     def _find_floors(self) -> str:
         """Find the floors of all plans by their profiles, measured if not known. Return the reason of a failure, or ""."""
@@ -259,12 +256,6 @@ class Comparison:
 
     def write(self, *, bounded: bool) -> dict[str, Any]:
         """Write comparison.json and return what it says. bounded: with the bounds, which may take a while."""
-        document = self.document(bounded)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "comparison.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-        return document
-
-    def document(self, bounded: bool) -> dict[str, Any]:
         budgets: Sequence[Budget | None] = self.budgets or [None]
         config, whole = self.config, max(1, self.rounds)  # an interrupted first round counts with its runs so far
         complete = {name: rows[:whole] for name, rows in self.runs.items() if len(rows) >= whole}
@@ -273,7 +264,7 @@ class Comparison:
         alike = [each for each in ended if base is not None and each.trains == base.trains]
         curves = {str(each): [row["losses"] for row in self.runs[str(each)]] for each in alike}
         differences = {} if base is None else loss_differences(curves, str(base))
-        return {
+        document = {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
             "torch": importlib.metadata.version("torch"), "model": config.model.label, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
@@ -288,6 +279,9 @@ class Comparison:
             "candidates": [self._repetitions(each, complete[str(each)]) for each in ended if str(each) in complete],
             "budgets": [self._under(budget, complete, bounded) for budget in budgets],
         }  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "comparison.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        return document
 
     def _repetitions(self, candidate: Candidate, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """All runs of a candidate, a row per round."""

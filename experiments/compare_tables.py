@@ -96,37 +96,27 @@ def _error(line: dict[str, Any]) -> float | None:
 
 
 def overview(document: dict[str, Any]) -> Table:
-    """A table with a row per budget: the best variant of each peer and the best plan of mdcs that fit.
-
-    For mdcs, the row has the prediction and the bound, too.
-    """
-    families = {"DDP": "ddp", "FSDP2": "fsdp2", "other peers": ""}
-    base = document["base"]
-    headings = ("budget", *families, f"other plans\nof {base}", base, "predicted", "structural\nbound", "best peer\n× mdcs")
-    table = new_table("the best of each that fits, step ms", headings, left=("budget",))
+    """A row per budget: the best peer, the best other plan and the base that fit, with the base's prediction and bound."""
+    base, rows = document["base"], []
     for part in document["budgets"]:
         fitting = {line["engine"]: line for line in part["lines"] if line["fits"] is not False}
         steps = {name: line["step_s"]["median"] for name, line in fitting.items()}
         peers = {name: step for name, step in steps.items() if fitting[name]["predicted_s"] is None}
-        best = [_best({name: step for name, step in peers.items() if _family(name) == of}) for of in families.values()]
         others = {name: step for name, step in steps.items() if name not in peers and name != base}
         own = steps.get(base)
-        ratio = min(peers.values()) / own if peers and own else None
-        limit = "none" if part["budget_bytes"] is None else (
-            f"{part['budget_bytes'] / MIB:.0f} MiB" if part["over_floor"] is None else f"floor + {part['over_floor']:.0%}"
-        )  # fmt: skip
-        table.add_row(
-            limit, *best, _best(others), milliseconds(own),
+        rows.append([
+            _budget(part), _best(peers), _best(others), milliseconds(own),
             milliseconds(fitting[base]["predicted_s"] if base in fitting else None),
-            milliseconds(part["bounds"].get("structural")), "–" if ratio is None else f"{ratio:.2f}",
-        )  # fmt: skip
-    return table
+            milliseconds(part["bounds"].get("structural")), f"{min(peers.values()) / own:.2f}" if peers and own else "–",
+        ])  # fmt: skip
+    headings = "budget", "other engines", f"other plans\nof {base}", base, "predicted", "structural\nbound", "best engine\n× mdcs"
+    return new_table("the best of each that fits, step ms", headings, left=("budget",), rows=rows)
 
 
-def _family(name: str) -> str:
-    """Name of the family of an engine: ddp and fsdp2 have several variants that overlap. Empty for all others."""
-    family = name.partition("-")[0]
-    return family if family in ("ddp", "fsdp2") and name != "ddp-no-overlap" else ""
+def _budget(part: dict[str, Any]) -> str:
+    if part["budget_bytes"] is None:
+        return "none"
+    return f"{_mib(part['budget_bytes'])} MiB" if part["over_floor"] is None else f"floor + {part['over_floor']:.0%}"
 
 
 def _best(steps: dict[str, float]) -> str:

@@ -18,7 +18,6 @@ docs/export.md has a loader of 20 lines that needs only torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -27,14 +26,12 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from rich.console import Console
 from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
+from experiments import flags
 from mdcs.export.document import document
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
@@ -43,7 +40,7 @@ from mdcs.sizes import MIB
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file of the plan that the command line names. Return the exit code, 2 for an unusable plan."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser("export", __doc__)
     parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
     parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write; default: fsdp2.json beside the plan")
     parser.add_argument("--force", action="store_true", help="write over a file of another plan")
@@ -87,17 +84,17 @@ def _other(to: Path, text: str) -> str | None:
 
 def show(made: dict[str, Any], console: Console) -> None:
     """Print the groups, the losses of the export, and the predictions for the plan and for FSDP2."""
+    rows = []
+    for group in made["groups"]:
+        ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
+        rows.append([
+            ", ".join(name or "(the model)" for name in group["modules"]), str(group["strategy"]) if group["units"] else "–",
+            " x ".join(map(str, group["mesh"])), str(group["reshard_after_forward"]),
+            ", ".join(dict.fromkeys(group["recompute"].values())) or "–", *ahead,
+        ])  # fmt: skip
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
     headings = ("modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward")
-    table = new_table(title, headings, left=headings, overflow="fold")
-    for group in made["groups"]:
-        modules = ", ".join(name or "(the model)" for name in group["modules"])
-        strategy = str(group["strategy"]) if group["units"] else "–"
-        ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
-        recompute = ", ".join(dict.fromkeys(group["recompute"].values())) or "–"
-        mesh = " x ".join(map(str, group["mesh"]))
-        table.add_row(modules, strategy, mesh, str(group["reshard_after_forward"]), recompute, *ahead)
-    console.print(table)
+    console.print(new_table(title, headings, left=headings, rows=rows, overflow="fold"))
     console.print("What the plan does and FSDP2 does not:", highlight=False)
     for each in made["lost"]:
         units = ", ".join(each["units"]) if each["units"] else "the whole plan"

@@ -7,36 +7,18 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mdcs
-from experiments.gpu_job import (
-    Scale,
-    alone,
-    ddp,
-    fsdp2,
-    loss_of,
-    model_of,
-    optimizer_of,
-    ours,
-    plain,
-    profile_of,
-    synchronize,
-    timed,
-    tokens_of,
-    units_of,
-)
+from experiments.gpu_loops import Job, Loop, Scale, Variant, alone, fsdp2, model_of, ours, plain, synchronize, timed, tokens_of
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
@@ -45,58 +27,76 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.telemetry.timeline import Span, intersection, length
 
-ROOT = Path(__file__).resolve().parent.parent
-
 Row = dict[str, Any]
-
-
-def tests(scale: Scale, folder: Path) -> list[Row]:
-    """Run the tests marked gpu, among them two ranks on one GPU."""
-    xml = folder / "tests.xml"
-    options = ["-m", "gpu", "-o", "addopts=", "-rA", f"--junitxml={xml.resolve()}", "tests/mdcs/runtime/test_cuda.py"]
-    subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False)  # the file has the failures
-    if not xml.exists():
-        raise RuntimeError("pytest has written no results")
-    return [counts(xml, "tests on the GPU"), counts(xml, "two ranks on one GPU train as one", "two_ranks")]
-
-
-def counts(xml: Path, what: str, of: str = "") -> Row:
-    """Count passed, failed and skipped tests in a JUnit file, of the tests whose name contains ``of``."""
-    row: Row = {"what": what, "passed": 0, "failed": 0, "skipped": 0}
-    for case in ElementTree.parse(xml).iter("testcase"):
-        if of in case.get("name", ""):
-            tags = {child.tag for child in case}
-            row["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
-    return row
+DP_WFBP, FSDP_PRIORITY = (Uniform("dp"), Wfbp()), (Uniform("fsdp"), Priority())
 
 
 def world_of_one(scale: Scale, folder: Path) -> list[Row]:
-    """Overhead of every engine over a plain loop: a single rank, over NCCL.
+    """Overhead of every engine over a plain loop: a single rank, over NCCL."""
+    others: dict[str, Callable[[], Loop]] = {"DDP": lambda: plain(scale, Variant(), nn.parallel.DistributedDataParallel)}
+    if scale.device.type == "cuda":
+        others["FSDP2"] = lambda: fsdp2(scale)
+    return _beside_plain(scale, folder, Variant(), others, (DP_WFBP, FSDP_PRIORITY), host=True)
 
-    ``host_s``: seconds of a step whose batch is so small that the device waits for the host.
+
+def fp16(scale: Scale, folder: Path) -> list[Row]:
+    """fp16 with a loss scale."""
+    return _beside_plain(scale, folder, Variant(torch.float16))
+
+
+def checkpointing(scale: Scale, folder: Path) -> list[Row]:
+    """Activation checkpointing by the model's own switch."""
+
+    def change(model: Any) -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    return _beside_plain(scale, folder, Variant(change=change))
+
+
+def compiled(scale: Scale, folder: Path) -> list[Row]:
+    """torch.compile of each block."""
+
+    def change(model: Any) -> None:
+        for block in model.transformer.h:
+            block.compile()
+
+    return _beside_plain(scale, folder, Variant(change=change))
+
+
+def _beside_plain(
+    scale: Scale, folder: Path, variant: Variant, others: dict[str, Callable[[], Loop]] | None = None,
+    plans: Sequence[tuple[Any, Any]] = (FSDP_PRIORITY,), *, host: bool = False,
+) -> list[Row]:  # fmt: skip
+    """A row per engine: its step as a multiple of the plain loop's, and the largest relative difference of losses.
+
+    host: also the seconds of a step whose batch is so small that the device waits for the host (``host_s``), and the share
+    of a step in which the device is busy.
     """
     tokens = tokens_of(scale)
     few = tokens[:1, :16]
     with alone(scale), ExitStack() as stack:
-        engines = {
-            "plain loop": plain(scale),
-            "DDP": ddp(scale),
-            **({"FSDP2": fsdp2(scale)} if scale.device.type == "cuda" else {}),
-            "mdcs, dp + wfbp": ours(scale, tokens, stack, Uniform("dp"), Wfbp()),
-            "mdcs, fsdp + priority": ours(scale, tokens, stack, Uniform("fsdp"), Priority()),
-        }
+        engines = {"plain loop": plain(scale, variant), **{name: make() for name, make in (others or {}).items()}}
+        for strategy, scheduler in plans:
+            engines[f"mdcs, {strategy.name} + {scheduler.name}"] = ours(scale, variant, tokens, stack, strategy, scheduler)
+        # The first steps are warm-up as well.
+        losses = {name: [step(tokens).item() for _ in range(scale.steps)] for name, step in engines.items()}
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         hosts: dict[str, list[float]] = {name: [] for name in engines}
-        for name in list(engines) * (1 + scale.rounds):  # the first round is warm-up
-            for batch, measured in ((tokens, seconds), (few, hosts)):
-                measured[name].append(timed(partial(engines[name], batch), scale.steps, scale.device))
+        for name in list(engines) * scale.rounds:
+            seconds[name].append(timed(partial(engines[name], tokens), scale.steps, scale.device))
+            if host:
+                hosts[name].append(timed(partial(engines[name], few), scale.steps, scale.device))
         rows = []
         for name, step in engines.items():
-            ratios = [own / base for own, base in zip(seconds[name][1:], seconds["plain loop"][1:], strict=True)]
+            base = "plain loop"
             rows.append({
-                "engine": name, "step_s": statistics.median(seconds[name][1:]), "host_s": statistics.median(hosts[name][1:]),
-                "over_plain": statistics.median(ratios), "busy": busy(traced(partial(step, tokens), scale, folder)),
+                "engine": name, "step_s": statistics.median(seconds[name]),
+                "over_plain": statistics.median(own / one for own, one in zip(seconds[name], seconds[base], strict=True)),
+                "losses": max(abs(own / one - 1) for own, one in zip(losses[name], losses[base], strict=True)),
             })  # fmt: skip
+            if host:
+                kernels = traced(partial(step, tokens), scale, folder)
+                rows[-1] |= {"host_s": statistics.median(hosts[name]), "busy": busy(kernels)}
     return rows
 
 
@@ -105,51 +105,44 @@ def worlds(scale: Scale, folder: Path) -> list[Row]:
     rows = []
     for world in scale.worlds:
         for rate in scale.rates_gbit:
-            link = mdcs.Link.uniform(rate, 15.0, depth=1, emulated=True)
-            for strategy, scheduler in ((Uniform("fsdp"), Priority()), (Uniform("zero2"), Fusion())):
-
-                def make(profile: mdcs.Profile, strategy: Any = strategy, scheduler: Any = scheduler) -> mdcs.Plan:
-                    budget = mdcs.make_plan(profile, strategy, scheduler).prediction.peak_bytes  # type: ignore[union-attr]
-                    return mdcs.make_plan(profile, strategy, scheduler, budget=budget)
-
-                model = model_of(scale, scale.layers, scale.width)
-                row = emulated(scale, model, link, world, make)
-                rows.append({"world": world, "rate_gbit": rate, **row})
+            for strategy, scheduler in (FSDP_PRIORITY, (Uniform("zero2"), Fusion())):
+                job = Job(scale, model_of(scale), tokens_of(scale))
+                profile = job.profile(_link(rate), world)
+                free = mdcs.make_plan(profile, strategy, scheduler).prediction
+                assert free is not None
+                plan = mdcs.make_plan(profile, strategy, scheduler, budget=free.peak_bytes)
+                rows.append({"world": world, "rate_gbit": rate, **run(job, plan)})
     return rows
 
 
-def emulated(scale: Scale, model: nn.Module, link: mdcs.Link, world: int, make: Callable[[mdcs.Profile], mdcs.Plan]) -> Row:
-    """Run a few steps of rank 1 of the world, and return them with the prediction."""
-    tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
-    loss = partial(loss_of, model, tokens)
-    return run(scale, model, optimizer, units, make(profile_of(model, units, optimizer, loss, link, world)), loss)
+def _link(rate_gbit: float) -> mdcs.Link:
+    return mdcs.Link.uniform(rate_gbit, 15.0, depth=1, emulated=True)
 
 
-def run(
-    scale: Scale, model: nn.Module, optimizer: torch.optim.Optimizer, units: list[mdcs.ModelUnit], plan: mdcs.Plan,
-    loss: Callable[[], Tensor],
-) -> Row:  # fmt: skip
-    """Train with a plan on its emulated link."""
+def run(job: Job, plan: mdcs.Plan) -> Row:
+    """Train a few steps of rank 1 with a plan on its emulated link. Return them with the prediction."""
     assert plan.prediction is not None
-    retries = _retries(scale.device)
-    with mdcs.parallelize(model, optimizer, plan, units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
-        for step in range(2 + scale.steps):
-            loss().backward()
+    device = job.scale.device
+    retries = _retries(device)
+    emulate = mdcs.Emulation(1, plan.world)
+    with mdcs.parallelize(job.model, job.optimizer, plan, job.units, emulate=emulate) as parallel:
+        for step in range(2 + job.scale.steps):
+            job.loss().backward()
             parallel.step()
             if step == 1:
                 parallel.reset_memory()
-                if scale.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(scale.device)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
         parallel.drain()
         seconds = statistics.median(r.times.step_s for r in parallel.records(flush=True)[2:])
         memory = parallel.memory()
-        reserved, pools = _reserved(scale.device)
+        reserved, pools = _reserved(device)
         parallel.close(whole=False)
     measured = (memory["measured"] or memory["predicted"])["total"]
     return {
         "plan": f"{plan.strategy} + {plan.scheduler}", "messages": len(plan.messages), "budget": plan.budget,
         "predicted_s": plan.prediction.step_s, "measured_s": seconds, "predicted_bytes": plan.prediction.peak_bytes,
-        "peak_bytes": measured, "reserved_bytes": reserved, "pools": pools, "retries": _retries(scale.device) - retries,
+        "peak_bytes": measured, "reserved_bytes": reserved, "pools": pools, "retries": _retries(device) - retries,
     }  # fmt: skip
 
 
@@ -181,63 +174,54 @@ def recompute(scale: Scale, folder: Path) -> list[Row]:
 def _curve(scale: Scale, folder: Path, planners: dict[str, tuple[Any, Any]], rule: str) -> list[Row]:
     layers, width, batch = scale.large
     scale = replace(scale, layers=layers, width=width, batch=batch)
-    link = mdcs.Link.uniform(scale.rates_gbit[0], 15.0, depth=1, emulated=True)
-    model, tokens = model_of(scale, layers, width), tokens_of(scale)
-    units, optimizer = units_of(model), optimizer_of(model)
-    loss = partial(loss_of, model, tokens)
-    profile = profile_of(model, units, optimizer, loss, link, scale.worlds[0], recompute=rule != "none")
+    tokens = tokens_of(scale)
+    job = Job(scale, model_of(scale), tokens)
+    profile = job.profile(_link(scale.rates_gbit[0]), scale.worlds[0], recompute=rule != "none")
+    del job  # its memory is that of the plans below
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     floor = mdcs.floor_bytes(mdcs.Job(profile), rule)
-    dp = mdcs.make_plan(profile, Uniform("dp"), Wfbp()).prediction
+    dp = mdcs.make_plan(profile, *DP_WFBP).prediction
     assert dp is not None
-    del model, optimizer, units, loss  # their memory is that of the plans below
     rows = []
     for k in range(scale.budgets):
         budget = floor + (dp.peak_bytes - floor) * k**2 // (scale.budgets - 1) ** 2  # close to each other near the floor
         for name, (strategy, scheduler) in planners.items():
             plan = mdcs.make_plan(profile, strategy, scheduler, budget=budget, recompute=rule)
-            model = model_of(scale, layers, width)
-            row = run(scale, model, optimizer_of(model), units_of(model), plan, partial(loss_of, model, tokens))
-            rows.append({"planner": name, "world": profile.world, **row})
+            rows.append({"planner": name, "world": profile.world, **run(Job(scale, model_of(scale), tokens), plan)})
             (folder / "so-far.json").write_text(json.dumps(rows), encoding="utf-8")
     return rows
 
 
 def overlap(scale: Scale, folder: Path) -> list[Row]:
     """The overlap ratio by mdcs, and by the profiler for the same steps."""
-    link = mdcs.Link.uniform(scale.rates_gbit[-1], 15.0, depth=1, emulated=True)
-    rows = []
-    for strategy, scheduler in ((Uniform("dp"), Wfbp()), (Uniform("fsdp"), Priority())):
-        model = model_of(scale, scale.layers, scale.width)
-        tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
-        loss = partial(loss_of, model, tokens)
-        plan = mdcs.make_plan(profile_of(model, units, optimizer, loss, link, scale.worlds[0]), strategy, scheduler)
-        with mdcs.parallelize(model, optimizer, plan, units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
+    return [_overlap(scale, folder, *planners) for planners in (DP_WFBP, FSDP_PRIORITY)]
 
-            def step(loss: Callable[[], Tensor] = loss, parallel: mdcs.Parallel = parallel) -> None:
-                loss().backward()
-                parallel.step()
 
-            for _ in range(2):
-                step()
-            trace = traced(step, scale, folder)
-            parallel.drain()
-            times = [r.times for r in parallel.records(flush=True)[2:]]
-            parallel.close(whole=False)
-        communicated = sum(t.communication_s or 0.0 for t in times)
-        hidden = sum(t.overlap_s or 0.0 for t in times)
-        rows.append({
-            "plan": f"{plan.strategy} + {plan.scheduler}", "ours": hidden / communicated if communicated else 0.0,
-            "profiler": hidden_share(trace),
-        })  # fmt: skip
-    return rows
+def _overlap(scale: Scale, folder: Path, strategy: Any, scheduler: Any) -> Row:
+    job = Job(scale, model_of(scale), tokens_of(scale))
+    plan = mdcs.make_plan(job.profile(_link(scale.rates_gbit[-1]), scale.worlds[0]), strategy, scheduler)
+    with mdcs.parallelize(job.model, job.optimizer, plan, job.units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
+
+        def step() -> None:
+            job.loss().backward()
+            parallel.step()
+
+        for _ in range(2):
+            step()
+        trace = traced(step, scale, folder)
+        parallel.drain()
+        times = [r.times for r in parallel.records(flush=True)[2:]]
+        parallel.close(whole=False)
+    communicated = sum(t.communication_s or 0.0 for t in times)
+    hidden = sum(t.overlap_s or 0.0 for t in times)
+    share = hidden / communicated if communicated else 0.0
+    return {"plan": f"{plan.strategy} + {plan.scheduler}", "ours": share, "profiler": hidden_share(trace)}
 
 
 def allocator(scale: Scale, folder: Path) -> list[Row]:
     """Reserved against requested bytes, with the allocator's settings in this process's environment."""
-    link = mdcs.Link.uniform(scale.rates_gbit[-1], 15.0, depth=1, emulated=True)
-    model = model_of(scale, scale.layers, scale.width)
-    return [emulated(scale, model, link, scale.worlds[0], lambda profile: mdcs.make_plan(profile, Uniform("fsdp"), Priority()))]
+    job = Job(scale, model_of(scale), tokens_of(scale))
+    return [run(job, mdcs.make_plan(job.profile(_link(scale.rates_gbit[-1]), scale.worlds[0]), *FSDP_PRIORITY))]
 
 
 # ---- torch.profiler's traces

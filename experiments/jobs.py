@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -15,12 +14,13 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from experiments import flags
 from hydra_plugins import _mdcs_jobs as jobs
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table, or replace this process by `tail`. Return the exit code: 2 where there is nothing to show."""
-    parser = argparse.ArgumentParser("mdcs jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser("jobs", __doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--log", metavar="RUN[:RANK]")
     parser.add_argument("-f", "--follow", action="store_true")

@@ -1,16 +1,28 @@
-"""Lines of Markdown for the pages that programs write."""
+"""Markdown for the pages that programs write: a template of `experiments/pages/`, filled with tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 
-def row(*cells: object) -> str:
-    """A row of a table."""
+PAGES = Path(__file__).with_name("pages")
+
+
+def page(name: str, **parts: object) -> str:
+    """Fill the braces of the template ``name``."""
+    return (PAGES / f"{name}.md").read_text(encoding="utf-8").format(**parts)
+
+
+def table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table. Rows that are shorter than the headings end in empty cells."""
+    first = list(headings)
+    cells = [[*row] for row in rows]
+    lines = [_row(first), "|" + "---|" * len(first)]
+    return "\n".join([*lines, *(_row([*each, *[""] * (len(first) - len(each))]) for each in cells)])
+
+
+def _row(cells: Iterable[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def head(*cells: object) -> list[str]:
-    """The first two lines of a table."""
-    return [row(*cells), "|" + "---|" * len(cells)]
 
 
 def percent(fraction: float) -> str:

@@ -9,28 +9,175 @@ replayed as any job.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
 
-    require_alone(Path(__file__).name)
-
-from experiments.outside_page import page
+from experiments import flags, markdown
+from experiments.markdown import percent, table
+from experiments.outside_cases import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
+from mdcs.sizes import GIB, MIB
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "outside.md"
+MEMORY_MARK = 0.08
+"""Wanted error of a difference of memory."""
+
+Predictions = list[tuple[Group, list[Predicted]]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="mdcs outside", description=(__doc__ or "").partition("\n")[0])
+    """Write the page. Return the exit code."""
+    parser = flags.parser("outside", __doc__)
     parser.add_argument("--out", type=Path, default=PAGE, help="file of the page (default: docs/outside.md)")
     out: Path = parser.parse_args().out
     out.write_text(page(), encoding="utf-8")
     print(f"the page is in {out}")
     return 0
+
+
+def page() -> str:
+    """The page as Markdown."""
+    groups = [(group, group.predictions()) for group in read()]
+    undisturbed = [(group, group.predictions()) for group in (each.without_interference() for each, _ in groups)]
+    timed = [(group, told) for group, told in groups if group.runs[0].seconds]
+    sections = (_steps(title, list(members)) for title, members in itertools.groupby(timed, lambda pair: pair[0].title))
+    why = [many.case.why for few, many in _pairs(groups) if abs(_difference(few, many)[2]) > MEMORY_MARK]
+    return markdown.page(
+        "outside", interference=100 * INTERFERENCE, summary=summary(groups, undisturbed), worst=_worst(groups),
+        steps="\n\n".join(sections), memory=_memory(groups), why="\n".join(why), runs=sum(len(told) for _, told in groups),
+        verdicts=_verdicts(groups), collectives=_collectives(), layers=_layers(),
+    )  # fmt: skip
+
+
+def steps_of(groups: Predictions) -> Iterator[tuple[Predicted, float]]:
+    """The judged steps, each with the error of predicting that computing is all."""
+    for group, told in groups:
+        first = told[0]
+        for each in told[group.judged :]:
+            if each.case.seconds and first.case.seconds:
+                yield each, first.case.seconds * each.alone_s / first.alone_s / each.case.seconds - 1
+
+
+def summary(groups: Predictions, undisturbed: Predictions) -> str:
+    """A table of how many predictions are within the marks, and of how many cruder ones would be."""
+    rows = []
+    for name, mark, tcp in (("step, RDMA and NVLink", 0.1, False), ("step, TCP", 0.2, True)):
+        some = [(abs(each.error), abs(hidden)) for each, hidden in steps_of(groups) if each.case.tcp == tcp]
+        other = [abs(each.error) for each, _ in steps_of(undisturbed) if each.case.tcp == tcp]
+        within, hidden = (sum(pair[i] <= mark for pair in some) for i in range(2))
+        apart = sum(error <= mark for error in other)
+        middle = median(error for error, _ in some)
+        rows.append([name, f"± {mark * 100:.0f} %", len(some), within, f"{middle * 100:.1f} %", apart, hidden])
+    errors = [abs(_difference(*pair)[2]) for pair in _pairs(groups)]
+    within = sum(error <= MEMORY_MARK for error in errors)
+    mark = f"± {MEMORY_MARK * 100:.0f} %"
+    rows.append(["difference of memory", mark, len(errors), within, f"{median(errors) * 100:.1f} %"])
+    every = [each for _, told in groups for each in told]
+    for name, fits in (("fits", True), ("runs out of memory", False)):
+        alike = [each for each in every if each.case.fits == fits]
+        rows.append([name, "all", len(alike), sum(each.fits == fits for each in alike)])
+    crude = "within, if messages did not slow compute", "within, if communication cost nothing"
+    return table(["what", "wanted", "runs", "within", "median error", *crude], rows)
+
+
+def _worst(groups: Predictions) -> str:
+    beyond = sorted((each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark), key=lambda each: -abs(each.error))
+    lines = [f"- {_name(each.case)}, {percent(each.error)}: {each.case.why}" for each in beyond]
+    return "\n".join([f"The {len(beyond)} steps beyond the marks, the worst first:", "", *lines])
+
+
+def _steps(title: str, members: Predictions) -> str:
+    group, rows = members[0][0], []
+    for each, told in members:
+        for i, run in enumerate(told):
+            case = run.case
+            if case.seconds is None:
+                continue
+            error = "the smallest" if i == 0 else "fits the link" if i < each.judged else percent(run.error)
+            beyond = f"{(case.seconds - run.alone_s) * 1e3:,.0f}, {(run.step_s - run.alone_s) * 1e3:,.0f}"
+            rows.append([case.model, case.devices, _run(case), f"{case.seconds:.4g}", f"{run.step_s:.4g}", error, beyond])
+    headings = "model", "devices", "run", "published s", "predicted s", "error", "beyond computing: published, predicted ms"
+    text = f"### {title}\n\n[Source]({group.url}). {group.network}.\n\n{table(headings, rows)}"
+    return text + (f"\n\nThe fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device." if group.fits_link else "")
+
+
+def _pairs(groups: Predictions) -> list[tuple[Predicted, Predicted]]:
+    """The smallest run and each other one, where memory is published for both."""
+    return [(told[0], each) for _, told in groups for each in told[1:] if told[0].case.gib and each.case.gib]
+
+
+def _difference(few: Predicted, many: Predicted) -> tuple[float, float, float]:
+    """GiB that a device needs less with many devices: published, predicted, error."""
+    published, predicted = (few.case.gib or 0.0) - (many.case.gib or 0.0), (few.reserved - many.reserved) / GIB
+    return published, predicted, predicted / published - 1
+
+
+def _memory(groups: Predictions) -> str:
+    rows = []
+    for few, many in _pairs(groups):
+        published, predicted, error = _difference(few, many)
+        both = f"{few.reserved / GIB:.1f}, {many.reserved / GIB:.1f}"
+        name, devices = f"{few.case.model}, {few.case.note}", f"{few.case.devices}, {many.case.devices}"
+        said = f"{few.case.gib:.1f}, {many.case.gib:.1f}"
+        rows.append([name, devices, said, both, f"{published:.2f}", f"{predicted:.2f}", percent(error)])
+    return table(["model", "devices", "published", "predicted", "difference published", "predicted", "error"], rows)
+
+
+def _verdicts(groups: Predictions) -> str:
+    words = {True: "fits", False: "out of memory"}
+    rows = [
+        [case.model, case.devices, _run(case), f"{each.needed / GIB:.1f}", f"{case.device.memory_gib:.0f}", words[each.fits],
+         words[case.fits]]
+        for _, told in groups for each in told if not ((case := each.case).fits and each.fits)
+    ]  # fmt: skip
+    return table(["model", "devices", "run", "predicted GiB", "of", "predicted", "published"], rows)
+
+
+def _collectives() -> str:
+    rows = [
+        [f"[{each.what}]({each.url})", each.device, mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1)]
+        for each in read_collectives() for mib, said, told in each.compared()
+    ]  # fmt: skip
+    return table(["collective", "device", "MiB", "published µs", "predicted µs", "error"], rows)
+
+
+def _layers() -> str:
+    data, layers = read_layers()
+    root, block, last = layers[0], layers[1], layers[-1]
+    predicted = {
+        "parameters": ("parameters of a block, 32 bit", 4 * block.parameters),
+        "kept": ("what a block keeps", block.kept),
+        "recomputed": ("what a block keeps if it recomputes", root.output),
+        "ends": ("states of embedding and head", 16 * (root.parameters + last.parameters)),
+        "logits": ("what embedding and head keep", root.output + last.kept),
+    }
+    rows = []
+    for key, (what, size) in predicted.items():
+        said, told = data["mib"][key], size / MIB
+        rows.append([what, f"{said:,.0f}", f"{told:,.0f}", percent(told / said - 1)])
+    about = f"Bytes of {data['model']} with {data['sequence']:,} tokens, as [Galvatron]({data['url']}) measured them. Not judged:"
+    return f"{about}\n\n{table(['what', 'published MiB', 'predicted MiB', 'error'], rows)}"
+
+
+def _name(case: Case) -> str:
+    return f"{case.model} on {case.devices}, {_run(case)}"
+
+
+_RECOMPUTED = {"none": "", "half": ", half recomputed", "full": ", recomputed", "selective": ", selective"}
+
+
+def _run(case: Case) -> str:
+    """Return the run in words."""
+    words = [case.strategy, f"batch {case.batch}"]
+    words += [f"× {case.micro_steps}"] if case.micro_steps > 1 else []
+    words += [f"of {case.sequence:,}"] if case.sequence else []
+    text = " ".join(words) + _RECOMPUTED.get(str(case.recompute), f", {case.recompute} blocks recomputed")
+    return text + (", TCP" if case.tcp else "") + (f", {case.note}" if case.note else "")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from experiments.job import app, batch, checkpointing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
 from mdcs.plan.plan import Plan
+from mdcs.plan.times import Prediction
 from mdcs.planner import explain
 from mdcs.planner.batch import PlannedBatch
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
@@ -100,11 +101,10 @@ def main(module: str = jobs.WORKER) -> int:
 
 def told(plan: Plan) -> dict[str, Any]:
     """Identity and prediction of a plan, in seconds and bytes."""
-    assert plan.prediction is not None
     return {
         "plan": plan.hash, "strategy": plan.strategy, "scheduler": plan.scheduler, "outcome": plan.outcome, "world": plan.world,
-        "messages": len(plan.messages), "budget_bytes": plan.budget, "floor_bytes": _floor(plan),
-        "predicted": dataclasses.asdict(plan.prediction),
+        "messages": len(plan.messages), "budget_bytes": plan.budget, "floor_bytes": floor_bytes(plan.job),
+        "predicted": dataclasses.asdict(_prediction(plan)),
     }  # fmt: skip
 
 
@@ -122,27 +122,24 @@ def batches_document(found: batch.Found, asked: Config) -> dict[str, Any]:
 
 def batches_table(found: batch.Found) -> Table:
     """A row for each batch that fits: samples per second and what its plan is predicted to take."""
-    first = found.batches[0].plan
-    title = f"batches per rank within {(first.budget or 0) / MIB:.1f} MiB"
+    title = f"batches per rank within {(found.batches[0].plan.budget or 0) / MIB:.1f} MiB"
     used = dict.fromkeys((*found.profiled[:1], *found.profiled[-1:]))
     title += f", from profiles of {' and '.join(map(str, used))}" if used else ""
-    errors = (
+    errors = [
         f"batch {size} as calculated and as measured: {off.seconds:+.1%} compute, {off.peak:+.1%} activations"
         for size, off in found.errors.items()
-    )
-    caption = "\n".join(errors) or None
-    headings = ("batch", "samples/s", "step ms", "exposed ms", "recomputing", "peak MiB", "")
-    table = new_table(title, headings, left=("",), caption=caption)
+    ]
+    rows = []
     for each in found.batches:
-        p = each.plan.prediction
-        assert p is not None
+        p = _prediction(each.plan)
         units = sum(choice != NONE for choice in each.plan.recompute)
         named = [name for name, of in ((batch.LARGEST, found.largest), (batch.FASTEST, found.fastest)) if of is each]
-        table.add_row(
+        rows.append([
             str(each.batch), f"{each.samples_per_s:.1f}", milliseconds(p.step_s), milliseconds(p.exposed_s),
             f"{units} of {len(each.plan.strategies)}", f"{p.peak_bytes / MIB:.1f}", ", ".join(named),
-        )  # fmt: skip
-    return table
+        ])  # fmt: skip
+    headings = "batch", "samples/s", "step ms", "exposed ms", "recomputing", "peak MiB", ""
+    return new_table(title, headings, left=("",), rows=rows, caption="\n".join(errors) or None)
 
 
 def sweep_table(
@@ -155,19 +152,17 @@ def sweep_table(
     """
     swept = list(dict.fromkeys(setting.partition("=")[0] for settings in varied for setting in settings))
     of_batches = batches if any(batches) else [None] * len(plans)
-    sizes = ("batch", "samples/s") if any(batches) else ()
-    left, right = ("strategy", "scheduler"), ("budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages")
-    table = new_table("predicted for one step", (*left, *swept, *sizes, *right), left)
+    sizes, rows = ("batch", "samples/s") if any(batches) else (), []
     for plan, settings, found in zip(plans, varied, of_batches, strict=True):
-        p, told = plan.prediction, dict(setting.split("=", 1) for setting in settings)
-        assert p is not None
-        table.add_row(
+        p, told = _prediction(plan), dict(setting.split("=", 1) for setting in settings)
+        rows.append([
             plan.strategy, plan.scheduler, *(told.get(key, "") for key in swept),
             *(() if not sizes else ("", "") if found is None else (str(found.batch), f"{found.samples_per_s:.1f}")),
             "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
             milliseconds(p.exposed_s), f"{p.overlap_ratio:.2f}", f"{p.peak_bytes / MIB:.1f}", str(len(plan.messages)),
-        )  # fmt: skip
-    return table
+        ])  # fmt: skip
+    left, right = ("strategy", "scheduler"), ("budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages")
+    return new_table("predicted for one step", (*left, *swept, *sizes, *right), left, rows=rows)
 
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
@@ -214,19 +209,18 @@ def units_table(plan: Plan, scheduler: Scheduler) -> Table:
 
     Consecutive units with equal values share a row.
     """
-    table = new_table(
-        f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
-        f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
-        ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"),
-        left=("unit", "strategy", "messages", "against"),
-        caption="costs, buys: against another strategy for this unit alone, in peak bytes of the sequential schedule",
-    )
+    rows = []
     for cells, alike in itertools.groupby(explain.choices(plan, scheduler), _cells):
         units = [choice.unit for choice in alike]
         names = units if len(units) < _MANY else [f"{units[0]} … {units[-1]} ({len(units)} alike)"]
-        for name in names:
-            table.add_row(name, *cells)
-    return table
+        rows += [[name, *cells] for name in names]
+    return new_table(
+        f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
+        f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
+        ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"),
+        left=("unit", "strategy", "messages", "against"), rows=rows,
+        caption="costs, buys: against another strategy for this unit alone, in peak bytes of the sequential schedule",
+    )  # fmt: skip
 
 
 def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
@@ -240,58 +234,45 @@ def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
 
 
 def prediction_table(plan: Plan) -> Table:
-    """Prediction of one step by the replay of the plan. Raises ValueError when the plan was not replayed."""
-    if plan.prediction is None:
-        raise ValueError("the plan has no prediction")
-    predicted = plan.prediction
-    times = {
-        "step": predicted.step_s, "compute": predicted.compute_s, "communication": predicted.communication_s,
-        "stalled": predicted.stalled_s, "exposed": predicted.exposed_s,
-    }  # fmt: skip
-    table = new_table("predicted for one step", (*(f"{word} ms" for word in times), "overlap ratio"))
-    table.add_row(*(milliseconds(seconds) for seconds in times.values()), f"{predicted.overlap_ratio:.2f}")
-    return table
+    """Prediction of one step by the replay of the plan."""
+    told = _prediction(plan)
+    names = "step", "compute", "communication", "stalled", "exposed"
+    cells = [*(milliseconds(getattr(told, f"{name}_s")) for name in names), f"{told.overlap_ratio:.2f}"]
+    return new_table("predicted for one step", (*(f"{name} ms" for name in names), "overlap ratio"), rows=[cells])
 
 
 def bounds_table(plan: Plan) -> Table:
     """Distance of the predicted step from bounds for all plans within the budget that recompute as this one."""
-    assert plan.prediction is not None
+    step_s, bounds, rows = _prediction(plan).step_s, bounds_of(plan, BOUNDS_S), []
+    for name, seconds in (
+        ("fewest bytes", bounds.traffic_s), ("fewest bytes, in their windows", bounds.structural_s),
+        ("the solver's own", bounds.solver_s),
+    ):  # fmt: skip
+        above = max(0.0, 1 - seconds / step_s) if seconds is not None and step_s else 0.0
+        rows.append([name, milliseconds(seconds), "no solver was asked" if seconds is None else f"{above:.1%} of the step"])
     title = f"no plan within the budget{_recomputing(plan)} is faster than"
-    table = new_table(title, ("bound", "ms", "this plan is above it by"), left=("bound",))
-    bounds = bounds_of(plan, BOUNDS_S)
-    proven = {
-        "fewest bytes": bounds.traffic_s,
-        "fewest bytes, in their windows": bounds.structural_s,
-        "the solver's own": bounds.solver_s,
-    }
-    for name, seconds in proven.items():
-        if seconds is None:
-            table.add_row(name, "–", "no solver was asked")
-        else:
-            gap = max(0.0, 1 - seconds / plan.prediction.step_s) if plan.prediction.step_s else 0.0
-            table.add_row(name, f"{seconds * 1e3:.1f}", f"{gap:.1%} of the step")
-    return table
+    return new_table(title, ("bound", "ms", "this plan is above it by"), left=("bound",), rows=rows)
 
 
 def memory_table(plan: Plan) -> Table:
     """Predicted bytes by category: each at its own peak, and in the slot with the highest sum; floor and budget."""
-    if plan.prediction is None:
-        raise ValueError("the plan has no prediction")
-    binding = explain.binding_slot(plan)
+    told, binding = _prediction(plan), explain.binding_slot(plan)
     title = f"memory per rank; the sum is highest in {binding.slot}"
-    table = new_table(title, ("category", "at its peak MiB", f"in {binding.slot} MiB"), left=("category",))
-    for category, size in binding.memory.items():
-        table.add_row(category, f"{plan.prediction.memory[category] / MIB:.2f}", f"{size / MIB:.2f}")
+    rows = [
+        [category, f"{told.memory[category] / MIB:.2f}", f"{size / MIB:.2f}"] for category, size in binding.memory.items()
+    ]
+    table = new_table(title, ("category", "at its peak MiB", f"in {binding.slot} MiB"), left=("category",), rows=rows)
     table.add_section()
-    table.add_row("sum", f"{plan.prediction.peak_bytes / MIB:.2f}", f"{binding.bytes / MIB:.2f}")
-    table.add_row(f"floor: smallest feasible{_recomputing(plan)}", f"{_floor(plan) / MIB:.2f}")
+    table.add_row("sum", f"{told.peak_bytes / MIB:.2f}", f"{binding.bytes / MIB:.2f}")
+    table.add_row(f"floor: smallest feasible{_recomputing(plan)}", f"{floor_bytes(plan.job) / MIB:.2f}")
     table.add_row("budget", "unlimited" if plan.budget is None else f"{plan.budget / MIB:.2f}")
     return table
 
 
-def _floor(plan: Plan) -> int:
-    """Return the smallest feasible budget, with the plan's recomputation."""
-    return floor_bytes(plan.job)
+def _prediction(plan: Plan) -> Prediction:
+    """The replay's prediction, which every plan that was made has."""
+    assert plan.prediction is not None
+    return plan.prediction
 
 
 def _recomputing(plan: Plan) -> str:

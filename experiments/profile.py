@@ -60,13 +60,13 @@ def show(profile: Profile, console: Console) -> None:
 
 def units_table(profile: Profile) -> Table:
     """A row per unit: its bytes, the times of its slots with their spread, its shard's update, its kept activations."""
+    rows = [
+        [unit.name, f"{unit.numel * profile.param_bytes / 1e6:.2f}", *(_slots(profile, index, phase) for phase in ("F", "B")),
+         _update(profile, unit), f"{_kept(profile, index) / MIB:.2f}"]
+        for index, unit in enumerate(profile.units)
+    ]  # fmt: skip
     headings = ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB")
-    table = new_table(f"{ranks(profile)}; medians, with the 10th and the 90th percentile", headings, left=("unit",))
-    for index, unit in enumerate(profile.units):
-        times = (_slots(profile, index, phase) for phase in ("F", "B"))
-        megabytes = f"{unit.numel * profile.param_bytes / 1e6:.2f}"
-        table.add_row(unit.name, megabytes, *times, _update(profile, unit), f"{_kept(profile, index) / MIB:.2f}")
-    return table
+    return new_table(f"{ranks(profile)}; medians, with the 10th and the 90th percentile", headings, left=("unit",), rows=rows)
 
 
 def link_table(profile: Profile) -> Table:
@@ -103,20 +103,20 @@ def _between(profile: Profile, name: str, scale: float) -> str:
 
 def interference_table(profile: Profile) -> Table:
     """Measured steps beside messages of several sizes, and the fitted constants."""
-    table = new_table("computing and communicating at the same time", ("what", "value"), left=("what",))
-    for name, (low, high) in profile.spread.items():
-        if name.startswith("step beside"):  # 10th and 90th percentile
-            table.add_row(f"{name} takes longer by", f"{low - 1:.0%} to {high - 1:.0%}")
     c = profile.contention
-    table.add_row("computing is slower while a message is in flight by", f"{profile.interference:.0%}")
-    table.add_row("computing loses per message", f"{c.compute_per_message * 1e6:.0f} µs")
-    table.add_row("computing loses per MB sent", f"{c.compute_per_byte * 1e9:.2f} ms")
-    table.add_row("computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}")
-    table.add_row("a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs")
-    table.add_row("and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms")
-    table.add_row("computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs")
-    table.add_row("between backward and forward the loop takes", f"{c.turn_seconds * 1e3:.1f} ms")
-    return table
+    beside = {name: spread for name, spread in profile.spread.items() if name.startswith("step beside")}
+    rows = [
+        *([f"{name} takes longer by", f"{low - 1:.0%} to {high - 1:.0%}"] for name, (low, high) in beside.items()),
+        ["computing is slower while a message is in flight by", f"{profile.interference:.0%}"],
+        ["computing loses per message", f"{c.compute_per_message * 1e6:.0f} µs"],
+        ["computing loses per MB sent", f"{c.compute_per_byte * 1e9:.2f} ms"],
+        ["computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}"],
+        ["a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs"],
+        ["and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms"],
+        ["computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs"],
+        ["between backward and forward the loop takes", f"{c.turn_seconds * 1e3:.1f} ms"],
+    ]
+    return new_table("computing and communicating at the same time", ("what", "value"), left=("what",), rows=rows)
 
 
 def _slots(profile: Profile, unit: int, phase: str) -> str:

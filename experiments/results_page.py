@@ -9,29 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from analysis.comparison import Spread
-from experiments.markdown import head, percent, row
+from experiments import markdown
+from experiments.markdown import percent, table
 from mdcs.sizes import MIB
 
 ABLATION = {
     "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap", "schedule": "all `fsdp`, scheduled",
     "both": "both, one after the other", "joint": "both at once", "recompute": "both at once, with recomputation",
 }  # fmt: skip
-
-_HEAD = """# Results
-
-<!-- Written by `mdcs results` from docs/results/*/*.json. Change nothing here: a test compares page and data. -->
-
-Step times of mdcs and of other engines, measured by `make results`. Engines take turns: each round runs all of them once. A
-step time is the median over rounds of the runs' median steps, with the fastest and the slowest round in brackets (with five
-rounds, these enclose the true median with 94 % probability). *Takes ×* is another engine's (or plan's) step time over that of
-the row, computed within each round: above 1 the row's engine is faster. Losses are compared too: *setup* has the greatest
-difference. **Timed compute** means that [sleeps replace computing](timed.md), so that it takes no core: parameters, messages
-and updates are real.
-
-[One GPU](gpu.md) and [predictions for large clusters](scale.md) have their own pages. Older measurements are in the
-[lab notes](lab-notes.md).
-
-"""
 
 Result = dict[str, Any]
 
@@ -57,13 +42,15 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
 def page(results: Sequence[Result]) -> str:
     """Return the page as Markdown."""
     compared = [each for each in results if not is_ablation(each)]
-    lines = [_HEAD]
+    sections = [_ablation(each) if is_ablation(each) else _engines(each) for each in results]
     if compared:
         picture = "![Step time over peak memory](results.png)"
-        lines = [_HEAD + "## Where mdcs wins, and where not", "", *_verdicts(compared), picture, ""]
-    for each in results:
-        lines += _ablation(each) if is_ablation(each) else _engines(each)
-    return "\n".join([*lines, *_predictions(results), *_setup(results)])
+        sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
+    setup = table(["", *map(_title, results)], [[name, *values] for name, values in _properties(results)])
+    return markdown.page(
+        "results", results="\n\n".join(sections), predictions=_predictions(results), setup=setup, engines=_flags(results),
+        left_out=_left_out(results),
+    )  # fmt: skip
 
 
 def is_ablation(result: Result) -> bool:
@@ -115,8 +102,8 @@ def predictions(results: Sequence[Result]) -> list[tuple[str, float, float]]:
     ]
 
 
-def _verdicts(results: Sequence[Result]) -> list[str]:
-    lines = head("measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs")
+def _verdicts(results: Sequence[Result]) -> str:
+    rows: list[tuple[str, ...]] = []
     for result in results:
         for part in result["comparison"]["budgets"]:
             fitting, _ = under(result, part)
@@ -124,12 +111,11 @@ def _verdicts(results: Sequence[Result]) -> list[str]:
             if own is None:
                 continue
             other = over_best_other(own, fitting)
-            where = _title(result), _budget(part), _ms(Spread.of(steps(own)))
-            if other is None:
-                lines.append(row(*where, "none", "", "is the only one that fits"))
-            else:
-                lines.append(row(*where, other[0], _ratio(other[1]), _verdict(other[1])))
-    return [*lines, ""]
+            judged = "none", "", "is the only one that fits"
+            if other is not None:
+                judged = other[0], _ratio(other[1]), _verdict(other[1])
+            rows.append((_title(result), _budget(part), _ms(Spread.of(steps(own))), *judged))
+    return table(["measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs"], rows)
 
 
 def _verdict(ratio: Spread) -> str:
@@ -138,65 +124,60 @@ def _verdict(ratio: Spread) -> str:
     return "**loses**" if ratio.high < 1 else "cannot be told apart"
 
 
-def _engines(result: Result) -> list[str]:
-    of = result["comparison"]
-    lines = [f"## {_title(result)}", "", _about(result), ""]
-    lines += head("budget", "engine", "step ms", "samples/s", "peak MiB", "the best other takes ×", "predicted ms")
+def _engines(result: Result) -> str:
+    of, rows = result["comparison"], list[list[str]]()
     for part in of["budgets"]:
         fitting, others = under(result, part)
         for each in fitting:
             step, other = Spread.of(steps(each)), over_best_other(each, fitting)
-            rate = of["batch_size"] * of["world"] / step.median
+            rate = f"{of['batch_size'] * of['world'] / step.median:.1f}"
             ratio = "" if other is None else _ratio(other[1])
-            told = f"{rate:.1f}", f"{peak(each) / MIB:.0f}", ratio, predicted(each)
-            lines.append(row(_budget(part), each["name"], _ms(step), *told))
+            rows.append([_budget(part), each["name"], _ms(step), rate, _mib(each), ratio, predicted(each)])
         if others:
-            words = ", ".join(f"{each['name']} ({peak(each) / MIB:.0f} MiB)" for each in others)
-            lines.append(row(_budget(part), f"do not fit: {words}", *[""] * 5))
-    return [*lines, ""]
+            words = ", ".join(f"{each['name']} ({_mib(each)} MiB)" for each in others)
+            rows.append([_budget(part), f"do not fit: {words}"])
+    headings = "budget", "engine", "step ms", "samples/s", "peak MiB", "the best other takes ×", "predicted ms"
+    return f"## {_title(result)}\n\n{_about(result)}\n\n{table(headings, rows)}"
 
 
-def _ablation(result: Result) -> list[str]:
+def _ablation(result: Result) -> str:
     [part] = result["comparison"]["budgets"]
     by_name = {each["name"]: each for each in result["comparison"]["candidates"]}
     base = steps(by_name["neither"]) if "neither" in by_name else []
-    lines = [f"## What each decision wins: {_title(result)}", "", f"{_about(result)} The budget is {_budget(part)}.", ""]
-    lines += head("decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms")
+    rows = []
     for name, each in by_name.items():
         ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
-        lines.append(
-            row(name, ABLATION.get(name, ""), _ms(Spread.of(steps(each))), ratio, f"{peak(each) / MIB:.0f}", predicted(each))
-        )
-    return [*lines, ""]
+        rows.append([name, ABLATION.get(name, ""), _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
+    told = table(["decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms"], rows)
+    return f"## What each decision wins: {_title(result)}\n\n{_about(result)} The budget is {_budget(part)}.\n\n{told}"
 
 
-def _predictions(results: Sequence[Result]) -> list[str]:
-    lines = ["## Predicted and measured", "", "A point of the picture is a run: its plan's step and its median step.", ""]
-    lines += head("measurement", "runs", "median error", "worst")
+def _predictions(results: Sequence[Result]) -> str:
+    rows = []
     names = {result["name"]: _title(result) for result in results}
     for name, title in (*names.items(), (None, "all")):
         errors = [told / said - 1 for of, told, said in predictions(results) if name in (None, of)]
         if errors:
             middle = statistics.median(map(abs, errors))
-            lines.append(row(title, len(errors), f"{middle:.1%}", percent(max(errors, key=abs))))
-    return [*lines, "", "![Predicted and measured steps](results-predictions.png)", ""]
+            rows.append([title, len(errors), f"{middle:.1%}", percent(max(errors, key=abs))])
+    return table(["measurement", "runs", "median error", "worst"], rows)
 
 
-def _setup(results: Sequence[Result]) -> list[str]:
-    lines = ["## Setup", "", *head("", *(_title(each) for each in results))]
-    for name, values in _properties(results):
-        lines.append(row(name, *values))
-    lines += ["", "Engines, and what is set of them; all else is their default:", "", *head("engine", "overrides", "measured in")]
-    flags: dict[tuple[str, str], list[str]] = {}
+def _flags(results: Sequence[Result]) -> str:
+    """The overrides of each engine, and the results that have it so."""
+    flags: dict[tuple[str, str], dict[str, None]] = {}
     for result in results:
         for each in result["comparison"]["candidates"]:
-            names = flags.setdefault((each["name"], " ".join(each["overrides"])), [])
-            names += [result["name"]] if result["name"] not in names else []
-    lines += [row(name, f"`{words}`", ", ".join(where)) for (name, words), where in flags.items()]
+            flags.setdefault((each["name"], " ".join(each["overrides"])), {})[result["name"]] = None
+    return table(["engine", "overrides", "measured in"],
+                 [[name, f"`{words}`", ", ".join(where)] for (name, words), where in flags.items()])  # fmt: skip
+
+
+def _left_out(results: Sequence[Result]) -> str:
     left: dict[str, list[str]] = {}
     for name, why in {name: why for result in results for name, why in result["comparison"]["left_out"].items()}.items():
         left.setdefault(why, []).append(name)
-    return [*lines, *(f"\nNot measured: {', '.join(names)} ({why})." for why, names in left.items()), ""]
+    return "".join(f"\nNot measured: {', '.join(names)} ({why}).\n" for why, names in left.items())
 
 
 def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
@@ -231,6 +212,10 @@ def _budget(part: Result) -> str:
         return "none"
     words = f"{part['budget_bytes'] / MIB:.0f} MiB"
     return words if part["over_floor"] is None else f"{words} (floor + {part['over_floor']:.0%})"
+
+
+def _mib(candidate: Result) -> str:
+    return f"{peak(candidate) / MIB:.0f}"
 
 
 def _ms(step: Spread) -> str:

@@ -232,13 +232,14 @@ class Pruned(Exception):
 
 def show(trials: Sequence[FrozenTrial]) -> None:
     """Print a row per trial, the fastest first and pruned trials last."""
-    table = new_table("trials, the fastest first", ("trial", "step ms", "predicted ms", "what"), left=("what",))
+    rows = []
     for trial in sorted(trials, key=lambda trial: math.inf if trial.value is None else trial.value):
         told = trial.user_attrs
         what = " ".join(told.get("overrides", [])) + (f": {told['reason']}" if "reason" in told else "")
-        table.add_row(str(trial.number), milliseconds(trial.value), milliseconds(told.get("predicted_s")), what)
-    console = new_console(highlight=False, markup=False)
-    console.print(table)
+        rows.append([str(trial.number), milliseconds(trial.value), milliseconds(told.get("predicted_s")), what])
+    headings = "trial", "step ms", "predicted ms", "what"
+    table = new_table("trials, the fastest first", headings, left=("what",), rows=rows)
+    new_console(highlight=False, markup=False).print(table)
 
 
 if __name__ == "__main__":

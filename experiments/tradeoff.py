@@ -125,7 +125,8 @@ def main(module: str = jobs.WORKER) -> int:
     def trade(config: Config, folder: Path) -> str:
         configs = compared(config)
         if jobs.known_profile(config, folder, console) is None:
-            outcome = jobs.run(_unlimited(config), folder, console, only="plan", worker=module)
+            unlimited = dataclasses.replace(config, budget=BudgetConfig())  # for its profile any plan will do
+            outcome = jobs.run(unlimited, folder, console, only="plan", worker=module)
             if not outcome.ok:
                 return outcome.reason
         path = folder / "profile.json"
@@ -174,11 +175,6 @@ def _check_plane(config: Config) -> None:
     if config.scheduler is None:
         name = config.strategy.name
         raise ConfigError("tradeoff.plane", f"has no effect with strategy={name}, which divides the budget itself")
-
-
-def _unlimited(config: Config) -> Config:
-    """The job without a budget, for measuring its profile: any plan will do."""
-    return dataclasses.replace(config, budget=BudgetConfig())
 
 
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
@@ -267,24 +263,20 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
     for entry in entries:
         row, point = entry.row(), entry.point
         made = None if point.plan is None else point.plan.prediction
-        points.append(
-            {
-                "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"],
-                "budget_bytes": point.budget, "schedule_share": point.share, "activation_share": point.activations,
-                "stop_point": entry.is_stop,
-                "planned_for_bytes": entry.planned_for[0], "plan_hash": point.plan.hash if point.plan else None,
-                "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
-                "measured": None if entry.run is None else {
-                    "run": str(entry.run.relative_to(folder)), "status": row["status"],
-                    **{key: row[key] for key in MEASURED},
-                },
-            }
-        )  # fmt: skip
-    first = entries[0].planner if entries else None
-    about = {} if first is None else {
-        "floor_bytes": first.floor, "world": first.profile.world, "emulated": first.profile.link.emulated,
-        "profile": first.profile.about,
-    }  # fmt: skip
+        measured = None if entry.run is None else {
+            "run": str(entry.run.relative_to(folder)), "status": row["status"], **{key: row[key] for key in MEASURED},
+        }  # fmt: skip
+        points.append({
+            "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"], "budget_bytes": point.budget,
+            "schedule_share": point.share, "activation_share": point.activations, "stop_point": entry.is_stop,
+            "planned_for_bytes": entry.planned_for[0], "plan_hash": point.plan.hash if point.plan else None,
+            "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made), "measured": measured,
+        })  # fmt: skip
+    about = {}
+    if entries:
+        planner = entries[0].planner
+        of = planner.profile
+        about = {"floor_bytes": planner.floor, "world": of.world, "emulated": of.link.emulated, "profile": of.about}
     document = {"schema": SCHEMA, **about, "points": points}
     (folder / "tradeoff.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
 
@@ -326,27 +318,28 @@ def show(entries: Sequence[Entry], console: Console) -> None:
 
 
 def _table(entries: Sequence[Entry], title: str) -> Table:
-    predicted = ("step ms", "overlap ms", "extra ms", "peak MiB")
     measured = ("step ms", "peak MiB") if any(entry.run is not None for entry in entries) else ()
+    predicted = ("step ms", "overlap ms", "extra ms", "peak MiB")
     headings = ("budget MiB", "share", *(f"pred.\n{x}" for x in predicted), *(f"meas.\n{x}" for x in measured))
-    table = new_table(title, (of := "strategy · scheduler", *headings), left=(of,), no_wrap=True)
-    for entry in entries:
-        point, row = entry.point, entry.row()
-        share = "–" if point.share is None else f"{point.share:.3g}"
-        share += "" if point.activations is None else f" / {point.activations:.3g}"
-        share += " *" if entry.is_stop else ""
-        cells = [entry.planner.label, f"{point.budget / MIB:.1f}", share]
-        if point.plan is None:
-            table.add_row(*cells, "infeasible")
-            continue
-        cells += [milliseconds(row[f"predicted_{name}"]) for name in ("step_s", "overlap_s", "extra_communication_s")]
-        cells.append(f"{row['predicted_peak_bytes'] / MIB:.1f}")
-        if entry.run is not None:
-            peak = row["peak_bytes"]
-            ok = row["status"] == "ok"
-            cells += [milliseconds(row["step_s"]) if ok else str(row["status"]), "–" if peak is None else f"{peak / MIB:.1f}"]
-        table.add_row(*cells)
-    return table
+    rows = [_cells(entry) for entry in entries]
+    return new_table(title, (of := "strategy · scheduler", *headings), left=(of,), rows=rows, no_wrap=True)
+
+
+def _cells(entry: Entry) -> list[str]:
+    point, row = entry.point, entry.row()
+    share = "–" if point.share is None else f"{point.share:.3g}"
+    share += "" if point.activations is None else f" / {point.activations:.3g}"
+    share += " *" if entry.is_stop else ""
+    cells = [entry.planner.label, f"{point.budget / MIB:.1f}", share]
+    if point.plan is None:
+        return [*cells, "infeasible"]
+    cells += [milliseconds(row[f"predicted_{name}"]) for name in ("step_s", "overlap_s", "extra_communication_s")]
+    cells.append(f"{row['predicted_peak_bytes'] / MIB:.1f}")
+    if entry.run is not None:
+        peak = row["peak_bytes"]
+        ended = milliseconds(row["step_s"]) if row["status"] == "ok" else str(row["status"])
+        cells += [ended, "–" if peak is None else f"{peak / MIB:.1f}"]
+    return cells
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ In all of them: measured is solid, predicted is dashed or hollow, the star is th
 black, colours survive colour-blindness. `looks` keeps colours and marks the same in several pictures of one sweep.
 """
 
+from analysis.pictures.collectives import collectives
 from analysis.pictures.engine_comparison import engine_comparison
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
@@ -16,6 +17,6 @@ from analysis.pictures.step_time import step_time_over_memory
 from analysis.pictures.style import save
 
 __all__ = [
-    "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save", "scale_curves", "scale_map",
-    "step_time_over_memory", "step_time_over_setting", "time_over_memory", "tradeoff_curve",
+    "collectives", "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save", "scale_curves",
+    "scale_map", "step_time_over_memory", "step_time_over_setting", "time_over_memory", "tradeoff_curve",
 ]  # fmt: skip

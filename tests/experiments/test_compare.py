@@ -103,10 +103,10 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
     assert all(Path("results/compare", name).stat().st_size > 10_000 for name in ("comparison.png", "step_time.png"))
     [limited] = [line for line in printed.splitlines() if line.startswith("  floor + 50%")]
-    assert limited.split()[3:] == ["–"] * 6 + ["80.0", "–"]
+    assert limited.split()[3:] == ["–"] * 4 + ["80.0", "–"]
     [unlimited] = [line for line in printed.splitlines() if line.startswith("  none")]
-    predicted = unlimited.split()[6]
-    assert unlimited.split() == ["none", "150.0", "400.0", "–", "–", "100.0", predicted, "80.0", "1.50"] and float(predicted) > 0
+    predicted = unlimited.split()[4]
+    assert unlimited.split() == ["none", "150.0", "–", "100.0", predicted, "80.0", "1.50"] and float(predicted) > 0
 
 
 def test_a_candidate_of_one_s_own_stands_beside_the_others(ranks, monkeypatch, capsys):

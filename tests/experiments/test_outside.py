@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments import outside
+from experiments.outside import steps_of
 from experiments.outside_cases import calibrated, predict, read
-from experiments.outside_page import steps_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "outside.md"
 

@@ -2,16 +2,11 @@
 
     mdcs collectives cluster.ranks=2
     mdcs collectives cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
-    mdcs collectives cluster=shaped cluster.rate_gbit=0.5 timing.repeat=10
 
 `experiment=collectives` has four ranks. The table has median milliseconds per message in trains of messages, by family
 of algorithms and message size: trains of each operation, and trains in which the operations take turns, as in a plan.
 * marks the fastest. The table also has the bytes that one rank sends and its buffer, per byte of the message, and the
 rate of the largest message. A picture is left in the job's folder.
-
-With timing.repeat, the link is measured repeatedly, as for a profile. The table shows how far the measurements differ: rate,
-gap and latency, the chosen families, and how much slower a choice is than the fastest family. For that comparison,
-trains of both families are measured in between, with two messages in flight and with one.
 
 On an emulated link both families would be equal, so this program always measures the real link.
 """
@@ -23,8 +18,6 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,19 +38,17 @@ from launch import network
 from launch.rank import AGENT_PID
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
-from mdcs.sizes import MIB
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
 TRAINS: dict[str, tuple[Kind, ...]] = {operation: (kind,) for operation, kind in KIND.items()}
 TRAINS["in turns"] = tuple(KIND.values())
 """Name of a train -> the kinds of messages that take turns in it."""
-FILE, REPEAT, PICTURE = "collectives.json", "repeat", "collectives.png"
-_BLOCK = MIB  # payload bytes of the messages that compare repeated choices
+FILE, PICTURE = "collectives.json", "collectives.png"
 _TURNS = 3  # repetitions of a train
 
 
 def main() -> int:
-    """Run the measurements of the command line and print the tables. Return the exit code."""
+    """Run the measurements of the command line and print the table. Return the exit code."""
     console = new_console(110)
 
     def compare(config: Config, folder: Path) -> str:
@@ -67,21 +58,17 @@ def main() -> int:
             return "cluster.ranks: must be >= 2 to compare collectives, got 1"
         config.run.name = config.run.name or "collectives"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / REPEAT).write_text(str(config.timing.repeat), encoding="utf-8")
         outcome = jobs.run(config, folder, console, only="plan", worker="experiments.collectives")
         if outcome.ok:
             about = config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)
-            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            if config.timing.repeat:
-                console.print(repeated(found["links"], found["rows"], *about))
-            else:
-                console.print(table(found["rows"], *about))
-                title = f"{about[1]}, {about[0]} ranks{about[2]}: median time per message"
-                picture = pictures.save(pictures.collectives(found["rows"], SIZES, title), folder / PICTURE)
-                console.print(f"drawn in {picture}", soft_wrap=True)
+            rows = json.loads((folder / FILE).read_text(encoding="utf-8"))["rows"]
+            console.print(table(rows, *about))
+            title = f"{about[1]}, {about[0]} ranks{about[2]}: median time per message"
+            drawn = pictures.save(pictures.collectives(rows, SIZES, title), folder / PICTURE)
+            console.print(f"drawn in {drawn}", soft_wrap=True)
         return outcome.reason
 
-    return app.run(app.Program(compare, own=("timing",)))
+    return app.run(app.Program(compare))
 
 
 def measure(folder: Path) -> None:
@@ -90,48 +77,30 @@ def measure(folder: Path) -> None:
 
     from experiments.job.worker import start
     from launch import status
-    from mdcs.profiler.consensus import on_rank_zero
-    from mdcs.profiler.link_timing import LinkBenchmark, measure_link
+    from mdcs.profiler.link_timing import LinkBenchmark
 
     config = load(folder / "config.yaml")
     device, backend = start(config), config.cluster.resolved_backend()
-    repeat = on_rank_zero(lambda: int((folder / REPEAT).read_text(encoding="utf-8")))  # the only one with this folder
     ranks = LinkBenchmark(device, None)
     families = [Collectives(name, backend) for name in ALGORITHMS[backend]]
     senders = [(family, kinds) for kinds in TRAINS.values() for family in families]
-    names = [{"operation": operation, "algorithm": family.algorithm} for operation in TRAINS for family in families]
-    links: list[dict[str, Any]] = []
     trains: list[list[dict[int, list[float]]]] = []  # in small parts: a rank must report its status often
-    one_by_one: list[list[dict[int, list[float]]]] = []
-    for _ in range(repeat):
-        status.set()
-        dist.barrier()
-        begin = time.perf_counter()
-        link, chosen, _ = measure_link(device, depth=config.link.depth, algorithm=config.collectives.named)
-        own = {"seconds": time.perf_counter() - begin, "alpha": link.alpha, "gap": link.gap, "beta": link.beta}
-        links.append(own | {"block": link.block, "chosen": chosen.algorithm})
-        for depth, all_of in ((2, trains), (1, one_by_one)):
-            all_of.append(ranks.time_trains(senders, [_BLOCK], depth, 1))
-    for size in () if repeat else SIZES:
+    for size in SIZES:
         status.set()
         trains.append(ranks.time_trains(senders, [size], 2, _TURNS))
     if dist.get_rank() == 0:
-        rows: list[dict[str, Any]] = [
-            name | {"seconds": _medians(own)} for name, own in zip(names, zip(*trains, strict=True), strict=True)
+        rows = [
+            {"operation": operation, "algorithm": family.algorithm, "seconds": _medians(own)}
+            for (operation, family), own in zip(itertools.product(TRAINS, families), zip(*trains, strict=True), strict=True)
         ]
-        for row, apart in zip(rows, zip(*one_by_one, strict=True), strict=False):
-            row["one_by_one"] = _medians(apart)
-        (folder / FILE).write_text(json.dumps({"links": links, "rows": rows}), encoding="utf-8")
+        (folder / FILE).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _medians(trains: Iterable[dict[int, list[float]]]) -> list[float]:
-    """Median seconds by size, over all trains of one row."""
-    samples: dict[int, list[float]] = {}
-    for size, seconds in itertools.chain.from_iterable(train.items() for train in trains):
-        samples.setdefault(size, []).extend(seconds)
-    return [statistics.median(each) for each in samples.values()]
+    """Median seconds by size, of trains of one size each."""
+    return [statistics.median(seconds) for train in trains for seconds in train.values()]
 
 
 def shaped_link(config: Config) -> str:
@@ -157,32 +126,6 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
             made.add_row(operation, row["algorithm"], *times, f"{sent / largest:.2f}", f"{buffer / largest:.2f}", f"{rate:.2f}")
         made.add_section()
     return made
-
-
-def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
-    """Range of repeated measurements, least and greatest; for the rate, also in percent of the median.
-
-    "slower than the fastest" compares the slowest algorithm that was chosen with the fastest: in trains, and one by
-    one.
-    """
-    seconds = statistics.median(each["seconds"] for each in links)
-    title = f"{backend}, {world} ranks{link}: the link, measured {len(links)} times in {seconds:.1f} s each (median)"
-    left = ("operation", "chosen")
-    cells = []
-    chosen = Counter(each["chosen"] for each in links)
-    for operation, kind in KIND.items():
-        own = [row for row in rows if row["operation"] == operation]
-        took = [{row["algorithm"]: row[how][0] for row in own} for how in ("seconds", "one_by_one")]
-        beta, gap, alpha = ([each[name][list(Kind).index(kind)] for each in links] for name in ("beta", "gap", "alpha"))
-        cells.append([
-            operation, ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
-            ", ".join(f"{max(each[name] for name in chosen) / min(each.values()) - 1:.1%}" for each in took),
-            f"{8e-9 / max(beta):.3f} – {8e-9 / min(beta):.3f}",
-            f"{(max(beta) - min(beta)) / statistics.median(beta):.1%}",
-            *(f"{min(values) * 1e6:.0f} – {max(values) * 1e6:.0f}" for values in (gap, alpha)),
-        ])  # fmt: skip
-    headings = *left, "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"
-    return new_table(title, headings, left, rows=cells)
 
 
 if __name__ == "__main__":

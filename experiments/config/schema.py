@@ -337,14 +337,6 @@ class PlanConfig:
     format: str = option("text", "json: one JSON document on stdout and nothing else", choices=("text", "json"))
 
 
-@dataclass
-class TimingConfig:
-    """Settings of mdcs collectives."""
-
-    repeat: int = option(0, "measure the link so often, as for a profile, and show how far that differs; 0: compare algorithms",
-                         at_least=0)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class EngineOptions(Checked, ABC):
     """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
@@ -402,12 +394,10 @@ class Config:
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    timing: TimingConfig = field(default_factory=TimingConfig)
 
 
 OWN = {
     "tradeoff": "curve", "compare": "compare", "results": "results", "scale": "scale", "search": "search", "plan": "plan",
-    "timing": "collectives",
 }  # fmt: skip
 """Groups that only one program has, with its name."""
 NOT_OF_A_JOB = {*OWN} - {"tradeoff"}  # identities of older runs have tradeoff

@@ -27,25 +27,6 @@ def test_the_fastest_of_each_size_is_marked_and_bytes_are_per_byte():
     assert sum(cell.startswith("*") for line in lines for cell in line) == 4 * len(program.SIZES)
 
 
-def test_how_far_repeated_links_differ_and_how_good_the_choices_were():
-    took, one_by_one = {"native": 1.1, "ring": 1.0}, {"native": 1.8, "ring": 1.0}
-    rows = [
-        {"operation": operation, "algorithm": name, "seconds": [took[name]], "one_by_one": [one_by_one[name]]}
-        for operation in program.TRAINS
-        for name in ALGORITHMS["gloo"]
-    ]
-
-    def link(beta: float, algorithm: str) -> dict[str, object]:
-        return {"seconds": 3.0, "chosen": algorithm, "alpha": [2e-4] * 4, "gap": [1e-5] * 4, "beta": [beta] * 4}
-
-    links = [link(16e-9, "ring"), link(16.8e-9, "native"), link(16e-9, "ring")]
-    console = Console(width=140, record=True, file=io.StringIO())
-    console.print(program.repeated(links, rows, 2, "gloo"))
-    text = " ".join(console.export_text().split())
-    assert "measured 3 times in 3.0 s each" in text
-    assert "all_reduce ring 2, native 1 10.0%, 80.0% 0.476 – 0.500 5.0% 10 – 10 200 – 200" in text
-
-
 @pytest.mark.slow
 def test_both_families_are_measured(tmp_path, warm):
     asked = ("cluster.ranks=2", "cluster.threads=1", "hydra.run.dir=out")

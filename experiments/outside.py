@@ -75,8 +75,8 @@ def summary(groups: Predictions, undisturbed: Predictions) -> str:
         rows.append([name, f"± {mark * 100:.0f} %", len(some), within, f"{middle * 100:.1f} %", apart, hidden])
     errors = [abs(_difference(*pair)[2]) for pair in _pairs(groups)]
     within = sum(error <= MEMORY_MARK for error in errors)
-    mark = f"± {MEMORY_MARK * 100:.0f} %"
-    rows.append(["difference of memory", mark, len(errors), within, f"{median(errors) * 100:.1f} %"])
+    wanted = f"± {MEMORY_MARK * 100:.0f} %"
+    rows.append(["difference of memory", wanted, len(errors), within, f"{median(errors) * 100:.1f} %"])
     every = [each for _, told in groups for each in told]
     for name, fits in (("fits", True), ("runs out of memory", False)):
         alike = [each for each in every if each.case.fits == fits]

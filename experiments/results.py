@@ -11,7 +11,6 @@ each name.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -36,6 +35,7 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.results_page import newest, write_page
+from mdcs.model.code import version
 from mdcs.profile.cache import processor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,20 +86,13 @@ def surroundings() -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
         "machine": {"processor": processor(), "system": platform.platform(terse=True)},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version(name) or None for name in PACKAGES}},
     }  # fmt: skip
 
 
 def _git(*arguments: str) -> str:
     """Output of git. Empty without a repository."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

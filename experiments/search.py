@@ -128,8 +128,7 @@ class Search:
     def __init__(self, config: Config, given: Sequence[str], out: Path, module: str) -> None:
         self.given, self.module, self.out, self.trials = given, module, out.resolve(), config.search.trials
         self.console, self.known = Console(stderr=True), Profiles()
-        has_budget = config.budget.gib is not None or config.budget.over_floor is not None
-        over = config.search.over or [*DEFAULT, *([SHARE] if has_budget else [])]
+        over = config.search.over or [*DEFAULT, *([SHARE] if config.budget.limited else [])]
         self.axes = [Axis.parse(text) for text in over]
         if twice := [key for key, count in Counter(axis.key for axis in self.axes).items() if count > 1]:
             raise ConfigError("search.over", f"has {twice[0]} twice")

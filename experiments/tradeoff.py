@@ -168,7 +168,7 @@ def _check_plane(config: Config) -> None:
         if config.budget.activation_share is not None:
             raise ConfigError("budget.activation_share", "is set by mdcs curve itself: see tradeoff.plane")
         return
-    if config.budget.gib is None and config.budget.over_floor is None:
+    if not config.budget.limited:
         raise ConfigError("tradeoff.plane", "needs a budget to divide: set budget.gib or budget.over_floor")
     if config.recompute != Planned():
         raise ConfigError("tradeoff.plane", f"needs recompute=planned, got {config.recompute.name}")

@@ -69,6 +69,11 @@ class BudgetConfig:
         choices=("warn", "raise"),
     )
 
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self.gib is not None or self.over_floor is not None
+
 
 @dataclass
 class LinkConfig:
@@ -196,6 +201,11 @@ class ProfileConfig:
     intra_us: float | None = _analytic("latency of a hop within a node")
     inter_gbyte: float | None = _analytic("rate of a device across nodes, GB/s")
     inter_us: float | None = _analytic("latency of a hop across nodes")
+
+    @property
+    def measures(self) -> bool:
+        """Whether the job measures its profile, or reuses that of an equal job."""
+        return self.name == "measured" and self.path is None
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from analysis.events import METRICS, read_events
-from experiments.config import checks, started
+from experiments.config import checks, rules, started
 from experiments.config.schema import BudgetConfig, Config, ConfigError
 from experiments.config.started import require_as_asked, with_ranks
 from experiments.job import checkpointing, checkpoints, profiles, record
@@ -190,7 +190,7 @@ def _adapted(folder: Path, adapt: Callable[[Config], Config]) -> Config:
     """
     asked = checks.load(folder / JOB)
     config = adapt(asked)
-    checks.check(config)
+    rules.check(config)
     if asked.cluster.name == "joined":
         require_as_asked(asked, config, ("cluster.ranks", "cluster.nodes"))
     return config

@@ -27,7 +27,7 @@ class Profiles:
     def find(self, config: Config) -> Path | None:
         """The profile of an equal job: one of this program, else one of the cache if the config allows it; else None.
         """
-        if config.profile.name != "measured" or config.profile.path is not None:
+        if not config.profile.measures:
             return None
         keys = [key_of(config)]
         if config.recompute == KEEP:  # what was measured of recomputation is beside the rest
@@ -61,7 +61,7 @@ class Profiles:
     def keep(self, config: Config, folder: Path) -> None:
         """Remember the profile that a job has measured and left in its folder, if the file can be read."""
         profile = cache.read(folder / "profile.json")
-        if config.profile.name != "measured" or config.profile.path is not None or profile is None:
+        if not config.profile.measures or profile is None:
             return
         key, path = key_of(config), folder / "profile.json"
         self._measured = {k: p for k, p in self._measured.items() if p != path}  # overwritten by this job
@@ -73,7 +73,7 @@ class Profiles:
 
 def measures(config: Config) -> bool:
     """Whether a job needs a measured profile."""
-    return config.profile.name == "measured" and config.profile.path is None and config.engine.plans
+    return config.profile.measures and config.engine.plans
 
 
 def known(config: Config) -> Profile | None:

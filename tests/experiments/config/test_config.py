@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.config import checks, files, schema, targets
+from experiments.config import checks, files, rules, schema, targets
 from experiments.config.identity import about, job_identity
 from experiments.config.schema import OPTION_GROUPS, ClusterConfig, CompareConfig, Config, ConfigError, ScaleConfig
 from experiments.job.record import identity_of
@@ -329,7 +329,7 @@ def test_the_config_of_ranks_on_another_host_is_without_the_profile_and_loaded_a
     checks.save(there, tmp_path / "config.yaml")
     assert checks.load(tmp_path / "config.yaml").profile.path is None
     with pytest.raises(ConfigError, match=r"^cluster\.measure_memory: must be true with a budget"):
-        checks.check(there)
+        rules.check(there)
 
 
 def test_threads_are_the_cores_divided_by_ranks(monkeypatch):

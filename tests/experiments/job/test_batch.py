@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.config import checks
+from experiments.config import checks, rules
 from experiments.config.schema import Config, ConfigError
 from experiments.job import batch
 from experiments.job import run as jobs
@@ -64,7 +64,7 @@ def test_the_job_goes_on_with_the_batch_and_its_profile(tmp_path):
     batches, _, config = found(tmp_path, floor_bytes(of_batch(11)), of_4=of_batch(4), of_16=of_batch(16))
     decided = batch.with_batch(config, batches, tmp_path / "job")
     assert (decided.data.batch_size, decided.batch.find) == (11, None)
-    checks.check(decided)  # the profile is accepted as one of 11 samples
+    rules.check(decided)  # the profile is accepted as one of 11 samples
     assert jobs.plan(decided, tmp_path / "planned", QUIET) == ""
     made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
     assert made.prediction == batches.largest.plan.prediction

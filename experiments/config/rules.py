@@ -1,0 +1,213 @@
+"""Rules of a config: ranges, which are declared beside their fields, and values that contradict each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.config.budgets import Budget, on_front
+from experiments.config.identity import CODE, hosts_identity, job_identity
+from experiments.config.schema import (
+    OPTION_GROUPS,
+    BudgetConfig,
+    CollectivesConfig,
+    Config,
+    ConfigError,
+    LinkConfig,
+    ProfileConfig,
+    leaves,
+)
+from mdcs.options import OptionError, check_value, shown
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.recompute import KEEP, Planned
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.schema import Profile
+
+HALF = ("bf16", "fp16")
+
+_CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
+    ("budget.over_floor", lambda c: None not in (c.budget.gib, c.budget.over_floor),
+     "and budget.gib exclude each other, got both"),
+    ("budget.schedule_share", lambda c: c.budget.schedule_share is not None and not c.budget.limited,
+     "needs a budget to divide: set budget.gib or budget.over_floor"),
+    ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.budget.schedule_share is None,
+     "divides what budget.schedule_share leaves: set both"),
+    ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.recompute != Planned(),
+     "needs recompute=planned, got {c.recompute.name}"),
+    ("budget.reserve_mib", lambda c: c.budget.gib is not None and c.budget.reserve_mib >= c.budget.gib * 1024,
+     "must be below the budget of {c.budget.gib:g} GiB, got {value}"),
+    ("tradeoff.plane", lambda c: 0 < c.tradeoff.plane < 3, "must be 0 or >= 3, got {value}"),
+    # the other ranks wait for the solver, at most timeout_s
+    ("strategy.seconds", lambda c: getattr(c.strategy, "seconds", 0) > c.cluster.timeout_s / 2,
+     "must be at most half of cluster.timeout_s={c.cluster.timeout_s:g}, got {value}"),
+    ("scheduler.seconds", lambda c: getattr(c.scheduler, "seconds", 0) > c.cluster.timeout_s / 2,
+     "must be at most half of cluster.timeout_s={c.cluster.timeout_s:g}, got {value}"),
+    ("run.warmup_steps", lambda c: c.run.warmup_steps >= c.run.steps, "must be < run.steps={c.run.steps}, got {value}"),
+    ("run.grad_precision", lambda c: c.run.grad_precision != "same" and c.run.precision not in HALF,
+     "has no effect with run.precision={c.run.precision}, got {value}"),
+    ("model.norms_fp32", lambda c: c.model.norms_fp32 and c.run.precision not in HALF,
+     "has no effect with run.precision={c.run.precision}, got true"),
+    ("cluster.backend", lambda c: c.cluster.backend == "nccl" and c.cluster.device != "cuda",
+     "nccl needs cluster.device=cuda, got {c.cluster.device}"),
+    # an emulated rank sends nothing, and cannot do what needs the other ranks' values
+    ("link.name", lambda c: c.cluster.emulated and c.link.name != "emulated",
+     "must be emulated with cluster=emulated, which sends nothing; got {value}"),
+    ("cluster.rank", lambda c: c.cluster.emulated and c.cluster.rank >= c.cluster.ranks,
+     "must be < cluster.ranks={c.cluster.ranks}, got {value}"),
+    ("run.eval_every", lambda c: c.cluster.emulated and c.run.eval_every is not None,
+     "must be null with cluster=emulated, without losses; got {value}"),
+    ("run.save_every", lambda c: c.cluster.emulated and c.run.save_every is not None,
+     "must be null with cluster=emulated, whose weights mean nothing; got {value}"),
+    ("run.resume", lambda c: c.cluster.emulated and c.run.resume is not None,
+     "must be null with cluster=emulated, whose weights mean nothing; got {value}"),
+    ("cluster.nodes", lambda c: c.cluster.name == "shaped" and c.cluster.ranks % c.cluster.hosts,
+     "must divide cluster.ranks={c.cluster.ranks}, got {value}"),
+    ("link.name", lambda c: c.cluster.name == "joined" and c.cluster.hosts > 1 and c.link.name == "emulated",
+     "must be real: the ranks of {c.cluster.hosts} hosts have no common clock to pace by"),
+    ("cluster.device", lambda c: c.cluster.name == "shaped" and c.cluster.device != "cpu",
+     "must be cpu with cluster.name=shaped, got {value}"),
+    ("link.name", lambda c: c.cluster.name == "shaped" and c.link.name == "emulated",
+     "must be real with cluster.name=shaped, got {value}"),
+    ("collectives.algorithm", lambda c: c.cluster.device == "cuda" and c.collectives.named not in (None, "native"),
+     "must be native with cluster.device=cuda, got {value}"),
+    ("budget.over_floor", lambda c: c.model.checkpointing == "auto" and c.budget.over_floor is not None,
+     "needs model.checkpointing=true or false, the floor depends on it; got auto"),
+    ("model.checkpointing", lambda c: c.model.checkpointing == "auto" and not (c.profile.measures and c.engine.plans),
+     "auto needs a plan and a profile that is measured; use true or false"),
+    ("batch.profiles", lambda c: c.batch.find is None and c.batch.profiles, "has no effect without batch.find, got {value}"),
+    ("batch.at_most", lambda c: c.batch.find is None and c.batch.at_most != type(c.batch)().at_most,
+     "has no effect without batch.find, got {value}"),
+    ("budget.over_floor", lambda c: c.batch.find and c.budget.over_floor is not None,
+     "needs a batch that is given, the floor depends on it: set budget.gib"),
+    ("batch.find", lambda c: c.batch.find and c.budget.gib is None, "{value} needs a budget: set budget.gib"),
+    ("model.checkpointing", lambda c: c.batch.find and c.model.checkpointing == "auto",
+     "must be true or false with batch.find; got auto"),
+    ("batch.profiles", lambda c: c.batch.profiles and not c.profile.measures,
+     "are measured, and the profile is another one; got {value}"),
+    ("strategy.each",
+     lambda c: c.profile.name == "analytic" and isinstance(c.strategy, Uniform) and Strategy(c.strategy.each).in_node,
+     "{value} needs a profile of several hosts, measured; in calculated ones profile.group=node shards all units within nodes"),
+    ("cluster.measure_memory", lambda c: c.budget.limited and c.profile.measures and not c.cluster.measure_memory,
+     "must be true with a budget: it counts activations; got false"),
+    ("profile.refresh", lambda c: c.profile.path is not None and c.profile.refresh,
+     "measures a profile, and profile.path={c.profile.path} is one"),
+    # other engines than mdcs
+    ("run.precision", lambda c: not c.engine.plans and c.run.precision in HALF,
+     "must be fp32 or fp64 with engine={c.engine.name}, got {value}"),
+    ("link.name", lambda c: not c.engine.plans and c.link.name == "emulated",
+     "an emulated link paces mdcs alone, not the messages of engine={c.engine.name}"),
+    ("run.save_every", lambda c: not c.engine.plans and c.run.save_every is not None,
+     "must be null with engine={c.engine.name}, which writes no checkpoints; got {value}"),
+    ("run.resume", lambda c: not c.engine.plans and c.run.resume is not None,
+     "must be null with engine={c.engine.name}, which writes no checkpoints; got {value}"),
+    ("run.cross_iteration", lambda c: not c.engine.plans and not c.run.cross_iteration,
+     "has no effect with engine={c.engine.name}, got false"),
+]  # fmt: skip
+"""Keys, when their value cannot be, and why."""
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first value out of its range, and for values that contradict each other."""
+    for prefix, group, leaf in leaves(config):
+        _check_leaf(prefix, group, leaf)
+    for key, wrong, words in _CONTRADICTIONS:
+        if wrong(config):
+            value: Any = functools.reduce(getattr, key.split("."), config)
+            raise ConfigError(key, words.format(c=config, value=shown(value)))
+    for key, parse, asked in (("tradeoff.budgets", on_front, config.tradeoff.budgets),
+                              ("compare.budgets", Budget.parse, config.compare.budgets)):  # fmt: skip
+        try:
+            for each in asked:
+                parse(each)
+        except ValueError as error:
+            raise ConfigError(key, str(error)) from error
+    _check_data(config)
+    if config.profile.path is not None:
+        _check_profile(config, Path(config.profile.path))
+    config.engine.check(config)
+    if not config.engine.plans:
+        _check_unplanned(config)
+
+
+def _check_leaf(prefix: str, group: Any, leaf: dataclasses.Field[Any]) -> None:
+    key, value, limits = prefix + leaf.name, getattr(group, leaf.name), leaf.metadata
+    name = getattr(group, "name", None)
+    if "used_by" in limits and name not in limits["used_by"] and value != _default(leaf):
+        raise ConfigError(key, f"has no effect with {prefix}name={name}, got {shown(value)}")
+    if value is None and name in limits.get("needed_by", ()):
+        raise ConfigError(key, f"is needed with {prefix}name={name}, got null")
+    try:
+        check_value(key, value, limits)
+    except OptionError as error:
+        raise ConfigError(key, error.complaint) from error
+
+
+def _default(leaf: dataclasses.Field[Any]) -> Any:
+    return leaf.default if leaf.default_factory is dataclasses.MISSING else leaf.default_factory()
+
+
+def _check_data(config: Config) -> None:
+    data, every = config.data, config.run.eval_every
+    try:
+        data.require(config.model.inputs)
+    except OptionError as error:
+        raise ConfigError(f"data.{error.option}", error.complaint) from error
+    except ValueError as error:
+        raise ConfigError("data", str(error)) from error
+    if every is not None and not data.evaluates:
+        target = getattr(data, "target", data.name)
+        raise ConfigError("run.eval_every", f"needs held-out samples: give {target} an argument held_out; got {every}")
+
+
+def _check_unplanned(config: Config) -> None:
+    """Raise ConfigError if a group that only planning uses has not the values of conf/config.yaml."""
+    usual: dict[str, Any] = {
+        "strategy": Uniform("dp"), "scheduler": Wfbp(), "recompute": KEEP, "collectives": CollectivesConfig(),
+        "profile": ProfileConfig(), "link": LinkConfig(), "budget": BudgetConfig(gib=config.budget.gib),
+    }  # fmt: skip  # a measured peak is compared with gib
+    problem = f"has no effect with engine={config.engine.name}, got"
+    for group, expected in usual.items():
+        chosen = getattr(config, group)
+        if group in OPTION_GROUPS and chosen != expected:
+            raise ConfigError(group, f"{problem} {chosen.name}")
+        for leaf in () if group in OPTION_GROUPS else dataclasses.fields(chosen):
+            if (value := getattr(chosen, leaf.name)) != getattr(expected, leaf.name):
+                raise ConfigError(f"{group}.{leaf.name}", f"{problem} {shown(value)}")
+
+
+_NAMED = {"hosts": "cluster.nodes", "network": "cluster.network", "shaped_link": "cluster.rate_gbit"}
+"""Keys of the config by those of a profile's identity, where they differ."""
+
+
+def _check_profile(config: Config, path: Path) -> None:
+    if not path.is_file():
+        inside = f"; did you mean {path / 'profile.json'}?" if (path / "profile.json").is_file() else ""
+        raise ConfigError("profile.path", f"no such file: {path}{inside}")
+    try:
+        profile = Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError("profile.path", f"{path} is not a profile.json: {error}") from error
+    job = job_identity(config)
+    if config.link.name == "real":
+        job |= {"shaped_link": config.cluster.shaped_link(), "hosts": "", "network": ""} | hosts_identity(config)
+    # A profile written by hand may have an empty `about`, and a profile of a single host has no keys of hosts.
+    about = {"cluster.ranks": str(profile.world), "hosts": "", "network": "", **profile.about}
+    for key, value in job.items():
+        if key.endswith(f".{CODE}"):
+            if about.get(key, value) != value:
+                other = f"{path} was measured with other code of the {key.partition('.')[0]}; leave it out to measure anew"
+                warnings.warn(f"profile.path: {other}", stacklevel=2)
+        elif about.get(key, value) != value:
+            was = f"{path} was measured with {_NAMED.get(key, key)} {about[key] or 'none'}"
+            raise ConfigError("profile.path", f"{was}; this job has {value or 'none'}")
+    if profile.link.emulated and config.link.name == "real":
+        raise ConfigError("profile.path", f"{path} has not measured the link: it was emulated; add link=emulated")
+    if config.link.name == "real":
+        named, measured = config.collectives.named, profile.collectives.algorithm
+        if named not in (None, measured):
+            raise ConfigError("collectives.algorithm", f"{path} was measured with {measured}, got {named}")

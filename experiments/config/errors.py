@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from hydra.conf import HydraConf
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from experiments.config import schema
 from experiments.config.files import groups
@@ -42,6 +42,8 @@ def explain(
         return unknown_key(_as_asked(cause.full_key, overrides))
     if isinstance(cause, ValidationError) and cause.full_key:
         return _wrong_type(cause, str(error))
+    if isinstance(cause, MissingMandatoryValue) and cause.full_key:
+        return ConfigError(cause.full_key, "has no default: give it a value")
     if isinstance(error, MissingConfigException) and (option := _OPTION.search(str(error))):
         return _unknown_option(option.group(1), error.options)
     if primary := _PRIMARY.search(str(error)):

@@ -53,8 +53,10 @@ def text(about: str, arguments: Sequence[str], own: Sequence[str] = ()) -> str:
 
 
 def _of_class(composed: DictConfig, group: str) -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
-    """Value and field of every option of the class that a group's mapping names, by full key."""
+    """Value and field of every option of the class that a group's mapping names, if it names one, by full key."""
     given = composed[group]
+    if OmegaConf.is_missing(given, TARGET):
+        return {}
     declared = options(load(group, str(given[TARGET])))
     return {f"{group}.{name}": (given.get(name, leaf.default), leaf) for name, leaf in declared.items()}
 

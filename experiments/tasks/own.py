@@ -272,30 +272,3 @@ def _checkable(of: Any, default: Any) -> Any:
     if of is types.NoneType or not all(part in _PLAIN for part in parts):
         return Any
     return of | None if default is None and types.NoneType not in parts else of
-
-
-# ---- examples, until a config names yours
-
-
-def example() -> nn.Module:
-    """The smallest language model of bytes."""
-    from torch import nn
-
-    return nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 256))
-
-
-def example_data(held_out: bool = False) -> Any:
-    """Sequences of 64 bytes that count up, from each byte in turn."""
-    import torch
-    from torch.utils.data import StackDataset
-
-    rows = (torch.arange(128 if held_out else 1024)[:, None] + torch.arange(65)) % 256
-    parts: Any = {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
-    return StackDataset(**parts)
-
-
-def example_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """RMSprop with a learning rate of 0.001."""
-    import torch
-
-    return torch.optim.RMSprop(parameters, lr=1e-3)

@@ -72,9 +72,10 @@ ELSEWHERE = {
     "strategy": {"hsdp_no_reshard", "hsdp"},  # test_shaped.py: they need nodes
     "tracker": {"wandb", "tensorboard"},
     "data": {"multi_nli", "text", "own"},  # on the hub; test_data.py; test_own_model.py
+    "optimizer": {"own"},  # test_own.py
     "model": {"gpt2-small", "gpt2-small-bytes", "gpt2-medium", "gpt2-xl", "bert-base", "bert-base-pairs", "llama-1b", "vit-base",
               "resnet50", "resnet152",  # the small ones are of the same classes
-              "timed"},  # test_engines.py
+              "timed", "own"},  # test_engines.py; test_own_model.py
 }
 DEFAULTS = {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none", "recompute=none"}
 HASTY = "tests.experiments.hasty_worker"

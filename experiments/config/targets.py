@@ -145,7 +145,8 @@ def types_of(cls: type) -> dict[str, Any]:
 def _typed(key: str, cls: type, name: str, value: Any) -> Any:
     kind = types_of(cls)[name]
     try:
-        made = OmegaConf.merge(_schema(cls), {name: value})[name]
+        merged: Any = OmegaConf.merge(_schema(cls), {name: value})
+        made = merged[name]
     except OmegaConfBaseException as error:
         got = shown(value) if value != "" else "nothing"
         raise ConfigError(key, f"must be {wanted(kind, options(cls)[name].metadata)}, got {got}") from error

@@ -6,9 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from mdcs.options import Checked, OptionError, option
+from mdcs.options import Checked, OptionError, option, options
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,9 @@ class Optimizer(Checked, ABC):
 class Torch(Optimizer):
     """The options of torch's optimizers. Raises OptionError for `fused` and `foreach` together."""
 
+    cls: ClassVar[str]
+    """The class of torch.optim, whose arguments are the options that not all optimizers share."""
+
     lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
     weight_decay: float = option(0.0, "weight decay", at_least=0)
     fused: bool | None = option(None, "torch's fused update; null: torch decides")
@@ -57,47 +60,35 @@ class Torch(Optimizer):
         if self.fused and self.foreach:
             raise OptionError("foreach", "and fused exclude each other, got both")
 
-    def common(self) -> dict[str, Any]:
-        """Arguments that every optimizer of torch takes."""
-        return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused, "foreach": self.foreach}
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        arguments = {name: getattr(self, name) for name in options(self) if name not in options(Optimizer)}
+        made: torch.optim.Optimizer = getattr(torch.optim, self.cls)(parameters, **arguments)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sgd(Torch):
     """torch.optim.SGD."""
 
-    name = "sgd"
+    name, cls = "sgd", "SGD"
 
     momentum: float = option(0.0, "momentum", at_least=0, below=1)
-
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.SGD(parameters, momentum=self.momentum, **self.common())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Torch):
     """torch.optim.Adam: weight decay is part of the gradient."""
 
-    name = "adam"
+    name, cls = "adam", "Adam"
 
     betas: tuple[float, ...] = option((0.9, 0.999), "decay rates of averages", at_least=0, below=1, length=2, profiled=False)
     eps: float = option(1e-8, "added to Adam's denominator", above=0, profiled=False)
-
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.Adam(parameters, betas=self.betas, eps=self.eps, **self.common())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """torch.optim.AdamW: weight decay is separate from the gradient."""
 
-    name = "adamw"
-
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.AdamW(parameters, betas=self.betas, eps=self.eps, **self.common())  # type: ignore[arg-type]
+    name, cls = "adamw", "AdamW"

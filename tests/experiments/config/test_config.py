@@ -29,7 +29,8 @@ def a_third(rows: Iterable[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*row, marks=[pytest.mark.slow] if n % 3 else []) for n, row in enumerate(rows)]
 
 
-OWN = {"model": "examples.own_model.gpt2.build_model", "data": "torch.utils.data.TensorDataset", "optimizer": "torch.optim.RMSprop"}
+OWN = {"model": "examples.own_model.gpt2.build_model", "data": "torch.utils.data.TensorDataset",
+       "optimizer": "torch.optim.RMSprop"}  # fmt: skip
 OPTIONS = [(group, option) for group, options in files.groups().items() for option in options]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -32,10 +33,10 @@ from mdcs.planner.registry import decides_schedule
 
 
 @contextmanager
-def composing() -> Iterator[None]:
-    """Initialize Hydra for the block, for programs with a command line of their own."""
+def composing(folder: Path = CONF) -> Iterator[None]:
+    """Initialize Hydra for the block, for programs with a command line of their own. The folder has the primary config."""
     register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(folder), version_base="1.3"):
         yield
 
 
@@ -53,10 +54,13 @@ def run_composing(program: Callable[[], int]) -> int:
 def compose_config(overrides: Sequence[str], *, like: str | None = None) -> Config:
     """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error.
 
-    like: a profile that says what the command line does not, for a job without one.
+    The primary config is that of the running program. like: a profile that says what the command line does not, for a job
+    without one.
     """
+    primary = HydraConfig.get().job.config_name if HydraConfig.initialized() else None
     try:
-        return from_composed(compose("config", list(overrides), return_hydra_config=True), said=overrides, like=like)
+        composed = compose(primary or "config", list(overrides), return_hydra_config=True)
+        return from_composed(composed, said=overrides, like=like)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise explain(error, overrides) from error
 

@@ -40,14 +40,23 @@ def values(file: Path) -> dict[str, Any]:
 
 def added_folders(arguments: Sequence[str]) -> list[Path]:
     """The folders of YAML files that a command line adds to conf/."""
-    named = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
+    named = _flag(arguments, "--config-dir", "-cd")
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key == "--config-dir":
-            named.append(value)
-        elif key == "hydra.searchpath":
+        if key == "hydra.searchpath":
             named += [each for part in value.strip("[]").split(",") if (each := part.strip(" '\""))]
     return [_folder(name) for name in named]
+
+
+def primary(arguments: Sequence[str]) -> str:
+    """The name of the config that a command line begins with: that of ``--config-name NAME``, else config."""
+    return (_flag(arguments, "--config-name", "-cn") or ["config"])[-1]
+
+
+def _flag(arguments: Sequence[str], *names: str) -> list[str]:
+    """The values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``."""
+    apart = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in names]
+    return apart + [value for key, equals, value in (each.partition("=") for each in arguments) if equals and key in names]
 
 
 def _folder(name: str) -> Path:

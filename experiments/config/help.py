@@ -7,10 +7,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.files import CONF, added_folders, groups
+from experiments.config.checks import composing
+from experiments.config.files import CONF, added_folders, groups, primary
 from experiments.config.schema import OPTION_GROUPS, OWN, Config, fields_by_key
 from experiments.config.targets import TARGET, load
 from mdcs.options import options, shown
@@ -26,10 +27,12 @@ def text(about: str, arguments: Sequence[str], own: Sequence[str] = ()) -> str:
     Raises Hydra's errors for overrides that cannot be composed, and ConfigError for a class that cannot be loaded.
     """
     overrides = [each for each in arguments if "=" in each and not each.startswith(("-", "hydra.searchpath="))]
-    if folders := added_folders(arguments):
-        overrides.append(f"hydra.searchpath=[{','.join(str(folder.resolve()) for folder in folders)}]")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("config", overrides=overrides, return_hydra_config=True)
+    name, folders = primary(arguments), [CONF, *(folder.resolve() for folder in added_folders(arguments))]
+    home = next((folder for folder in folders if (folder / name).with_suffix(".yaml").exists()), CONF)
+    if others := [str(folder) for folder in folders if folder != home]:
+        overrides.append(f"hydra.searchpath=[{','.join(others)}]")
+    with composing(home):
+        composed = compose(name, overrides=overrides, return_hydra_config=True)
     chosen = composed.hydra.runtime.choices
     lines = [about.strip(), "", "Groups (GROUP=OPTION), with * at the chosen ones; their files are in conf/"]
     for group, told in groups(arguments).items():

@@ -6,6 +6,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from experiments import plan as program
@@ -124,6 +125,13 @@ def test_a_launcher_that_would_copy_the_jobs_into_its_processes_is_refused(tmp_p
     monkeypatch.setattr("experiments.job.app.hydra.main", lambda **_: lambda task: lambda: refuse(task))
     done = one_process.call(program, tmp_path, "-m", "strategy=dp,fsdp")
     assert done.returncode == 2 and done.stderr.startswith("hydra/launcher: cannot run jobs in processes of its own; ")
+
+
+@pytest.mark.parametrize("flags", [("--config-dir", "{}", "--config-name", "mine"), ("--config-dir={}", "-cn", "mine.yaml")])
+def test_help_begins_with_the_config_that_a_command_line_names(tmp_path, flags):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, override data: synthetic, _self_]\nrun: {steps: 7}\n")
+    said = help.text("", [flag.format(tmp_path) for flag in flags])
+    assert "run.steps=7 " in said and "data=synthetic* " in said
 
 
 def test_help_has_the_keys_of_this_program_and_not_of_others():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import in_loop, sharded_start, start
+from mdcs.api import in_loop, sharded_start
 from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profiler.link_timing import MeasuredLink
@@ -186,10 +186,7 @@ class Wide(nn.Module):
 def measured_bytes(share: float) -> dict[str, Any]:
     """Peaks of the run that is measured, of the change of plans, and of the plan's first step; and the budget."""
     warnings.simplefilter("ignore")
-    # What this process holds beside the model counts as activations: garbage of an earlier test, which goes, and oneDNN's
-    # workspaces (1 MB and more per bf16 operator that has run), which stay. The budget comes on top of them.
-    gc.collect()
-    left = ShimMeter().live()["total"]
+    gc.collect()  # what an earlier test has left in this process would count as activations
     model = Wide()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     whole = whole_bytes(mdcs.partition(model), Optimizers(optimizer))
@@ -202,10 +199,9 @@ def measured_bytes(share: float) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_start, "measure_link", linked)
-        patch.setattr(start, "must_shard", lambda units, made, limit: sharded_start.must_shard(units, made, limit - left))
         patch.setattr(ShimMeter, "reset", restarted)
         with contextlib.redirect_stderr(said):
-            parallel = mdcs.parallelize(model, optimizer, budget=left + int(share * whole), seconds=0.5, timeout_s=30)
+            parallel = mdcs.parallelize(model, optimizer, budget=int(share * whole), seconds=0.5, timeout_s=30)
         with parallel:
             peaks.clear()
             for step in range(4):
@@ -215,11 +211,9 @@ def measured_bytes(share: float) -> dict[str, Any]:
             plan = parallel.plan
             parallel.drain()
             last = parallel.memory()["measured"]["total"]
-    slots = plan.profile.slots
     return {
-        "measuring": max(peaks) - left, "after": last - left, "budget": int(share * whole), "whole": whole,
-        "activations": max(slot.peak for slot in slots) - left, "seconds": min(slot.seconds for slot in slots),
-        "said": said.getvalue(),
+        "measuring": max(peaks), "after": last, "budget": int(share * whole), "whole": whole, "said": said.getvalue(),
+        "activations": max(slot.peak for slot in plan.profile.slots), "seconds": min(slot.seconds for slot in plan.profile.slots),
     }  # fmt: skip
 
 

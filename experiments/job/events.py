@@ -56,9 +56,12 @@ def job_event(config: Config) -> dict[str, Any]:
 
 
 def _process_began() -> float:
-    """Unix time at which this process started."""
+    """Unix time at which this process started; off Linux, now."""
+    now = time.time()
+    if sys.platform != "linux":
+        return now
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 @cache

@@ -38,7 +38,7 @@ bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interl
 results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, and write docs/results.md (an hour)
 	$(RUN) experiments/results.py
 
-gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, emulated worlds (under ten minutes)
+gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, overlap (under ten minutes)
 	$(RUN) -m pytest -m gpu -o addopts= tests/mdcs/runtime/test_cuda.py
 	$(RUN) experiments/gpu.py
 

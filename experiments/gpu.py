@@ -1,9 +1,9 @@
-"""Qualify a machine with a GPU: mdcs and its peers, emulated worlds, a trade-off curve, overlap, the allocator.
+"""Qualify a machine with a GPU: steps beside a plain loop's, DDP's and FSDP2's, overlap, the allocator.
 
-    mdcs gpu [--out results/gpu] [--minutes 10] [--only worlds,curve]        # make gpu, after the tests marked gpu
+    mdcs gpu [--out results/gpu] [--minutes 10] [--only overlap,fp16]        # make gpu, after the tests marked gpu
 
 Every part runs in its own process, the most important first, until the time is over. The program prints one table of
-wanted and found values, and leaves gpu.json, gpu.png and the output of each part in `--out`. Where there is no GPU it
+wanted and found values, and leaves gpu.json and the output of each part in `--out`. Where there is no GPU it
 says so, and claims nothing. docs/gpu.md describes the parts.
 """
 
@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +30,6 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 from rich.table import Table
 
-from analysis import pictures
 from analysis.table import new_console, new_table
 from experiments import flags
 from mdcs.sizes import GIB, MIB
@@ -61,26 +59,6 @@ def _engines(rows: Sequence[Row], most: float | None = None) -> Iterator[Finding
             share = row["host_s"] / row["step_s"]
             found = f"{share:.0%} ({row['host_s'] * 1e3:.1f} ms; device busy {row['busy']:.1%})"
             yield f"{name}: host's part of a step", "< 90 %" if ours else "", found, share < 0.9 if ours else None
-
-
-def _emulated(rows: Sequence[Row]) -> Iterator[Finding]:
-    errors = [row["measured_s"] / row["predicted_s"] - 1 for row in rows]
-    for name, error in (("median", statistics.median(errors)), ("worst", max(errors, key=abs))):
-        yield f"step, measured against predicted: {name}", "within 5 %", f"{error:+.1%}", abs(error) <= 0.05
-    off = max(abs(row["peak_bytes"] / row["predicted_bytes"] - 1) for row in rows)
-    yield "peak against predicted: worst", "", f"{off:.1%}", None
-    beyond = sum(row["budget"] is not None and row["peak_bytes"] > row["budget"] for row in rows)
-    yield "runs above their budget", "0", str(beyond), not beyond
-    retries = sum(row["retries"] for row in rows)
-    yield "allocator retries", "0", str(retries), retries == 0
-
-
-def _curve(rows: Sequence[Row]) -> Iterator[Finding]:
-    for name in dict.fromkeys(row["planner"] for row in rows):
-        own = [row for row in rows if row["planner"] == name]
-        best = min(row["measured_s"] for row in own)
-        cost = min(own, key=lambda row: row["predicted_s"])["measured_s"] / best
-        yield f"{name}: the predicted stop point beside the measured one", "≤ 1.05 ×", f"{cost:.3f} ×", cost <= 1.05
 
 
 def _overlap(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -118,12 +96,9 @@ class Part:
 
 PARTS = (
     Part("world of one", 150, "world_of_one", partial(_engines, most=1.02)),
-    Part("worlds", 150, "worlds", _emulated),
-    Part("curve", 180, "curve", _curve),
     Part("overlap", 60, "overlap", _overlap),
     Part("allocator", 60, "allocator", _allocator),
     Part("allocator, expandable", 60, "allocator", _allocator, EXPANDABLE),
-    Part("recompute", 200, "recompute", _curve),
     Part("fp16", 60, "fp16", _engines),
     Part("checkpointing", 60, "checkpointing", _engines),
     Part("compiled", 120, "compiled", _engines),
@@ -143,7 +118,7 @@ class Result:
 def main() -> int:
     """Run the parts of the command line. Return the exit code."""
     parser = flags.parser("gpu", __doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="where gpu.json, gpu.png and the output go")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="where gpu.json and the output go")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long all parts may take together")
     parser.add_argument("--only", default="", help="names of parts, with commas")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # used by this program for its own parts
@@ -240,7 +215,7 @@ def machine() -> dict[str, str]:
 
 
 def report(results: Sequence[Result], about: Mapping[str, str], out: Path, console: Console) -> int:
-    """Write gpu.json and gpu.png, and print the table. Return 1 if a part failed or a wanted value was not reached."""
+    """Write gpu.json, and print the table. Return 1 if a part failed or a wanted value was not reached."""
     found = findings(results)
     told = [dict(zip(("part", "what", "wanted", "found", "ok"), each, strict=True)) for each in found]
     document = {"schema": SCHEMA, "machine": dict(about), "parts": [asdict(r) for r in results], "findings": told}
@@ -249,9 +224,6 @@ def report(results: Sequence[Result], about: Mapping[str, str], out: Path, conso
     for result in results:
         if result.reason:
             console.print(f"{result.name}: {result.reason}", markup=False)
-    predicted = [(r.name, row["predicted_s"], row["measured_s"]) for r in results for row in r.rows if "predicted_s" in row]
-    if predicted:
-        console.print(str(pictures.save(pictures.predictions(predicted), out / "gpu.png")), markup=False)
     console.print(str(out / "gpu.json"), markup=False)
     return int(any(r.reason for r in results) or any(ok is False for *_, ok in found))
 

@@ -25,7 +25,7 @@ LOSS_SCALE = 2.0**10  # no gradient of the first steps overflows
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the measurements. ``large``: (layers, width, batch) of the trade-off curve."""
+    """Sizes of the measurements. ``world``: ranks of the emulated one."""
 
     device: torch.device
     layers: int = 24
@@ -33,13 +33,9 @@ class Scale:
     vocabulary: int = 50_304
     sequence: int = 1024
     batch: int = 24
-    large: tuple[int, int, int] = (48, 1600, 8)
-    worlds: tuple[int, ...] = (8, 64)
-    rates_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
+    world: int = 8
     rounds: int = 3
     steps: int = 4
-    budgets: int = 5
-    solver_s: float = 10.0
 
 
 FULL = Scale(torch.device("cuda", 0))
@@ -205,10 +201,10 @@ class Job:
         self.units = mdcs.partition(model, mdcs.ByClass(("GPT2Block",)))
         self.loss = partial(loss_of, model, tokens)
 
-    def profile(self, link: mdcs.Link, world: int, *, recompute: bool = False) -> mdcs.Profile:
+    def profile(self, link: mdcs.Link, world: int) -> mdcs.Profile:
         """Measure the profile for a world behind a link."""
         backend = "nccl" if self.scale.device.type == "cuda" else "gloo"
         return mdcs.measure_profile(
             self.model, self.units, self.loss, self.optimizer, world=world, link=link, master_dtype=torch.float32,
-            collectives=Collectives.default(backend), recompute=recompute,
+            collectives=Collectives.default(backend),
         )  # fmt: skip

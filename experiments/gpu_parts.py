@@ -9,7 +9,6 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ from torch import nn
 
 import mdcs
 from experiments.gpu_loops import Job, Loop, Scale, Variant, alone, fsdp2, model_of, ours, plain, synchronize, timed, tokens_of
-from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.telemetry.timeline import Span, intersection, length
 
 Row = dict[str, Any]
+LINK = mdcs.Link.uniform(400.0, 15.0, depth=1, emulated=True)
 DP_WFBP, FSDP_PRIORITY = (Uniform("dp"), Wfbp()), (Uniform("fsdp"), Priority())
 
 
@@ -100,52 +97,6 @@ def _beside_plain(
     return rows
 
 
-def worlds(scale: Scale, folder: Path) -> list[Row]:
-    """Predicted and measured step time and peak, with this process as a rank of emulated worlds."""
-    rows = []
-    for world in scale.worlds:
-        for rate in scale.rates_gbit:
-            for strategy, scheduler in (FSDP_PRIORITY, (Uniform("zero2"), Fusion())):
-                job = Job(scale, model_of(scale), tokens_of(scale))
-                profile = job.profile(_link(rate), world)
-                free = mdcs.make_plan(profile, strategy, scheduler).prediction
-                assert free is not None
-                plan = mdcs.make_plan(profile, strategy, scheduler, budget=free.peak_bytes)
-                rows.append({"world": world, "rate_gbit": rate, **run(job, plan)})
-    return rows
-
-
-def _link(rate_gbit: float) -> mdcs.Link:
-    return mdcs.Link.uniform(rate_gbit, 15.0, depth=1, emulated=True)
-
-
-def run(job: Job, plan: mdcs.Plan) -> Row:
-    """Train a few steps of rank 1 with a plan on its emulated link. Return them with the prediction."""
-    assert plan.prediction is not None
-    device = job.scale.device
-    retries = _retries(device)
-    emulate = mdcs.Emulation(1, plan.world)
-    with mdcs.parallelize(job.model, job.optimizer, plan, job.units, emulate=emulate) as parallel:
-        for step in range(2 + job.scale.steps):
-            job.loss().backward()
-            parallel.step()
-            if step == 1:
-                parallel.reset_memory()
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)
-        parallel.drain()
-        seconds = statistics.median(r.times.step_s for r in parallel.records(flush=True)[2:])
-        memory = parallel.memory()
-        reserved, pools = _reserved(device)
-        parallel.close(whole=False)
-    measured = (memory["measured"] or memory["predicted"])["total"]
-    return {
-        "plan": f"{plan.strategy} + {plan.scheduler}", "messages": len(plan.messages), "budget": plan.budget,
-        "predicted_s": plan.prediction.step_s, "measured_s": seconds, "predicted_bytes": plan.prediction.peak_bytes,
-        "peak_bytes": measured, "reserved_bytes": reserved, "pools": pools, "retries": _retries(device) - retries,
-    }  # fmt: skip
-
-
 def _retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
@@ -160,38 +111,6 @@ def _reserved(device: torch.device) -> tuple[int, list[int]]:
     return torch.cuda.max_memory_reserved(device), sorted(pools.values(), reverse=True)
 
 
-def curve(scale: Scale, folder: Path) -> list[Row]:
-    """Step time over budgets from the floor to the peak of all dp, for heuristics and for the joint plan."""
-    planners = {"greedy + priority": (Greedy(), Priority()), "joint": (Joint(seconds=scale.solver_s), None)}
-    return _curve(scale, folder, planners, "none")
-
-
-def recompute(scale: Scale, folder: Path) -> list[Row]:
-    """The same with a joint plan that may recompute activations, from its own floor."""
-    return _curve(scale, folder, {"joint, recomputing": (Joint(seconds=scale.solver_s), None)}, "planned")
-
-
-def _curve(scale: Scale, folder: Path, planners: dict[str, tuple[Any, Any]], rule: str) -> list[Row]:
-    layers, width, batch = scale.large
-    scale = replace(scale, layers=layers, width=width, batch=batch)
-    tokens = tokens_of(scale)
-    job = Job(scale, model_of(scale), tokens)
-    profile = job.profile(_link(scale.rates_gbit[0]), scale.worlds[0], recompute=rule != "none")
-    del job  # its memory is that of the plans below
-    (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-    floor = mdcs.floor_bytes(mdcs.Job(profile), rule)
-    dp = mdcs.make_plan(profile, *DP_WFBP).prediction
-    assert dp is not None
-    rows = []
-    for k in range(scale.budgets):
-        budget = floor + (dp.peak_bytes - floor) * k**2 // (scale.budgets - 1) ** 2  # close to each other near the floor
-        for name, (strategy, scheduler) in planners.items():
-            plan = mdcs.make_plan(profile, strategy, scheduler, budget=budget, recompute=rule)
-            rows.append({"planner": name, "world": profile.world, **run(Job(scale, model_of(scale), tokens), plan)})
-            (folder / "so-far.json").write_text(json.dumps(rows), encoding="utf-8")
-    return rows
-
-
 def overlap(scale: Scale, folder: Path) -> list[Row]:
     """The overlap ratio by mdcs, and by the profiler for the same steps."""
     return [_overlap(scale, folder, *planners) for planners in (DP_WFBP, FSDP_PRIORITY)]
@@ -199,7 +118,7 @@ def overlap(scale: Scale, folder: Path) -> list[Row]:
 
 def _overlap(scale: Scale, folder: Path, strategy: Any, scheduler: Any) -> Row:
     job = Job(scale, model_of(scale), tokens_of(scale))
-    plan = mdcs.make_plan(job.profile(_link(scale.rates_gbit[-1]), scale.worlds[0]), strategy, scheduler)
+    plan = mdcs.make_plan(job.profile(LINK, scale.world), strategy, scheduler)
     with mdcs.parallelize(job.model, job.optimizer, plan, job.units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
 
         def step() -> None:
@@ -219,9 +138,26 @@ def _overlap(scale: Scale, folder: Path, strategy: Any, scheduler: Any) -> Row:
 
 
 def allocator(scale: Scale, folder: Path) -> list[Row]:
-    """Reserved against requested bytes, with the allocator's settings in this process's environment."""
+    """Reserved against requested bytes of a rank, with the allocator's settings in this process's environment."""
     job = Job(scale, model_of(scale), tokens_of(scale))
-    return [run(job, mdcs.make_plan(job.profile(_link(scale.rates_gbit[-1]), scale.worlds[0]), *FSDP_PRIORITY))]
+    plan = mdcs.make_plan(job.profile(LINK, scale.world), *FSDP_PRIORITY)
+    retries = _retries(scale.device)
+    with mdcs.parallelize(job.model, job.optimizer, plan, job.units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
+        for step in range(2 + scale.steps):
+            job.loss().backward()
+            parallel.step()
+            if step == 1:
+                parallel.reset_memory()
+                if scale.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(scale.device)
+        parallel.drain()
+        memory = parallel.memory()
+        reserved, pools = _reserved(scale.device)
+        parallel.close(whole=False)
+    return [{
+        "plan": f"{plan.strategy} + {plan.scheduler}", "peak_bytes": (memory["measured"] or memory["predicted"])["total"],
+        "reserved_bytes": reserved, "pools": pools, "retries": _retries(scale.device) - retries,
+    }]  # fmt: skip
 
 
 # ---- torch.profiler's traces

@@ -1,4 +1,4 @@
-"""The command that qualifies a GPU machine: its table, JSON and picture by figures that are made up, its parts on a CPU."""
+"""The command that qualifies a GPU machine: its table and JSON by figures that are made up, its parts on a CPU."""
 
 from __future__ import annotations
 
@@ -17,27 +17,16 @@ from experiments.gpu import PARTS, Part, Result, Row
 
 ABOUT = {"device": "H200, 139 GiB", "torch": "2.13.0", "cuda": "13.0", "driver": "580", "date": "2026-11-22T18:00:00+00:00"}
 QUIET = Console(file=io.StringIO())
-SMALL = gpu_loops.Scale(
-    torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64, 1), worlds=(4,),
-    rates_gbit=(1.0,), rounds=1, steps=2, budgets=2, solver_s=2.0,
-)  # fmt: skip
-
-
-def emulated(measured_s: float = 1.0, peak: int = 100) -> Row:
-    return {
-        "world": 8, "rate_gbit": 100.0, "plan": "fsdp + priority", "predicted_s": 1.0, "measured_s": measured_s, "budget": 110,
-        "predicted_bytes": 100, "peak_bytes": peak, "reserved_bytes": 150, "pools": [1 << 20, 1 << 21], "retries": 0,
-    }  # fmt: skip
+SMALL = gpu_loops.Scale(torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, world=4, rounds=1, steps=2)
 
 
 def results() -> list[Result]:
     one = {"engine": "mdcs, dp + wfbp", "step_s": 0.1, "host_s": 0.05, "over_plain": 1.01, "busy": 0.99, "losses": 0.001}
+    pools = {"peak_bytes": 100, "reserved_bytes": 150, "pools": [1 << 20, 1 << 21], "retries": 0}
     return [
         Result("world of one", 60.0, [{**one, "engine": "plain loop", "over_plain": 1.0}, one]),
-        Result("worlds", 60.0, [emulated(), emulated(1.02)]),
-        Result("curve", 60.0, [{**emulated(), "planner": "joint"}, {**emulated(0.9), "planner": "joint", "budget": 200}]),
-        Result("overlap", 9.0, [{"plan": "dp + wfbp", "ours": 0.80, "profiler": 0.82}]),
-        Result("allocator", 9.0, [emulated()]),
+        Result("overlap", 9.0, [{"plan": "dp + wfbp", "ours": 0.70, "profiler": 0.82}]),
+        Result("allocator", 9.0, [{"plan": "fsdp + priority", **pools}]),
     ]
 
 
@@ -54,37 +43,34 @@ def test_without_a_gpu_it_says_so_and_claims_nothing(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_table_one_picture_one_json(tmp_path: Path):
+def test_one_table_one_json(tmp_path: Path):
     console = Console(width=130, record=True, file=io.StringIO())
     code = gpu.report(results(), ABOUT, tmp_path, console)
     said = console.export_text()
-    assert code == 1  # the predicted stop point is 11 % slower than the measured one
-    assert "H200" in said and "1.010 × (100.0 ms)" in said and "1.111 ×" in said
+    assert code == 1  # the overlap ratios differ by 0.12
+    assert "H200" in said and "1.010 × (100.0 ms)" in said and "0.70 and 0.82" in said and "50.0% (pools of 1, 2 MiB)" in said
     document = json.loads((tmp_path / "gpu.json").read_text())
     assert document["schema"] == gpu.SCHEMA and document["machine"] == ABOUT
     assert [part["name"] for part in document["parts"]] == [r.name for r in results()]
     assert len(document["findings"]) == len(gpu.findings(results()))
-    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_wanted_and_was_not_found():
     missed = [what for what, ok in verdicts(results()).items() if ok is False]
-    assert missed == ["curve: joint: the predicted stop point beside the measured one"]
+    assert missed == ["overlap: dp + wfbp: overlap ratio, ours and the profiler's"]
     slow = Result("world of one", 1.0, [{"engine": "mdcs, x", "step_s": 0.1, "host_s": 0.1, "over_plain": 1.03, "busy": 0.8,
                                             "losses": 0.1}])  # fmt: skip
-    off = Result("worlds", 1.0, [emulated(1.06, peak=111)])
     assert not any(ok for ok in verdicts([slow]).values())
-    assert [what for what, ok in verdicts([off]).items() if ok] == ["worlds: allocator retries"]
 
 
 def test_a_part_that_fails_does_not_end_the_others_and_the_last_has_no_time():
     def run(part: Part, folder: Path, seconds: float) -> list[Row]:
-        if part.name == "worlds":
+        if part.name == "overlap":
             raise RuntimeError("CUDA error: out of memory")
         return [{"seconds": seconds}]
 
     found = gpu.run_all(PARTS, Path("out"), 100.0, run, QUIET)
-    assert {r.name: r.reason for r in found if r.reason} == {"worlds": "CUDA error: out of memory"}
+    assert {r.name: r.reason for r in found if r.reason} == {"overlap": "CUDA error: out of memory"}
     assert found[0].rows[0]["seconds"] == pytest.approx(100.0, abs=1.0)
     assert {r.reason for r in gpu.run_all(PARTS, Path("out"), 5.0, run, QUIET)} == {"no time was left"}
 
@@ -93,7 +79,7 @@ def test_a_process_that_dies_says_why(tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("it would run")
     with pytest.raises(RuntimeError, match="nothing was run, and nothing is claimed: see .*output.txt"):
-        gpu.in_a_process(PARTS[2], tmp_path, 60.0)
+        gpu.in_a_process(PARTS[1], tmp_path, 60.0)
 
 
 def test_overlap_in_a_trace():
@@ -116,15 +102,12 @@ def test_overlap_in_a_trace():
 def test_the_parts_run_on_a_small_scale(tmp_path: Path):
     """Their figures mean nothing on a CPU; that they have all that the table asks for does."""
     found = [
-        Result("worlds", 0.0, gpu_parts.worlds(SMALL, tmp_path)),
-        Result("curve", 0.0, gpu_parts.curve(SMALL, tmp_path)),
         Result("overlap", 0.0, gpu_parts.overlap(SMALL, tmp_path)),
         Result("allocator", 0.0, gpu_parts.allocator(SMALL, tmp_path)),
-        Result("recompute", 0.0, gpu_parts.recompute(SMALL, tmp_path)),
         Result("checkpointing", 0.0, gpu_parts.checkpointing(SMALL, tmp_path)),
         Result("fp16", 0.0, gpu_parts.fp16(SMALL, tmp_path)),
         Result("world of one", 0.0, gpu_parts.world_of_one(SMALL, tmp_path)),
     ]
     assert {part for part, *_ in gpu.findings(found)} == {r.name for r in found}
     assert [row["engine"] for row in found[-1].rows] == ["plain loop", "DDP", "mdcs, dp + wfbp", "mdcs, fsdp + priority"]
-    assert len(found[0].rows) == 2 and len(found[1].rows) == 4
+    assert len(found[0].rows) == 2

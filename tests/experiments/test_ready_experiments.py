@@ -28,7 +28,8 @@ def jobs_of(name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("quick", 25), ("bert_nli_ddp_bucket", 8), ("memory_dp_fsdp_precision", 4), ("slurm_grid", 21)]
+    ("name", "count"),
+    [("quick", 25), ("bert_nli_ddp_bucket", 8), ("memory_dp_fsdp_precision", 4), ("slurm_grid", 21), ("gpu_worlds", 12)],
 )
 def test_every_job_of_a_sweep_composes(name, count):
     with checks.composing():
@@ -54,6 +55,15 @@ def test_a_tiny_tradeoff(tmp_path, warm):
     assert "stop point of greedy · memory_aware" in said
     points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
     assert [point["measured"] for point in points if point["stop_point"]] != [None]
+
+
+@pytest.mark.slow
+def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
+    small = ("model=gpt2-tiny", "cluster.device=cpu", "data.batch_size=2", *SHORT)
+    front = ("tradeoff.strategies=[greedy]", "tradeoff.budgets=[0.0,0.5]", "hydra.run.dir=out")
+    run(warm, tmp_path, tradeoff, "experiment=gpu_curve", *small, *front)
+    points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
+    assert [point["measured"]["status"] for point in points] == ["ok", "ok"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Qualify a machine with a GPU: steps beside a plain loop's, DDP's and FSDP2's, overlap, the allocator.
 
-    mdcs gpu [--out results/gpu] [--minutes 10] [--only overlap,fp16]        # make gpu, after the tests marked gpu
+    mdcs gpu [--out results/gpu] [--only overlap,fp16]        # make gpu, after the tests marked gpu
 
-Every part runs in its own process, the most important first, until the time is over. The program prints one table of
+Every part runs in its own process, within its own time limit, in ten minutes together. The program prints one table of
 wanted and found values, and leaves gpu.json and the output of each part in `--out`. Where there is no GPU it
 says so, and claims nothing. docs/gpu.md describes the parts.
 """
@@ -110,7 +110,7 @@ class Result:
     """Result of a part: its rows, or the reason why it has none."""
 
     name: str
-    seconds: float
+    seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
     reason: str = ""
 
@@ -119,7 +119,6 @@ def main() -> int:
     """Run the parts of the command line. Return the exit code."""
     parser = flags.parser("gpu", __doc__)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="where gpu.json and the output go")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long all parts may take together")
     parser.add_argument("--only", default="", help="names of parts, with commas")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # used by this program for its own parts
     arguments = parser.parse_args()
@@ -141,36 +140,26 @@ def main() -> int:
         parser.error(f"--only: no part {', '.join(unknown)}; there are {', '.join(known)}")
     parts = [part for part in PARTS if not wanted or part.name in wanted]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = run_all(parts, arguments.out, arguments.minutes * 60, in_a_process, console)
+    results = run_all(parts, arguments.out, in_a_process, console)
     return report(results, machine(), arguments.out, console)
 
 
-Run = Callable[[Part, Path, float], list[Row]]
-"""(part, folder of the part, time limit in seconds) → rows. Raises RuntimeError with the reason of a failure."""
-
-
-def run_all(parts: Sequence[Part], out: Path, seconds: float, run: Run, console: Console) -> list[Result]:
-    """Run the parts one after another while there is time. A failed part does not end the others."""
-    deadline = time.monotonic() + seconds
+def run_all(parts: Sequence[Part], out: Path, run: Callable[[Part, Path], list[Row]], console: Console) -> list[Result]:
+    """Run the parts one after another. A failed part, for which ``run`` raises RuntimeError, does not end the others."""
     results = []
     for part in parts:
-        begin = time.monotonic()
-        result = Result(part.name, 0.0)
-        if deadline - begin < 10.0:
-            result.reason = "no time was left"
-        else:
-            console.print(f"{part.name} …")
-            try:
-                folder = out / part.name.replace(", ", "-").replace(" ", "-")
-                result.rows = run(part, folder, min(part.seconds, deadline - begin))
-            except RuntimeError as e:
-                result.reason = str(e)
+        console.print(f"{part.name} …")
+        result, begin = Result(part.name), time.monotonic()
+        try:
+            result.rows = run(part, out / part.name.replace(", ", "-").replace(" ", "-"))
+        except RuntimeError as error:
+            result.reason = str(error)
         result.seconds = time.monotonic() - begin
         results.append(result)
     return results
 
 
-def in_a_process(part: Part, folder: Path, seconds: float) -> list[Row]:
+def in_a_process(part: Part, folder: Path) -> list[Row]:
     """Run a part in a process of its own, and keep its output. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     written, output = folder / "rows.json", folder / "output.txt"
@@ -179,9 +168,9 @@ def in_a_process(part: Part, folder: Path, seconds: float) -> list[Row]:
     environment = {**os.environ, **part.environment}
     with output.open("w", encoding="utf-8") as file:
         try:
-            subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False)
+            subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=part.seconds, check=False)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"not done in {seconds:.0f} s: see {output}") from None
+            raise RuntimeError(f"not done in {part.seconds:.0f} s: see {output}") from None
     if not written.exists():
         said = output.read_text(encoding="utf-8").strip().splitlines()
         raise RuntimeError(f"{said[-1] if said else 'it has said nothing'}: see {output}")

@@ -16,9 +16,10 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -135,26 +136,15 @@ class Curve:
 
     def _least(self, strategy: str, limit: int) -> tuple[Job, Tried] | None:
         """The first step of the ladder that fits with this strategy for all blocks."""
-        steps = self.ladder
-        low, high = 0, len(steps) - 1
-        if (found := self._on_ladder(strategy, high)).bytes > limit:
+        last = len(self.ladder) - 1
+        if self._on_ladder(strategy, last).bytes > limit:
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if (tried := self._on_ladder(strategy, middle)).bytes <= limit:
-                high, found = middle, tried
-            else:
-                low = middle + 1
-        return steps[high], found
-
-    def _on_ladder(self, strategy: str, step: int) -> Tried:
-        if (strategy, step) not in self._known:
-            self._known[strategy, step] = self._tried(self.ladder[step], Uniform(strategy))
-        return self._known[strategy, step]
+        step = bisect_left(range(last), True, key=lambda step: self._on_ladder(strategy, step).bytes <= limit)
+        return self.ladder[step], self._on_ladder(strategy, step)
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int], Tried]:
-        return {}
+    def _on_ladder(self) -> Callable[[str, int], Tried]:
+        return cache(lambda strategy, step: self._tried(self.ladder[step], Uniform(strategy)))
 
     def _mixed(self, job: Job, scheduler: Scheduler, limit: int, shares: Iterable[float]) -> Iterator[Tried]:
         for share in shares:

@@ -30,6 +30,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
+from optuna import Study, TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
@@ -157,9 +158,8 @@ class Search:
     def _run(self) -> str:
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):  # left by a search that was killed
             self.study.tell(trial.number, state=TrialState.FAIL)
-        while len(self._ended()) < self.trials:
-            self._try(self.study.ask())
-            self.study.trials_dataframe().to_csv(self.out / TABLE, index=False)
+        if (missing := self.trials - len(self._ended())) > 0:
+            self.study.optimize(self._try, n_trials=missing, callbacks=[self._report])
         trials = self._ended()
         show(trials)
         return "" if any(trial.state == TrialState.COMPLETE for trial in trials) else "all trials were pruned"
@@ -167,18 +167,22 @@ class Search:
     def _ended(self) -> list[FrozenTrial]:
         return self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
-    def _try(self, trial: Trial) -> None:
+    def _try(self, trial: Trial) -> float:
+        """The median step in seconds. Raises TrialPruned, and keeps the reason."""
         try:
             overrides = self._overrides(trial)
             trial.set_user_attr("overrides", overrides)
-            step_s = self._measure(trial, compose_config([*self.given, *overrides]))
-        except (ConfigError, Pruned) as why:
+            return self._measure(trial, compose_config([*self.given, *overrides]))
+        except (ConfigError, TrialPruned) as why:
             trial.set_user_attr("reason", str(why))
-            self.study.tell(trial, state=TrialState.PRUNED)
-            self._say(f"trial {trial.number}: {' '.join(trial.user_attrs.get('overrides', []))}: pruned: {why}")
-        else:
-            self.study.tell(trial, step_s)
-            self._say(f"trial {trial.number}: {' '.join(overrides)}: {step_s * 1e3:.1f} ms")
+            raise TrialPruned(str(why)) from why
+
+    def _report(self, study: Study, trial: FrozenTrial) -> None:
+        told = trial.user_attrs
+        ended = f"{trial.value * 1e3:.1f} ms" if trial.value is not None else f"pruned: {told['reason']}"
+        text = f"trial {trial.number}: {' '.join(told.get('overrides', []))}: {ended}"
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        study.trials_dataframe().to_csv(self.out / TABLE, index=False)
 
     def _options_with(self, axis: Axis) -> set[str] | None:
         """The searched options of the axis' group that have its key; None where the group is not searched.
@@ -209,24 +213,18 @@ class Search:
         return list(made.values())
 
     def _measure(self, trial: Trial, config: Config) -> float:
-        """The median step in seconds. Raises Pruned for a job that fails, and for a peak above the budget."""
+        """The median step in seconds. Raises TrialPruned for a job that fails, and for a peak above the budget."""
         folder = self.out / "runs" / str(trial.number)
         config.run.name = config.run.name or f"trial {trial.number}"
         outcome = jobs.run(config, folder, self.console, known=self.known, worker=self.module)
         if not outcome.ok:
-            raise Pruned(outcome.reason)
+            raise TrialPruned(outcome.reason)
         row = load_run(folder).row()
         trial.set_user_attr("predicted_s", row["predicted_step_s"])
         if row["fits"] is False:
-            raise Pruned(f"peak of {row['peak_bytes'] / MIB:.1f} MiB, over the budget of {row['budget_bytes'] / MIB:.1f} MiB")
+            peak, budget = row["peak_bytes"] / MIB, row["budget_bytes"] / MIB
+            raise TrialPruned(f"peak of {peak:.1f} MiB, over the budget of {budget:.1f} MiB")
         return float(row["step_s"])
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class Pruned(Exception):
-    """Raised for a trial without a step time. The message is the reason."""
 
 
 def show(trials: Sequence[FrozenTrial]) -> None:

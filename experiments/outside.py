@@ -140,9 +140,9 @@ def _verdicts(groups: Predictions) -> str:
 
 def _collectives() -> str:
     rows = [
-        [f"[{each.what}]({each.url})", each.device, mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1)]
-        for each in read_collectives() for mib, said, told in each.compared()
-    ]  # fmt: skip
+        [f"[{of['what']}]({of['url']})", of["device"], mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1)]
+        for of, mib, said, told in read_collectives()
+    ]
     return table(["collective", "device", "MiB", "published µs", "predicted µs", "error"], rows)
 
 

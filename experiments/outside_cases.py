@@ -8,9 +8,9 @@ links come from what the publication says of the network and from constants of N
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from mdcs.profile.rings import Cluster
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.sizes import GIB, MIB
 
-PUBLISHED = Path(__file__).with_name("published.yaml")
+PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 
 TCP_RATE = 13.7e9 / 8
 """Bytes/s of one TCP stream, as iperf measured it between two virtual machines
@@ -294,11 +294,10 @@ def _case(row: dict[str, Any]) -> Case:
     return Case(**known | {"device": DEVICES[row["device"]], "seconds": _seconds(row)})
 
 
-def read(path: Path = PUBLISHED) -> list[Group]:
-    """Return all groups of the file."""
-    data = _load(path)
+def read() -> list[Group]:
+    """Return all groups of published.yaml."""
     groups = []
-    for table in data["tables"]:
+    for table in PUBLISHED["tables"]:
         for group in table["groups"]:
             shared = table["all"] | {key: value for key, value in group.items() if key != "runs"}
             runs = tuple(_case(shared | run) for run in group["runs"])
@@ -306,51 +305,23 @@ def read(path: Path = PUBLISHED) -> list[Group]:
     return groups
 
 
-@dataclass(frozen=True)
-class Collective:
-    """Published seconds of a collective in one node. ``seconds``: MiB of the message -> seconds."""
-
-    what: str
-    kind: Kind
-    device: str
-    url: str
-    cluster: Cluster
-    seconds: dict[int, float]
-
-    def compared(self) -> list[tuple[int, float, float]]:
-        """Return MiB, published and predicted seconds of each size."""
-        out = []
-        for mib, said in self.seconds.items():
-            size = mib * MIB
-            wire = NCCL.sent(self.kind, size, self.cluster.world)
-            out.append((mib, said, self.cluster.link(size).end(self.kind, wire, 0.0, 0.0)))
-        return out
-
-
-def read_collectives(path: Path = PUBLISHED) -> list[Collective]:
-    """Return the collectives of the file."""
-    data = _load(path)
-    out = []
-    for row in data["collectives"]:
+def read_collectives() -> Iterator[tuple[dict[str, Any], int, float, float]]:
+    """Yield each collective of the file in one node, with MiB of the message, published and predicted seconds."""
+    for row in PUBLISHED["collectives"]:
         device, kind, world = DEVICES[row["device"]], Kind(row["kind"]), row["devices"]
         seconds = {mib: each / 1e6 for mib, each in row.get("microseconds", {}).items()}
         seconds |= {mib: NCCL.sent(kind, mib * MIB, world) / (each * 1e9) for mib, each in row.get("bus_gbyte", {}).items()}
         cluster = Cluster(1, world, device.inside_gbyte * 1e9, 1.0, nvlink=device.nvlink)
-        out.append(Collective(row["what"], kind, row["device"], row["url"], cluster, seconds))
-    return out
+        for mib, said in seconds.items():
+            size = mib * MIB
+            yield row, mib, said, cluster.link(size).end(kind, NCCL.sent(kind, size, world), 0.0, 0.0)
 
 
-def read_layers(path: Path = PUBLISHED) -> tuple[dict[str, Any], tuple[Layer, ...]]:
+def read_layers() -> tuple[dict[str, Any], tuple[Layer, ...]]:
     """Return the published bytes of layers, and the layers that are calculated."""
-    data = _load(path)["layers"]
+    data = PUBLISHED["layers"]
     return data, DECODERS[data["model"]].of_batch(1, data["sequence"])
 
 
-@cache
-def _load(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
-
-
-DEVICES = {name: Device(**fields) for name, fields in _load(PUBLISHED)["devices"].items()}
-DECODERS = {name: Decoder(**shape) for name, shape in _load(PUBLISHED)["decoders"].items()}
+DEVICES = {name: Device(**fields) for name, fields in PUBLISHED["devices"].items()}
+DECODERS = {name: Decoder(**shape) for name, shape in PUBLISHED["decoders"].items()}

@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, open_dict, read_write
 
 
 @dataclass
-class MdcsSweeperConf:
+class MdcsSweeperConf(BasicSweeperConf):
     _target_: str = "hydra_plugins.mdcs_sweeper.MdcsSweeper"
-    max_batch_size: int | None = None
-    params: dict[str, str] | None = None
     also: list[str] = field(default_factory=list)
 
 
@@ -48,13 +46,8 @@ class MdcsSweeper(BasicSweeper):
     judge: ClassVar[Judge] = staticmethod(lambda compose, overrides: "")
     """The application sets `begin` and `judge` before Hydra starts."""
 
-    def __init__(
-        self,
-        max_batch_size: int | None = None,
-        params: dict[str, str] | None = None,
-        also: Sequence[str] = (),
-    ) -> None:
-        super().__init__(max_batch_size=max_batch_size, params=params)
+    def __init__(self, also: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(**settings)
         self.also = [shlex.split(job) for job in also]
 
     def sweep(self, arguments: list[str]) -> Any:
@@ -73,7 +66,7 @@ class MdcsSweeper(BasicSweeper):
             common = [override for override in batch[0] if all(override in job for job in batch)]
             for job in self.also:
                 keys = {override.partition("=")[0] for override in job}
-                single = [override for override in common if not keys & set(_key_and_group(override))] + job
+                single = [override for override in common if not keys & _key_and_group(override)] + job
                 batch += [] if single in batch else [single]
         judged = [(list(job), type(self).judge(partial(self._compose, job), job)) for job in batch]
         return [
@@ -89,9 +82,9 @@ class MdcsSweeper(BasicSweeper):
         return composed
 
 
-def _key_and_group(override: str) -> tuple[str, str]:
+def _key_and_group(override: str) -> set[str]:
     key = override.partition("=")[0]
-    return key, key.partition(".")[0]
+    return {key, key.partition(".")[0]}
 
 
 def _override(key: str, text: str) -> str:

@@ -7,10 +7,10 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
-from experiments.config.code import code_of
 from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
 from launch import network
+from mdcs.model import code
 from mdcs.options import options, shown
 from mdcs.planner.recompute import KEEP
 from mdcs.profile.cache import processor
@@ -20,6 +20,13 @@ CODE = "code"
 _JOB_GROUPS = ("model", "data", "optimizer")
 _MACHINES_OWN = ("congestion_control", "threads", "device")
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
+_NOT_FOLLOWED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "experiments.job")
+"""Packages that run options but define none: `mdcs.profile.cache.MEASURED` is raised when they change."""
+
+
+def code_of(cls: type) -> str:
+    """Hash of the code of an option's class. A profile of a model whose code has changed no longer applies."""
+    return code.code_of(cls, _NOT_FOLLOWED)
 
 
 def job_identity(config: Config) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.checks import as_mapping
-from experiments.config.code import code_of
+from experiments.config.identity import code_of
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from experiments.tasks.inputs import Inputs, Pairs, Tokens
-from experiments.tasks.model import ImageModel, Model
+from experiments.tasks.inputs import Pairs
+from experiments.tasks.model import ImageModel, Model, TextModel
 from mdcs.options import OptionError, option, shown
 
 if TYPE_CHECKING:
@@ -116,17 +116,8 @@ class Transformer(Library):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTransformer(Transformer):
+class TextTransformer(Transformer, TextModel):
     """A transformer with the head of a language model: predicts the next token."""
-
-    sequence: int = option(512, "tokens in a sequence", at_least=1)
-    vocab: int = option(256, "tokens in the vocabulary", at_least=2)
-    tie: bool = option(True, "input and output embeddings are one parameter")
-
-    @property
-    def inputs(self) -> Tokens:
-        """Sequences with the next token of each position as label."""
-        return Tokens(self.sequence, self.vocab)
 
     def arguments(self) -> dict[str, Any]:
         no_special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # padding would not be trained
@@ -174,12 +165,7 @@ class Llama(TextTransformer):
 class Bert(TextTransformer):
     """BERT (Devlin et al. 2019) that predicts masked tokens. The mask token's id is `vocab`."""
 
-    cls, block = "BertForMaskedLM", "BertLayer"
-
-    @property
-    def inputs(self) -> Tokens:
-        """Sequences in which some tokens are masked."""
-        return Tokens(self.sequence, self.vocab, masked=True)
+    cls, block, masked = "BertForMaskedLM", "BertLayer", True
 
     def numbers(self) -> dict[str, Any]:
         return {**super().numbers(), "max_position_embeddings": self.sequence, "vocab_size": self.vocab + 1}
@@ -204,7 +190,7 @@ class BertPairs(Transformer):
     classes: int = option(3, "classes of pairs", at_least=2)
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> Pairs:
         """Two sentences in one sequence."""
         return Pairs(self.sequence, self.vocab, self.classes)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from experiments.tasks.inputs import Images, Inputs
+from experiments.tasks.inputs import Images, Inputs, Tokens
 from mdcs.options import Checked, option
 
 if TYPE_CHECKING:
@@ -68,6 +68,22 @@ class Model(Checked, ABC):
             task = self.make()
         task.model.train()
         return task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel(Model):
+    """The options of a language model."""
+
+    masked: ClassVar[bool] = False
+
+    sequence: int = option(512, "tokens in a sequence", at_least=1)
+    vocab: int = option(256, "tokens in the vocabulary", at_least=2)
+    tie: bool = option(True, "input and output embeddings are one parameter")
+
+    @property
+    def inputs(self) -> Tokens:
+        """Sequences with the next token of each position as label, or with some tokens masked."""
+        return Tokens(self.sequence, self.vocab, self.masked)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments.config.code import code_of
+from experiments.config.identity import code_of
 
 MODEL = """
 from __future__ import annotations

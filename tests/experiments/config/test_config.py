@@ -193,8 +193,8 @@ WRONG = {
     "model=own": "model._target_: has no default: give it a value",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": (
-        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, weights,"
-        " layers, width, heads, dropout, checkpointing, sequence, vocab, tie"
+        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, sequence,"
+        " vocab, tie, weights, layers, width, heads, dropout, checkpointing"
     ),
     "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
     "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",

@@ -37,8 +37,6 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
 
     choice: the option's name, for errors.
     """
-    if isinstance(given, DictConfig):
-        given = OmegaConf.to_container(given, resolve=True)
     if not isinstance(given, dict) or TARGET not in given:
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
     cls = load(group, str(given[TARGET]), given)

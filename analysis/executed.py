@@ -6,18 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE / "notebooks"
 TIMEOUT_S = 600  # of a cell
-
-
-def read_notebook(jupytext: Any, path: Path) -> Any:
-    """The notebook of a Python file with `# %%` cells, told to the module jupytext: it takes text above the first cell for
-    another format.
-    """
-    return jupytext.read(path, fmt="py:percent")
 
 
 def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
@@ -40,7 +32,7 @@ def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
         environment["RUNS"] = source
     with TemporaryDirectory() as sockets:  # which others on the machine cannot reach
         for notebook in sorted(NOTEBOOKS.glob("*.py")):
-            document, path = read_notebook(jupytext, notebook), out / f"{notebook.stem}.ipynb"
+            document, path = jupytext.read(notebook, fmt="py:percent"), out / f"{notebook.stem}.ipynb"
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/{notebook.stem}")
             here = {"metadata": {"path": os.getcwd()}}
             client = NotebookClient(document, km=kernel, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=here)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from analysis.load import load_run
+from analysis import questions as ask
+from analysis.load import load_run, load_sweep
 from analysis.pictures import style
 from analysis.table import new_console, new_table
 from mdcs.sizes import MIB
@@ -22,9 +24,10 @@ def write_layers(folder: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} has no run with a plan")
     frame, table = by_layer(found), folder / "memory_by_layer.csv"
+    title = " · ".join(["memory by layer", *(workload.title for workload, _ in ask.workloads(load_sweep(folder))[:1])])
     frame.to_csv(table)
     show(frame)
-    return [table, style.save(picture(frame), table.with_suffix(".png"))]
+    return [table, style.save(picture(frame, title), table.with_suffix(".png"))]
 
 
 def by_layer(runs: list[Path]) -> pd.DataFrame:
@@ -45,28 +48,23 @@ def by_layer(runs: list[Path]) -> pd.DataFrame:
     return pd.DataFrame(columns).rename_axis("unit")
 
 
-def picture(frame: pd.DataFrame) -> Figure:
+@style.styled
+def picture(frame: pd.DataFrame, title: str = "memory by layer") -> Figure:
     """A line per run over the units."""
-
-    @style.styled
-    def draw() -> Figure:
-        figure = style.new_figure(8.2, 4.4, "memory by layer")
-        axes = figure.subplots()
-        looks = style.look(frame.columns)
-        for name, column in frame.items():
-            axes.step(range(len(column)), column, where="mid", color=looks[str(name)]["color"], label=str(name))
-        every = -(-len(frame) // 24)
-        short = style.shortened(map(str, frame.index))
-        ticks = range(0, len(frame), every)
-        axes.set_xticks(list(ticks), [short[str(frame.index[i])] for i in ticks], rotation=90)
-        axes.set_ylim(0, None)
-        axes.set_title("at most while the unit is computed, forward or backward")
-        axes.set_ylabel("MiB per rank")
-        axes.set_xlabel("units, in the order of forward")
-        figure.legend(loc="outside lower left", ncols=2)
-        return figure
-
-    return draw()
+    figure = style.new_figure(8.2, 4.4, title)
+    axes = figure.subplots()
+    looks = style.look(map(str, frame.columns))
+    for name, column in frame.items():
+        axes.step(range(len(column)), column, where="mid", color=looks[str(name)]["color"])
+    short = style.shortened(map(str, frame.index))
+    ticks = range(0, len(frame), -(-len(frame) // 24))
+    axes.set_xticks(list(ticks), [short[str(frame.index[i])] for i in ticks], rotation=90)
+    axes.set_ylim(0, None)
+    axes.set_title("at most while the unit is computed, forward or backward")
+    axes.set_ylabel("MiB per rank")
+    axes.set_xlabel("units, in the order of forward")
+    style.legend_below(figure, [Line2D([], [], color=look["color"], label=name) for name, look in looks.items()])
+    return figure
 
 
 def show(frame: pd.DataFrame) -> None:

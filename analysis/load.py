@@ -131,28 +131,21 @@ class Run:
     def _measured(self) -> dict[str, Any]:
         """Medians over the measured steps, replaced by the summary's values where it has them."""
         steps, summary = self.measured_steps, self.summary
-        values: dict[str, Any] = {}
-        for key in (*TIMES, *RATES, "processor_s"):
-            if key in steps and steps[key].notna().any():
-                values[key] = float(steps[key].median())
-        if "step_s" in values:
+        known = {key for key in steps if steps[key].notna().any()}
+        values: dict[str, Any] = {key: float(steps[key].median()) for key in (*TIMES, *RATES, "processor_s") if key in known}
+        if "step_s" in known:
             values["step_s_p10"], values["step_s_p90"] = (float(steps["step_s"].quantile(q)) for q in (0.1, 0.9))
+        if "peak_bytes" in known:
+            values["peak_bytes"] = float(steps["peak_bytes"].max())
         if "loss" in self.steps and len(self.steps):
             values["loss"] = self.steps["loss"].iloc[-1]
-        if "peak_bytes" in steps and steps["peak_bytes"].notna().any():
-            values["peak_bytes"] = float(steps["peak_bytes"].max())
-        counts = {key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")}
-
-        known = {key: summary[key] for key in (*TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s")
-                 if summary.get(key) is not None}  # fmt: skip
-        values |= known
-        if summary.get("step_s"):
-            spread = summary["step_s"]
+        if spread := summary.get("step_s"):
             values |= {"step_s": spread["median"], "step_s_p10": spread["p10"], "step_s_p90": spread["p90"]}
         measured_memory = (summary.get("memory") or {}).get("measured") or {}
-        if measured_memory.get("total") is not None:
-            values["peak_bytes"] = measured_memory["total"]
-        values |= {key: summary[key] for key in ("peak_bytes", "fits") if summary.get(key) is not None}
+        told = {**summary, "peak_bytes": summary.get("peak_bytes") or measured_memory.get("total")}
+        said = (*TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s", "peak_bytes", "fits")
+        values |= {key: told[key] for key in said if told.get(key) is not None}
+        counts = {key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")}
         for key in ("bytes", "messages"):
             by_kind = summary.get(key) or counts[key]
             if isinstance(by_kind, Mapping):

@@ -114,10 +114,14 @@ def setting(row: pd.Series | dict) -> str:
     return label(row) if pd.isna(share) else f"{label(row)} · share {share:.3g}"
 
 
-def series(frame: pd.DataFrame, *, without: str = "") -> dict[str, pd.DataFrame]:
+def labels(frame: pd.DataFrame, *, without: str = "") -> pd.Series:
+    """The `label` of each row."""
+    return frame.apply(label, axis=1, without=without) if len(frame) else pd.Series(dtype=str)
+
+
+def series(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The rows by `label`, in alphabetical order."""
-    labels = frame.apply(label, axis=1, without=without) if len(frame) else pd.Series(dtype=str)
-    return {str(name): rows for name, rows in frame.groupby(labels)}
+    return {str(name): rows for name, rows in frame.groupby(labels(frame))}
 
 
 def peers(frame: pd.DataFrame) -> list[str]:
@@ -126,29 +130,46 @@ def peers(frame: pd.DataFrame) -> list[str]:
     return list(series(other))
 
 
-def median_by(frame: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """One row per value of `axis`, sorted, for runs of one label: medians of all numbers over repetitions. `runs` has their
-    number; of several runs p10 and p90 are the least and the greatest of any.
+def median_by(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
+    """One row per value of `axes`, sorted, for runs that are else alike: medians of all numbers over repetitions. `runs` has
+    their number; of several runs p10 and p90 are the least and the greatest of any.
     """
-    groups = frame.groupby(axis, dropna=False)
+    groups = frame.groupby(list(axes), dropna=False)
     points = groups.median(numeric_only=True)
     points["step_s_p10"], points["step_s_p90"] = groups["step_s_p10"].min(), groups["step_s_p90"].max()
-    return points.assign(runs=groups["step_s"].count()).reset_index().sort_values(axis)
+    return points.assign(runs=groups["step_s"].count()).reset_index()
 
 
 def best_points(frame: pd.DataFrame, *axes: str, without: str = "") -> pd.DataFrame:
     """One row per series (`label`) and value of these columns: the share, or no share, of least step time, as `median_by`."""
-    rows, time, best = drawn(frame), time_of(drawn(frame)), []
-    for name, of_label in series(rows, without=without).items():
-        for values, alike in of_label.groupby(list(axes), dropna=False):
-            points = median_by(alike, "schedule_share")
-            best.append(points.loc[points[time].idxmin()].to_dict() | {"label": name} | dict(zip(axes, values, strict=True)))
-    return pd.DataFrame(best)
+    rows = drawn(frame)
+    keys = ["label", *axes]
+    points = median_by(rows.assign(label=labels(rows, without=without)), *dict.fromkeys((*keys, "schedule_share")))
+    return points.sort_values(time_of(rows), kind="stable").drop_duplicates(keys).sort_values(keys, ignore_index=True)
 
 
-def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
-    """The fastest of rows with a `label`, and in words: which, its step time from p10 to p90, and how many others have a median
-    in that range, so that noise decides.
+def over_memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """`best_points` of each budget at the peaks of a rank: bytes in `at`, and predicted ones in `predicted_at`. Points of which
+    none is known are left out.
+    """
+    points = best_points(frame, "budget_bytes")
+    peak = memory_of(points)
+    points = points.assign(at=peak, predicted_at=points["predicted_peak_bytes"].fillna(peak))[peak.notna()]
+    return points.sort_values(["label", "at"], kind="stable", ignore_index=True)
+
+
+def over_share(curve: pd.DataFrame) -> pd.DataFrame:
+    """`best_points` of each share, which is `at` and `predicted_at`."""
+    points = best_points(curve, "schedule_share")
+    return points.assign(at=points["schedule_share"], predicted_at=points["schedule_share"])
+
+
+SPREAD = "p10 to p90"
+
+
+def fastest(points: pd.DataFrame, time: str, spread: str = SPREAD) -> tuple[pd.Series, str]:
+    """The fastest of rows with a `label`, and in words: which, its step time with its range (`spread`), and how many others have
+    a median in that range, so that noise decides.
     """
     best = points.loc[points[time].idxmin()]
     share = "" if pd.isna(best["schedule_share"]) else f", share {best['schedule_share']:.3g}"
@@ -156,7 +177,7 @@ def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
     if time != "step_s":
         return best, f"fastest, predicted: {words}"
     if pd.notna(best["step_s_p10"]):
-        words += f" (p10 to p90: {milliseconds(best['step_s_p10'])} to {milliseconds(best['step_s_p90'])})"
+        words += f" ({spread}: {milliseconds(best['step_s_p10'])} to {milliseconds(best['step_s_p90'])})"
     alike = int((points[time] <= best["step_s_p90"]).sum()) - 1
     return best, f"fastest: {words}" + (f"; {alike} of {len(points) - 1} others within that: noise decides" if alike > 0 else "")
 
@@ -165,11 +186,6 @@ def milliseconds(seconds: float) -> str:
     """In words of three digits or more; empty for what is not known."""
     of = seconds * 1e3
     return "" if pd.isna(of) else f"{of:.0f}" if of >= 1000 else f"{of:.1f}" if of >= 10 else f"{of:.2f}"
-
-
-def at_points(frame: pd.DataFrame, points: pd.DataFrame, *axes: str) -> pd.DataFrame:
-    """The rows that have the values of these columns that one of the points has; NaN is a value."""
-    return frame.merge(points[list(axes)].drop_duplicates(), on=list(axes))
 
 
 def repeated(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:

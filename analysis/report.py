@@ -15,11 +15,8 @@ from analysis.events import METRICS
 from analysis.load import Run, load_run
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
-from analysis.pictures.overview import overview
-from analysis.pictures.schedule_share import tradeoff_curve
-from analysis.pictures.setting import step_time_over_setting
-from analysis.pictures.step_time import step_time_over_memory
-from analysis.pictures.style import looks, save
+from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
+from analysis.pictures.style import save
 from analysis.settings import is_seed
 from analysis.table import write_csv
 from analysis.trace import chrome_trace
@@ -74,18 +71,17 @@ def write_trace(run: Run, path: str | Path) -> Path:
 def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterator[Path]:
     if not len(ask.drawn(rows)):
         return
-    alike = looks(rows)
     with_memory = ask.memory_of(ask.drawn(rows)).notna().any()
     if with_memory or ask.share_curves(rows) or ask.setting_axis(rows) is not None:
-        yield save(overview(rows, looks=alike), out / f"tradeoff{suffix}.png")
+        yield save(overview(rows), out / f"tradeoff{suffix}.png")
     for curve in ask.share_curves(rows):
         name = f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}{suffix}.png"
-        yield save(tradeoff_curve(curve, looks=alike), out / name)
+        yield save(tradeoff_curve(rows, curve), out / name)
     if with_memory:
-        yield save(step_time_over_memory(rows, looks=alike), out / f"step_time{suffix}.png")
+        yield save(step_time_over_memory(rows), out / f"step_time{suffix}.png")
     for key in ask.swept(rows):
         if not is_seed(key) and ask.numbers(ask.drawn(rows)[key]).nunique() > 1:
-            yield save(step_time_over_setting(rows, key=key, looks=alike), out / f"step_time-{key}{suffix}.png")
+            yield save(step_time_over_setting(rows, key), out / f"step_time-{key}{suffix}.png")
 
 
 def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_bytes: float) -> Iterator[Path]:

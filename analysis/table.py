@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,23 +20,8 @@ from analysis.settings import value
 from mdcs.sizes import MIB
 
 WIDTH = 120
-_HEADINGS = {
-    "strategy": "strategy",
-    "scheduler": "scheduler",
-    "budget": "budget\nMiB",
-    "share": "share",
-    "step": "step ms\n[p10–p90]",
-    "range": "",  # in the same column
-    "predicted": "pred.\nms",
-    "overlap": "overlap\nratio",
-    "exposed": "exposed\nms",
-    "sent": "sent\nMB",
-    "peak": "peak MiB\nmeas. / pred.",
-    "tokens": "tokens\n/s",
-    "mfu": "MFU",
-    "status": "status",
-}
-_LEFT_OUT_FIRST = ("tokens", "range", "sent", "exposed", "predicted", "overlap")
+_NAMES = ("strategy", "scheduler")
+_LEFT_OUT_FIRST = ("tokens\n/s", "\n[p10–p90]", "sent\nMB", "exposed\nms", "pred.\nms", "overlap\nratio")
 """Where there are too few columns, after those that are empty; table.csv has them all."""
 _ms = ask.milliseconds
 _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
@@ -94,28 +79,29 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
-    plain = not console.is_terminal
-    table = _table(title, rows, plain=plain)
-    empty = [name for name, column in (("share", "schedule_share"), ("budget", "budget_bytes")) if rows[column].isna().all()]
-    left_out = (*empty, *_LEFT_OUT_FIRST)
-    for count in range(1, len(left_out) + 1):  # else rich would squeeze columns, down to nothing
+    rows = _sorted(rows)
+    cells = pd.DataFrame([_cells(row) for _, row in rows.iterrows()], index=rows.index)
+    swept = {key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows) if rows[key].notna().any()}
+    for place, (heading, values) in enumerate(swept.items(), start=len(_NAMES)):
+        cells.insert(place, heading, values.map(lambda of: "" if pd.isna(of) else value(of)))
+    noted = rows[rows["status"].ne("ok") | rows["reason"].fillna("").ne("")]
+    cells["status"] = _status(rows, list(noted.index))
+    cells = cells.loc[:, cells.ne("").any()]
+    for count in range(len(_LEFT_OUT_FIRST) + 1):  # else rich would squeeze columns, down to nothing
+        table = _table(console, title, cells.drop(columns=list(_LEFT_OUT_FIRST[:count]), errors="ignore"), swept)
         if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
             break
-        table = _table(title, rows, plain=plain, without=left_out[:count])
     console.print(table)
     for name, runs in ask.repeated(rows):
-        steps = sorted(runs["step_s"])
-        words = f"{len(runs)} runs of {name}: median {_ms(runs['step_s'].median())} ms, {_ms(steps[0])} to {_ms(steps[-1])}"
-        console.print(Padding(Text(words), (0, 0, 0, 1)))
-    for number, row in enumerate((row for _, row in _sorted(rows).iterrows() if _has_note(row)), start=1):
-        reason = f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}"
-        console.print(Padding(Text(reason), (0, 0, 0, 1)))
+        steps = runs["step_s"]
+        _note(console, f"{len(runs)} runs of {name}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}")
+    for number, (_, row) in enumerate(noted.iterrows(), start=1):
+        _note(console, f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}")
     console.print()
 
 
-def _has_note(row: pd.Series) -> bool:
-    """Whether something is said of it below the table: of what is not ok, and of predictions in doubt."""
-    return bool(row["status"] != "ok" or (pd.notna(row["reason"]) and row["reason"]))
+def _note(console: Console, words: str) -> None:
+    console.print(Padding(Text(words), (0, 0, 0, 1)))
 
 
 def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
@@ -126,70 +112,55 @@ def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(order, na_position="last", kind="stable")
 
 
-def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str] = ()) -> Table:
-    bold = "" if plain else "bold"
-    table = Table(title=title, title_justify="left", title_style=bold, header_style=bold, box=box.SIMPLE_HEAD, show_edge=False,
-                  padding=(0, 1), collapse_padding=True, pad_edge=False)  # fmt: skip
-    swept = {key: key.removesuffix(".name").replace(".", "\n", 1) for key in ask.swept(rows) if rows[key].notna().any()}
-    headings = {name: heading for name, heading in {**_HEADINGS, **swept}.items() if name not in without}
-    known = {"tokens": "throughput_tokens_s", "mfu": "mfu"}
-    headings = {name: heading for name, heading in headings.items() if name not in known or rows[known[name]].notna().any()}
-    order = ("strategy", "scheduler", *swept)
-    headings = {name: headings[name] for name in (*order, *(name for name in headings if name not in order))}
-    if "range" in without:
-        headings["step"] = "step\nms"
-    for name, heading in headings.items():
-        if name in ("strategy", "scheduler"):
-            names = rows[name].astype(str)
-            # Usual names do not fold, however many columns a sweep has.
-            table.add_column(heading, min_width=min(14, max(8, names.str.len().max())), overflow="fold")
-        elif name in swept:
-            numeric = ask.numbers(rows[name]).notna().any()
-            table.add_column(heading, justify="right" if numeric else "left", min_width=4, overflow="fold")
-        elif name != "range":
-            table.add_column(heading, justify="left" if name == "status" else "right", no_wrap=True)
-
+def _status(rows: pd.DataFrame, noted: list[Any]) -> list[str]:
+    """Status of each row, with the number of its note where something is said of it below the table."""
     best = ask.best_run(rows) if len(rows) > 1 else None
     several = {index for _, runs in ask.repeated(rows) for index in runs.index}
-    notes = 0
-    for index, row in _sorted(rows).iterrows():
-        status = str(row["status"])
-        words = status
+    words = []
+    for index, status in rows["status"].items():
         if status == "ok" and best is not None and index == best.name:
-            words = "ok, fastest median" if index in several else "ok, fastest"
-        if _has_note(row):
-            notes += 1
-            words = f"{words}{', off' if status == 'ok' else ''} [{notes}]"
-        cells: dict[str, str | Text] = {**_cells(row), **{key: _setting(row[key]) for key in swept}}
-        if "range" in headings and cells["range"]:
-            cells["step"] = f"{cells['step']} {cells['range']}"
-        cells["status"] = Text(words, style=_STATUS_STYLES.get(status, ""))
-        table.add_row(*(cells[name] for name in headings if name != "range"))
+            status += ", fastest median" if index in several else ", fastest"
+        if index in noted:
+            status += f"{', off' if status.startswith('ok') else ''} [{noted.index(index) + 1}]"
+        words.append(status)
+    return words
+
+
+def _table(console: Console, title: str, cells: pd.DataFrame, swept: Mapping[str, pd.Series]) -> Table:
+    bold = "bold" if console.is_terminal else ""
+    table = Table(title=title, title_justify="left", title_style=bold, header_style=bold, box=box.SIMPLE_HEAD, show_edge=False,
+                  padding=(0, 1), collapse_padding=True, pad_edge=False)  # fmt: skip
+    for heading, column in cells.items():
+        if heading in _NAMES:  # usual names do not fold, however many columns a sweep has
+            table.add_column(heading, min_width=min(14, max(8, column.str.len().max())), overflow="fold")
+        elif heading in swept:
+            numeric = ask.numbers(swept[str(heading)]).notna().any()
+            table.add_column(heading, justify="right" if numeric else "left", min_width=4, overflow="fold")
+        else:
+            table.add_column(str(heading), justify="left" if heading == "status" else "right", no_wrap=True)
+    for *words, status in cells.itertuples(index=False):
+        table.add_row(*words, Text(status, style=_STATUS_STYLES.get(status.split()[0].rstrip(","), "")))
     return table
 
 
 def _cells(row: pd.Series) -> dict[str, str]:
+    """What the table says of a run, by heading."""
     barrier = pd.notna(row["cross_iteration"]) and not row["cross_iteration"]
-    spread = pd.notna(row["step_s_p10"]) and pd.notna(row["step_s_p90"])
     return {
         "strategy": str(row["strategy"] if pd.notna(row["strategy"]) else "?"),
         "scheduler": str(row["scheduler"] if pd.notna(row["scheduler"]) else "?") + (" (barrier)" if barrier else ""),
-        "budget": "none" if pd.isna(row["budget_bytes"]) else _mib(row["budget_bytes"]),
+        "budget\nMiB": "none" if pd.isna(row["budget_bytes"]) else _mib(row["budget_bytes"]),
         "share": _number(row["schedule_share"], "{:.2f}"),
-        "step": _ms(row["step_s"]),
-        "range": f"[{_ms(row['step_s_p10'])}–{_ms(row['step_s_p90'])}]" if spread else "",
-        "predicted": _ms(row["predicted_step_s"]),
-        "overlap": _number(row["overlap_ratio"], "{:.2f}"),
-        "exposed": _ms(row["exposed_s"]),
-        "sent": _number(row["bytes_total"] / 1e6, "{:.1f}"),
-        "peak": f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
-        "tokens": _number(row["throughput_tokens_s"], "{:,.0f}"),
-        "mfu": _number(row["mfu"], "{:.1%}"),
+        "step\nms": _ms(row["step_s"]),
+        "\n[p10–p90]": "" if pd.isna(row["step_s_p10"]) else f"[{_ms(row['step_s_p10'])}–{_ms(row['step_s_p90'])}]",
+        "pred.\nms": _ms(row["predicted_step_s"]),
+        "overlap\nratio": _number(row["overlap_ratio"], "{:.2f}"),
+        "exposed\nms": _ms(row["exposed_s"]),
+        "sent\nMB": _number(row["bytes_total"] / 1e6, "{:.1f}"),
+        "peak MiB\nmeas. / pred.": f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
+        "tokens\n/s": _number(row["throughput_tokens_s"], "{:,.0f}"),
+        "MFU": _number(row["mfu"], "{:.1%}"),
     }
-
-
-def _setting(of: Any) -> str:
-    return "" if pd.isna(of) else value(of)
 
 
 def _number(number: float, form: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, Lane, Timeline
 
-_THREADS: dict[Lane, str] = {"compute": "compute", "message": "messages", "update": "updates"}
+LANE_WORDS: dict[Lane, str] = {"compute": "compute", "message": "messages", "update": "updates"}
 _THREADS_PER_LANE = 100
 
 
@@ -46,7 +46,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             rows = sublanes(intervals)
             first_tid = 1 + lane_index * _THREADS_PER_LANE
             for row in range(max(rows, default=0) + 1):
-                name = _THREADS[lane] if row == 0 else f"{_THREADS[lane]} {row + 1}"
+                name = LANE_WORDS[lane] if row == 0 else f"{LANE_WORDS[lane]} {row + 1}"
                 events.append(_metadata("thread_name", pid, first_tid + row, name=name))
                 events.append(_metadata("thread_sort_index", pid, first_tid + row, sort_index=first_tid + row))
             events += [

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from analysis import table_of
 from analysis.comparison import Spread
+from analysis.questions import count
 from experiments import markdown
 from experiments.markdown import percent, table
 from mdcs.sizes import MIB
@@ -33,9 +37,11 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
 
     found = docs / "results.md"
     found.write_text(page(results), encoding="utf-8")
-    if not all(map(is_ablation, results)):
-        pictures.save(pictures.time_over_memory(results), docs / "results.png")
-    pictures.save(pictures.predictions(predictions(results)), docs / "results-predictions.png")
+    if compared := [each for each in results if not is_ablation(each)]:
+        pictures.save(pictures.time_over_memory([(_heading(each), runs(each)) for each in compared]), docs / "results.png")
+    points = pd.DataFrame(predictions(results), columns=["series", "predicted", "measured"])
+    points[["predicted", "measured"]] *= 1e3
+    pictures.save(pictures.predictions("Step time, predicted and measured", "ms", points), docs / "results-predictions.png")
     return found
 
 
@@ -100,6 +106,18 @@ def predictions(results: Sequence[Result]) -> list[tuple[str, float, float]]:
         for each in candidate["rounds"]
         if each["predicted_step_s"] is not None
     ]
+
+
+def runs(result: Result) -> pd.DataFrame:
+    """A row per round of every candidate, as :func:`analysis.load_sweep` has rows."""
+    of = result["comparison"]
+    about = {"status": "ok", "scheduler": "own", "model": of["model"], "world": of["world"], "emulated": False}
+    return table_of([
+        about | run | {"strategy": each["name"], "engine": "mdcs" if each["plans"] else each["name"],
+                       "budget_bytes": each["budget_bytes"], "step_s_p10": run["step_s"], "step_s_p90": run["step_s"],
+                       "peak_bytes": peak(each)}
+        for each in of["candidates"] for run in each["rounds"]
+    ])  # fmt: skip
 
 
 def _verdicts(results: Sequence[Result]) -> str:
@@ -201,6 +219,14 @@ def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
 def _title(result: Result) -> str:
     of = result["comparison"]
     return f"{of['model']}, {of['world']} ranks" + (f", {of['shaped_link']}" if of["shaped_link"] else "")
+
+
+def _heading(result: Result) -> str:
+    """The title of a panel."""
+    of = result["comparison"]
+    size = f", {count(of['parameters'])} parameters" if of["parameters"] else ""
+    link = f" · link of {of['shaped_link']}" if of["shaped_link"] else ""
+    return f"{of['model']}{size} · {of['world']} ranks{link}"
 
 
 def _about(result: Result) -> str:

@@ -10,9 +10,10 @@
 import os
 from pathlib import Path
 
+import pandas as pd
+
 import analysis
-from analysis import questions
-from analysis.pictures import style
+from analysis import pictures, questions
 from mdcs.sizes import MIB
 
 EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep"
@@ -43,28 +44,13 @@ table.columns = [f"{WHAT[name.split()[0]]}: {name.split(maxsplit=1)[1]}" for nam
 table.insert(0, "runs", both.groupby("scheduler").size())
 table.style.format("{:+.1%}", subset=table.columns[1:])
 
+# %%
+pictures.predictions("time per iteration", "ms", pd.DataFrame({
+    "series": both["scheduler"], "predicted": both["predicted_step_s"] * 1e3, "measured": both["step_s"] * 1e3,
+    "low": both["step_s_p10"] * 1e3, "high": both["step_s_p90"] * 1e3,
+}))  # fmt: skip
 
 # %%
-@style.styled
-def scatter(what, unit, scale, heading):
-    """Measured over predicted, with a band of 10 % and, for times, bars from p10 to p90."""
-    figure = style.new_figure(5.4, 4.6, heading)
-    axes = figure.subplots()
-    for (label, rows), look in zip(both.groupby("scheduler"), style.look(both["scheduler"]).values(), strict=True):
-        x, y = rows[f"predicted_{what}"] / scale, rows[what] / scale
-        bars = [y - rows["step_s_p10"] / scale, rows["step_s_p90"] / scale - y] if what == "step_s" else None
-        axes.errorbar(x, y, bars, fmt=look["marker"], color=look["color"], label=label, elinewidth=0.8, capsize=2)
-    ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])]
-    axes.plot(ends, ends, color=style.INK, lw=1)
-    axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#DDDDDD", zorder=0, label="± 10 %")
-    axes.set_xlabel(f"predicted ({unit})")
-    axes.set_ylabel(f"measured ({unit})")
-    axes.grid(True, axis="both")
-    axes.legend(fontsize=7)
-    return figure
-
-
-scatter("step_s", "ms", 1e-3, "time per iteration")
-
-# %%
-scatter("peak_bytes", "MiB per rank", MIB, "peak memory")
+pictures.predictions("peak memory of a rank", "MiB", pd.DataFrame({
+    "series": both["scheduler"], "predicted": both["predicted_peak_bytes"] / MIB, "measured": both["peak_bytes"] / MIB,
+}))  # fmt: skip

@@ -24,28 +24,22 @@ workload.title
 # %% [markdown]
 # ## Step time
 #
-# Each cell is the fastest share of a plan within one budget, of repetitions the one in the middle; `*` is the fastest of its
-# budget.
+# Each cell is the fastest share of a plan within one budget, of repetitions the median; `*` is the fastest of its budget.
 
 # %%
-middle = questions.middle_runs(measured)
-named = middle.assign(plan=middle.apply(questions.label, axis=1), budget=middle["budget_bytes"].map(questions.budget_words))
-fastest = named.loc[named.groupby(["plan", "budget"])["step_s"].idxmin()]
-best_of_budget = fastest.groupby("budget")["step_s"].transform("min")
-fastest["cell"] = [
+points = questions.best_points(measured, "budget_bytes")
+points["budget"] = points["budget_bytes"].map(questions.budget_words)
+best_of_budget = points.groupby("budget")["step_s"].transform("min")
+points["cell"] = [
     f"{row.step_s * 1e3:.0f} ({row.step_s_p10 * 1e3:.0f}–{row.step_s_p90 * 1e3:.0f}){'*' if row.step_s == best else ''}"
-    for row, best in zip(fastest.itertuples(), best_of_budget, strict=True)
+    for row, best in zip(points.itertuples(), best_of_budget, strict=True)
 ]
-order = [questions.budget_words(budget) for budget in measured["budget_bytes"].sort_values().unique()]
-table = fastest.pivot(index="plan", columns="budget", values="cell")[order].fillna("")
+order = points.sort_values("budget_bytes")["budget"].unique()
+table = points.pivot(index="label", columns="budget", values="cell")[order].fillna("")
 table
 
 # %%
-figure = pictures.step_time_over_memory(rows)
-winner = questions.best_run(rows)
-words = [questions.label(winner), questions.budget_words(winner["budget_bytes"]), f"{winner['step_s'] * 1e3:.0f} ms"]
-figure.axes[0].set_title(f"fastest: {', '.join(words)}", loc="right", fontweight="bold")
-figure
+pictures.step_time_over_memory(rows)
 
 # %% [markdown]
 # ## The best plan of each budget

@@ -7,11 +7,8 @@ Plotly's own JavaScript, which is most of the file.
 from __future__ import annotations
 
 import html
-import json
-import math
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import pandas as pd
 
@@ -26,34 +23,14 @@ def write_page(frame: pd.DataFrame, path: str | Path, title: str = "sweep") -> P
     Raises ModuleNotFoundError without the plotly package.
     """
     try:
+        from plotly.io.json import to_json_plotly
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the page is drawn by Plotly: pip install plotly") from error
     path = Path(path)
-    text = Template(_read("page.html")).substitute(
-        title=html.escape(title),
-        css=_read("page.css"),
-        js=_read("page.js"),
-        plotly=get_plotlyjs(),
-        data=json.dumps(_plain(contents(frame)), separators=(",", ":"), allow_nan=False).replace("</", r"<\/"),
-    )
+    page, css, js = (_HERE.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    data = to_json_plotly(contents(frame))  # which writes what is not finite as null, and no "<"
+    text = Template(page).substitute(title=html.escape(title), css=css, js=js, plotly=get_plotlyjs(), data=data)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _read(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Containers and numbers that JSON has: what is not finite is null, floats have six digits."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, pd.Series)):
-        return [_plain(each) for each in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value

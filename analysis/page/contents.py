@@ -54,9 +54,9 @@ def contents(frame: pd.DataFrame) -> dict[str, Any]:
         "counts": frame["status"].value_counts().to_dict(),
         "columns": [{"name": heading, "unit": unit, "text": not scale} for _, heading, unit, scale in columns],
         "runs": [[_cell(row[key], scale) for key, _, _, scale in columns] for _, row in frame.iterrows()],
-        "names": [str(name) for name in frame["name"]],
-        "reasons": ["" if pd.isna(reason) else reason for reason in frame["reason"]],
-        "folders": [str(folder) for folder in frame["folder"]],
+        "names": list(frame["name"]),
+        "reasons": list(frame["reason"].fillna("")),
+        "folders": list(frame["folder"].astype(str)),
         "commands": _commands(frame["folder"], frame["command"]),
         "best": best,
         "provenance": _provenance(frame),
@@ -87,7 +87,8 @@ def _engines(title: str, rows: pd.DataFrame) -> dict[str, Any] | None:
     base = own["step_s"].min()
     cells = [
         [("" if peer else "mdcs, ") + row["label"], "" if peer else ask.budget_words(row["budget_bytes"]),
-         *(row[key] * 1e3 for key in ("step_s", "step_s_p10", "step_s_p90")), row["step_s"] / base, row["peak_bytes"] / MIB]
+         *(row[key] * 1e3 for key in ("step_s", "step_s_p10", "step_s_p90")), row["step_s"] / base, row["exposed_s"] * 1e3,
+         row["overlap_ratio"], row["bytes_total"] / 1e6, row["peak_bytes"] / MIB, row["runs"]]
         for of, peer in ((own, False), (points[peers], True)) for _, row in of.sort_values("step_s").iterrows()
     ]  # fmt: skip
     return {"title": title, "rows": cells}

@@ -11,7 +11,7 @@ from analysis import questions as ask
 from analysis.pictures import style
 from analysis.pictures.gantt import Bar, panels
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS, RECOMPUTES, stack
-from analysis.pictures.schedule_share import PANELS
+from analysis.pictures.step_time import PANELS
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import Timeline
 
@@ -29,8 +29,7 @@ _PATTERNS = {"AR": "x", "RS": "/", "AG_F": "\\", "AG_B": "."}
 def of_sweep(title: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Step time over memory, then the trade-off curve of each budget; nothing of what the runs do not have."""
     looks = style.looks(rows)
-    points = ask.best_points(rows, "budget_bytes")
-    points = points[points["peak_bytes"].fillna(points["predicted_peak_bytes"]).notna()] if len(points) else points
+    points = ask.over_memory(rows)
     if len(points):
         yield {"title": f"step time over memory · {title}", **_over_memory(points, ask.time_of(ask.drawn(rows)), looks)}
     for curve in ask.share_curves(rows):
@@ -40,14 +39,11 @@ def of_sweep(title: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _curve(curve: pd.DataFrame, looks: style.Looks) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
-    shown = ask.drawn(curve)
+    points = ask.over_share(curve)
     for number, (column, _) in enumerate(PANELS, start=1):
-        for label, rows in ask.series(shown).items():
-            points = ask.median_by(rows, "schedule_share")
-            traces += _pair(points["schedule_share"], points, column, label, looks[label], f"y{number}", legend=number == 1)
-    time = ask.time_of(shown)
-    points = [ask.median_by(rows, "schedule_share").assign(label=label) for label, rows in ask.series(shown).items()]
-    star, words = _star(pd.concat(points, ignore_index=True), "schedule_share", time)
+        for label, of_label in points.groupby("label"):
+            traces += _pair(of_label, column, str(label), looks[str(label)], f"y{number}")
+    star, words = _star(points, ask.time_of(ask.drawn(curve)))
     traces.append(star)
     axes = {}
     for number, ((_, heading), domain) in enumerate(zip(PANELS, ([0.54, 1], [0.27, 0.48], [0, 0.21]), strict=True), start=1):
@@ -58,12 +54,11 @@ def _curve(curve: pd.DataFrame, looks: style.Looks) -> dict[str, Any]:
 
 
 def _over_memory(points: pd.DataFrame, time: str, looks: style.Looks) -> dict[str, Any]:
-    points = points.assign(peak=points["peak_bytes"].fillna(points["predicted_peak_bytes"]) / MIB)
+    points[["at", "predicted_at"]] /= MIB
     traces: list[dict[str, Any]] = []
-    for label, of_label in points.sort_values("peak").groupby("label"):
-        predicted_x = (of_label["predicted_peak_bytes"] / MIB).fillna(of_label["peak"])
-        traces += _pair(of_label["peak"], of_label, "step_s", str(label), looks[str(label)], "y", predicted_x, legend=True)
-    star, words = _star(points, "peak", time)
+    for label, of_label in points.groupby("label"):
+        traces += _pair(of_label, "step_s", str(label), looks[str(label)], "y")
+    star, words = _star(points, time)
     layout = {
         "height": 460, "xaxis": {"title": {"text": "peak memory per rank (MiB)<br>of each budget the best share"}},
         "yaxis": {"title": {"text": "time per iteration (ms)"}},
@@ -71,13 +66,11 @@ def _over_memory(points: pd.DataFrame, time: str, looks: style.Looks) -> dict[st
     return {"told": words, "figure": {"data": [*traces, star], "layout": layout}}
 
 
-def _pair(
-    x: pd.Series, points: pd.DataFrame, column: str, label: str, look: dict[str, str], axis: str,
-    predicted_x: pd.Series | None = None, *, legend: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Measured, with bars from p10 to p90 where it is step time, and predicted."""
+def _pair(points: pd.DataFrame, column: str, label: str, look: dict[str, str], axis: str) -> list[dict[str, Any]]:
+    """Measured, with bars from p10 to p90 where it is step time, and predicted. Only step times are in the legend."""
     made: list[dict[str, Any]] = []
-    shared = {"x": list(x), "yaxis": axis, "legendgroup": label, "mode": "lines+markers"}
+    legend = column == "step_s"
+    shared = {"x": list(points["at"]), "yaxis": axis, "legendgroup": label, "mode": "lines+markers"}
     measured = points[column] * 1e3
     if measured.notna().any():
         trace = {
@@ -85,7 +78,7 @@ def _pair(
             "line": {"color": look["color"], "width": 2}, "marker": {"symbol": _SYMBOLS[look["marker"]], "size": 8},
             "hovertemplate": f"{label}<br>%{{x:.4g}}: %{{y:.4g}} ms measured<extra></extra>",
         }  # fmt: skip
-        if column == "step_s":
+        if legend:
             up, down = points["step_s_p90"] * 1e3 - measured, measured - points["step_s_p10"] * 1e3
             bars = {"type": "data", "symmetric": False, "array": list(up), "arrayminus": list(down), "thickness": 1.2, "width": 3}
             trace["error_y"] = bars
@@ -93,7 +86,7 @@ def _pair(
     if points[f"predicted_{column}"].isna().all():
         return made
     made.append({
-        **shared, "x": list(x if predicted_x is None else predicted_x), "y": list(points[f"predicted_{column}"] * 1e3),
+        **shared, "x": list(points["predicted_at"]), "y": list(points[f"predicted_{column}"] * 1e3),
         "name": f"{label}, predicted", "showlegend": legend and not made,
         "line": {"color": look["color"], "width": 1.2, "dash": "dash"},
         "marker": {"symbol": f"{_SYMBOLS[look['marker']]}-open", "size": 10},
@@ -102,11 +95,11 @@ def _pair(
     return made
 
 
-def _star(points: pd.DataFrame, x: str, time: str) -> tuple[dict[str, Any], str]:
+def _star(points: pd.DataFrame, time: str) -> tuple[dict[str, Any], str]:
     """The fastest of all points, and what is told of it."""
     best, words = ask.fastest(points, time)
     marker = {"symbol": "star", "size": 15, "color": "#FFD700", "line": {"color": style.INK, "width": 1}}
-    return {"x": [best[x]], "y": [best[time] * 1e3], "name": "fastest of all shown", "mode": "markers", "marker": marker,
+    return {"x": [best["at"]], "y": [best[time] * 1e3], "name": "fastest of all shown", "mode": "markers", "marker": marker,
             "hovertemplate": f"{words}<extra></extra>"}, words  # fmt: skip
 
 

@@ -186,7 +186,8 @@ function provenance() {
 function engines() {
   const number = (name, unit) => ({ name, unit, text: false });
   const columns = [{ name: "engine", unit: "", text: true }, { name: "budget", unit: "", text: true }, number("step", "ms"),
-    number("p10", "ms"), number("p90", "ms"), number("× the fastest of mdcs", ""), number("peak", "MiB")];
+    number("p10", "ms"), number("p90", "ms"), number("× the fastest of mdcs", ""),
+    number("exposed", "ms"), number("overlap ratio", ""), number("sent", "MB"), number("peak", "MiB"), number("runs", "")];
   if (data.engines.length) byId("engine-tables").replaceChildren();
   for (const { title, rows } of data.engines) {
     const [made, place] = [element("table"), element("div", undefined, "scroll")];

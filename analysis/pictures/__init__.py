@@ -1,19 +1,16 @@
 """The pictures of a sweep and of a run. Each function returns a matplotlib Figure; `save` writes it.
 
 In all of them: measured is solid, predicted is dashed or hollow, the star is the fastest of what is shown, other engines are
-black, colours survive colour-blindness. `looks` keeps colours and marks the same in several pictures of one sweep.
+black or grey, colours survive colour-blindness. A series has one colour and mark in all pictures of a workload (`looks`).
 """
 
 from analysis.pictures.collectives import collectives
 from analysis.pictures.engine_comparison import engine_comparison
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
-from analysis.pictures.overview import overview
 from analysis.pictures.results import predictions, time_over_memory
 from analysis.pictures.scale import scale_curves, scale_map
-from analysis.pictures.schedule_share import tradeoff_curve
-from analysis.pictures.setting import step_time_over_setting
-from analysis.pictures.step_time import step_time_over_memory
+from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import save
 
 __all__ = [

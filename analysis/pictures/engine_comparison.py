@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis.pictures import style
+from analysis.questions import count
 from mdcs.sizes import MIB
 
 _COMPUTE, _EXPOSED, _IDLE, _STALLED, _WHOLE, _OVERLAP = "#A9CFE8", "#D55E00", "#F3E3A6", "#EBA97E", "#B9B9B9", "#009E73"
@@ -27,15 +28,20 @@ def engine_comparison(document: Mapping[str, Any]) -> Figure:
         raise ValueError("no engine was measured")
     heights = [0.55 + 0.27 * len(budget["lines"]) for budget in budgets]
     ranks = "1 rank" if document["world"] == 1 else f"{document['world']} ranks"
-    link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
+    size = f", {count(document['parameters'])} parameters" if document["parameters"] else ""
+    link = f" · link of {document['shaped_link']}" if document["shaped_link"] else ""
     rounds = "1 round" if document["rounds"] == 1 else f"medians of {document['rounds']} rounds"
-    title = f"{document['model']} · {ranks}{link} · {rounds}"
+    title = f"{document['model']}{size} · {ranks}{link} · {rounds}"
     figure = style.new_figure(10.5, sum(heights) + 0.6, title)
     panels = figure.subplots(len(budgets), 3, squeeze=False, sharex="col", width_ratios=(5, 2, 3), height_ratios=heights)
     for row, budget in zip(panels, budgets, strict=True):
         _draw_steps(row[0], budget)
-        _draw_overlap(row[1], budget["lines"])
-        _draw_memory(row[2], budget)
+        _draw_bars(row[1], budget["lines"], "overlap_ratio", 1, _OVERLAP)
+        row[1].set_xlim(0, 1)
+        _draw_bars(row[2], budget["lines"], "peak_bytes", MIB, _COMPUTE)
+        if budget["budget_bytes"] is not None:
+            row[2].axvline(budget["budget_bytes"] / MIB, color=_EXPOSED, lw=1.4)
+        row[2].set_xlim(left=0)
         row[0].set_title(f"{_words(budget)}: time per iteration")
         row[1].set_title("overlap ratio")
         row[2].set_title("peak memory per rank")
@@ -91,25 +97,13 @@ def _parts(line: Mapping[str, Any], whole: float) -> list[tuple[float, str]]:
     return [(whole - stalled, _COMPUTE), (exposed, _EXPOSED), (stalled - exposed, _IDLE)]
 
 
-def _draw_overlap(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
+def _draw_bars(axes: Axes, lines: Sequence[Mapping[str, Any]], key: str, unit: float, colour: str) -> None:
+    """A bar per engine of what a line has under `key`."""
     for at, line, alpha in _rows(axes, lines):
-        if not line["overlap_ratio"]:
-            words = "not known" if line["overlap_ratio"] is None else "0"
-            axes.text(0.02, at, words, va="center", fontsize=7.5, color=style.GREY)
+        if line[key]:
+            axes.barh(at, line[key] / unit, 0.66, color=colour, alpha=alpha)
         else:
-            axes.barh(at, line["overlap_ratio"], 0.66, color=_OVERLAP, alpha=alpha)
-    axes.set_xlim(0, 1)
-
-
-def _draw_memory(axes: Axes, budget: Mapping[str, Any]) -> None:
-    for at, line, alpha in _rows(axes, budget["lines"]):
-        if line["peak_bytes"] is None:
-            axes.text(0.02, at, "not measured", va="center", fontsize=7.5, color=style.GREY)
-        else:
-            axes.barh(at, line["peak_bytes"] / MIB, 0.66, color=_COMPUTE, alpha=alpha)
-    if budget["budget_bytes"] is not None:
-        axes.axvline(budget["budget_bytes"] / MIB, color=_EXPOSED, lw=1.4)
-    axes.set_xlim(left=0)
+            axes.text(0.02, at, "not known" if line[key] is None else "0", va="center", fontsize=7.5, color=style.GREY)
 
 
 def _handles() -> list[Any]:

@@ -11,12 +11,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis.pictures import style
-from analysis.trace import sublanes
+from analysis.trace import LANE_WORDS, sublanes
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline, step_times
 
 _FEW_SLOTS = 32
-_LANE_WORDS = {"compute": "compute", "message": "messages", "update": "updates"}
 
 
 class Bar(NamedTuple):
@@ -61,7 +60,7 @@ def _panel(rank: RankTimeline, period_s: float, recomputed: Collection[str]) -> 
         intervals = rank.lane(lane)
         rows = sublanes(intervals)
         bars += [_bar(interval, top + row, recomputed) for interval, row in zip(intervals, rows, strict=True)]
-        lanes.append((_LANE_WORDS[lane], max(rows, default=0) + 1))
+        lanes.append((LANE_WORDS[lane], max(rows, default=0) + 1))
         top += lanes[-1][1]
     times = step_times(rank.intervals, 0.0, period_s)
     headline = (

@@ -1,57 +1,272 @@
-"""The trade-off: step time over peak memory, a line per strategy · scheduler, other engines at their own memory."""
+"""Step time over peak memory, over a swept number, and over the share of the schedule; and the picture of a whole sweep."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from math import nan
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from analysis import questions as ask
 from analysis.pictures import style
 from mdcs.sizes import GIB, MIB
 
+PANELS = (("step_s", "time per iteration"), ("overlap_s", "overlap duration"), ("extra_communication_s", "extra communication"))
 _NOTES = 3
+_LOG_FROM = 20
+"""Positive values are drawn on a logarithmic scale where the greatest is so many times the least."""
+_COMPUTE: dict[str, Any] = {"color": style.INK, "ls": ":", "lw": 1.2}
+_FRONT: dict[str, Any] = {"color": "#AAAAAA", "lw": 1, "drawstyle": "steps-post", "zorder": 1}
+_RING: dict[str, Any] = {"color": "none", "marker": "o", "ms": 13, "mfc": "none", "mec": style.INK, "mew": 0.9}
 
 
 @style.styled
-def step_time_over_memory(frame: pd.DataFrame, model: str | None = None, looks: style.Looks | None = None) -> Figure:
+def overview(frame: pd.DataFrame) -> Figure:
+    """Left the trade-off curve over schedule_share, right step time over memory; one of them if the sweep varies
+    only one, and step time over another number if it varies that alone. Raises ValueError if there is nothing to draw.
+    """
+    workload, rows = _workload(frame)
+    curves = ask.share_curves(rows)
+    if not curves:
+        only_a_setting = not ask.has_memory_axis(rows) and ask.setting_axis(rows) is not None
+        return step_time_over_setting(rows) if only_a_setting else step_time_over_memory(rows)
+    if not ask.has_memory_axis(rows):
+        return tradeoff_curve(rows)
+
+    looks, curve = style.looks(rows), curves[0]
+    figure = style.new_figure(12, 5.8, workload.title)
+    grid = figure.add_gridspec(3, 2, height_ratios=(2.2, 1, 1))
+    left = figure.add_subplot(grid[0, 0])
+    panels = [left, *(figure.add_subplot(grid[i, 0], sharex=left) for i in (1, 2))]
+    for panel in panels[:-1]:
+        panel.tick_params(labelbottom=False)
+    _over_share(panels, curve, looks, 5.6, f", {ask.budget_words(curve['budget_bytes'].iloc[0])}")
+    points = over_memory(figure.add_subplot(grid[:, 1]), rows, looks, 5.6)
+    named = style.series_handles(looks, [*points["label"], *ask.series(curve)])
+    named += [*handles(rows), *_curve_handles(curve), *_memory_handles()]
+    style.legend_below(figure, named, notes=_missing_notes(rows, width=170))
+    return figure
+
+
+@style.styled
+def step_time_over_memory(frame: pd.DataFrame) -> Figure:
     """Step time (ms) over the peak memory of a rank, a line per strategy · scheduler: measured (median, p10–p90) at measured
     peaks, predicted hollow at predicted ones. The star is the fastest of all that is shown.
 
     A point is the best schedule_share of a budget. Runs that failed, are infeasible or incomplete are named below. Raises
     ValueError if there is nothing to draw.
     """
-    workload, rows = choose_workload(frame, model)
-    looks = looks or style.looks(rows)
+    workload, rows = _workload(frame)
+    looks = style.looks(rows)
     figure = style.new_figure(8.2, 4.4, workload.title)
-    shown = draw_steps(figure.subplots(), rows, looks, 8.2)
-    style.legend_below(figure, style.series_handles(looks, shown) + handles(rows), notes=missing_notes(rows))
+    points = over_memory(figure.subplots(), rows, looks, 8.2)
+    named = [*style.series_handles(looks, points["label"]), *handles(rows), *_memory_handles()]
+    style.legend_below(figure, named, notes=_missing_notes(rows))
     return figure
 
 
-def choose_workload(frame: pd.DataFrame, model: str | None = None) -> tuple[ask.Workload, pd.DataFrame]:
-    for workload, rows in ask.workloads(frame if model is None else frame[frame["model"] == model]):
+@style.styled
+def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figure:
+    """Step time (ms) over a numeric setting, by its full key: by default the one with most values. A line per strategy ·
+    scheduler and everything else that was swept: measured (median, p10–p90), predicted hollow, repetitions as dots. Values that
+    are no numbers (null) stand at the left, before the first number.
+
+    Raises ValueError if there is nothing to draw, or no number was swept.
+    """
+    workload, rows = _workload(frame)
+    key = key or ask.setting_axis(rows)
+    if key is None or not ask.numbers(ask.drawn(rows)[key]).notna().any():
+        raise ValueError("no swept number to draw step times over")
+    shown = ask.drawn(rows)
+    shown = shown[shown[key].notna()].assign(at=ask.numbers(shown[key]))
+    words = sorted(set(shown[shown["at"].isna()][key].map(str)))
+    values = sorted(shown["at"].dropna().unique())
+    log = values[0] > 0 and values[-1] >= _LOG_FROM * values[0]
+    left = values[0] / (values[-1] / values[0]) ** 0.12 if log else values[0] - 0.12 * (values[-1] - values[0])
+    shown = shown.assign(at=shown["at"].fillna(left), label=ask.labels(shown, without=key))
+    points = ask.best_points(shown, "budget_bytes", "at", without=key)
+    all_looks = style.looks(rows)
+    looks = {label: all_looks[ask.label(of.iloc[0])] for label, of in shown.groupby("label")}
+
+    figure = style.new_figure(8.2, 4.4, _title(workload, shown))
+    axes = figure.subplots()
+    words_of_star = _draw(axes, shown, points.assign(predicted_at=points["at"]), looks, "at", by_budget=True)
+    axes.margins(x=0.06, y=0.1)
+    if shown["budget_bytes"].nunique(dropna=False) > 1:
+        _name_budgets(axes, points, ask.time_of(shown))
+    if log:
+        axes.set_xscale("log")
+    ticks = [*([left] if words else []), *values]
+    if len(ticks) <= 11:
+        axes.set_xticks(ticks, [*(["/".join(words)] if words else []), *(f"{value:.4g}" for value in values)])
+        axes.minorticks_off()
+    style.set_title(axes, f"time per iteration over {key}\n{words_of_star}", 8.2)
+    axes.set_xlabel(key + (", each at its stop point" if shown["schedule_share"].nunique() > 1 else ""))
+    named = [*style.series_handles(looks), *handles(rows), Line2D([], [], **_COMPUTE, label="compute alone")]
+    style.legend_below(figure, named, notes=_missing_notes(rows))
+    return figure
+
+
+@style.styled
+def tradeoff_curve(frame: pd.DataFrame, curve: pd.DataFrame | None = None) -> Figure:
+    """Step time, overlap duration and extra communication (ms) over schedule_share, a line per strategy · scheduler.
+
+    Draws `curve`, the frame's rows of one workload and one budget; by default those with most shares. Raises ValueError if no
+    such rows have two shares.
+    """
+    if curve is None:
+        curve = next(iter(ask.share_curves(frame)), None)
+    if curve is None:
+        raise ValueError("no trade-off curve: that needs runs or plans of one budget with two schedule shares or more")
+    looks = style.looks(frame)
+    figure = style.new_figure(8.2, 5.8, _title(ask.workloads(curve)[0][0], curve))
+    _over_share(figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1)), curve, looks, 8.2)
+    style.legend_below(figure, style.series_handles(looks, ask.series(curve)) + handles(curve) + _curve_handles(curve))
+    return figure
+
+
+def over_memory(
+    axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float, title: str = "time per iteration over memory",
+    spread: str = ask.SPREAD,
+) -> pd.DataFrame:  # fmt: skip
+    """Draw into axes that are `inches` wide; return the points (:func:`analysis.questions.over_memory`). `spread` says what the
+    bars are.
+    """
+    shown, points = ask.drawn(rows), ask.over_memory(rows)
+    if not len(points):
+        raise ValueError("no step times to draw over memory: no run has a peak or a budget")
+    time, (scale, unit) = ask.time_of(shown), (GIB, "GiB") if points["at"].max() >= GIB else (MIB, "MiB")
+    points[["at", "predicted_at"]] /= scale
+    words = _draw(axes, shown.assign(at=ask.memory_of(shown) / scale), points, looks, spread=spread)
+    front = points.sort_values(["at", time])
+    front = front[front[time] < front[time].cummin().shift(fill_value=float("inf"))]
+    axes.plot([*front["at"], points["at"].max()], [*(front[time] * 1e3), front[time].min() * 1e3], **_FRONT)
+    axes.margins(x=0.06, y=0.1)
+    style.set_title(axes, f"{title}\n{words}", inches)
+    several = shown.groupby(["strategy", "scheduler", "budget_bytes"])["schedule_share"].nunique().gt(1).any()
+    known, planned = points["peak_bytes"].notna(), points["predicted_peak_bytes"].notna()
+    how = "measured" if known.all() else "measured where it was, else predicted" if known.any() else "predicted"
+    how = how if (known | planned).any() else "the budget: not measured"
+    axes.set_xlabel(f"peak memory per rank ({unit}), {how}{'; of each budget the stop point' if several else ''}")
+    return points
+
+
+def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, inches: float, about: str = "") -> None:
+    """Draw into three axes that are `inches` wide, top to bottom: `PANELS`. `about` goes into the title."""
+    top, *others, bottom = axes
+    shown, points = ask.drawn(curve), ask.over_share(curve)
+    for panel, (column, title) in zip((*others, bottom), PANELS[1:], strict=True):
+        steps = {"step_s": points[column], "predicted_step_s": points[f"predicted_{column}"]}
+        for label, of_label in points.assign(**steps, step_s_p10=nan, step_s_p90=nan).groupby("label"):
+            style.draw_steps(panel, of_label, looks[str(label)])
+        panel.set_title(title)
+        panel.set_ylabel("ms")
+        panel.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=3))
+        panel.margins(y=0.12)
+        panel.set_ylim(bottom=0, top=None if panel.get_ylim()[1] > 0 else 1)
+
+    time = ask.time_of(shown)
+    for rows in ask.series(shown).values():
+        if rows["schedule_share"].nunique() > 1:  # one share alone is no curve
+            point = ask.stop_point(rows, time)
+            top.plot(point["schedule_share"], point[time] * 1e3, **_RING, zorder=5)
+    words = _draw(top, shown.assign(at=shown["schedule_share"]), points, looks, compute=False)
+    top.margins(y=0.14)
+    top.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
+    style.set_title(top, f"{PANELS[0][1]}{about}\n{words}", inches)
+    for label, missing in ask.series(ask.not_measured(curve)).items():
+        at = missing["schedule_share"]
+        top.plot(at, [0.04] * len(at), "x", c=looks[label]["color"], mew=1.6, transform=top.get_xaxis_transform())
+    shares = sorted(curve["schedule_share"].unique())
+    if len(shares) <= 11:
+        bottom.set_xticks(shares, [f"{share:.3g}" for share in shares])
+    bottom.set_xlabel("← memory for the strategy      schedule_share      for the schedule →")
+
+
+def _draw(
+    axes: Axes, rows: pd.DataFrame, points: pd.DataFrame, looks: style.Looks, *keys: str, by_budget: bool = False,
+    compute: bool = True, spread: str = ask.SPREAD,
+) -> str:  # fmt: skip
+    """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as a star;
+    return that in words. `keys`, beside label, budget and share, say which runs a point stands for.
+    """
+    on, time = ["label", "budget_bytes", "schedule_share", *keys], ask.time_of(rows)
+    rows = rows if "label" in rows else rows.assign(label=ask.labels(rows))
+    for (label, *_), line in points.groupby(["label", "budget_bytes"] if by_budget else ["label"], dropna=False):
+        style.draw_steps(axes, line, looks[label])
+        if line["runs"].max() > 1:
+            each = rows.merge(line[on].drop_duplicates(), on=on)
+            axes.plot(each["at"], each["step_s"] * 1e3, ".", **style.REPETITION, zorder=2.5)
+    best, words = ask.fastest(points, time, spread)
+    if time == "step_s":
+        ends = best["step_s_p10"] * 1e3, best["step_s_p90"] * 1e3
+        axes.vlines(best["at"], *ends, color=looks[best["label"]]["color"], lw=1.6, zorder=6)
+    axes.plot(best["at"], best[time] * 1e3, **style.STAR, zorder=7)
+    if compute:
+        alone = points["compute_s"].fillna(points["predicted_compute_s"])
+        axes.axhline(alone.min() * 1e3, **_COMPUTE)
+    axes.set_ylabel("ms")
+    return words
+
+
+def _name_budgets(axes: Axes, points: pd.DataFrame, time: str) -> None:
+    """Write the budget of each line at its end; names that would cover each other are moved up."""
+    ends = points.groupby(["label", "budget_bytes"], dropna=False, sort=False).last().reset_index().sort_values(time)
+    low, high = axes.get_ylim()
+    floor = -1.0
+    for _, end in ends.iterrows():
+        at = (end[time] * 1e3 - low) / (high - low)
+        floor = max(at, floor + 0.045)  # of the height of the axes: a line of this size
+        axes.annotate(
+            ask.budget_words(end["budget_bytes"]), (end["at"], at), (7, (floor - at) * 200), va="center", fontsize=7,
+            xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+        )  # fmt: skip
+
+
+def _workload(frame: pd.DataFrame) -> tuple[ask.Workload, pd.DataFrame]:
+    for workload, rows in ask.workloads(frame):
         if len(ask.drawn(rows)):
             return workload, rows
     raise ValueError("no step times to draw: nothing was predicted, and no run was measured to its end")
 
 
-def handles(rows: pd.DataFrame, *, front: bool = True) -> list[Line2D]:
+def _title(workload: ask.Workload, rows: pd.DataFrame) -> str:
+    budgets = rows["budget_bytes"].unique()
+    return f"{workload.title} · {ask.budget_words(budgets[0]) if len(budgets) == 1 else 'several budgets'}"
+
+
+def handles(rows: pd.DataFrame) -> list[Line2D]:
     """Legend entries of what is not a series."""
+    hollow: dict[str, Any] = {"ls": "--", "lw": 1.1, "marker": "o", "mfc": "white", "mew": 1.1, "ms": 6.5}
     return [
-        *([style.measured_handle()] if len(ask.measured(rows)) else []),
-        *([style.predicted_handle()] if ask.drawn(rows)["predicted_step_s"].notna().any() else []),
-        *([style.repetition_handle()] if ask.repeated(rows) else []),
-        style.star_handle(),
-        *([Line2D([], [], **style.FRONT, label="least time within so much memory")] if front else []),
-        Line2D([], [], color=style.INK, ls=":", lw=1.2, label="compute alone"),
+        *([Line2D([], [], color=style.GREY, label="measured")] if len(ask.measured(rows)) else []),
+        *([Line2D([], [], color=style.GREY, label="predicted", **hollow)] if rows["predicted_step_s"].notna().any() else []),
+        *([Line2D([], [], ls="", marker=".", label="a run of several", **style.REPETITION)] if ask.repeated(rows) else []),
+        Line2D([], [], color="none", label="fastest of all shown", **style.STAR),
     ]
 
 
-def missing_notes(rows: pd.DataFrame, width: int = 130) -> str:
+def _memory_handles() -> list[Line2D]:
+    front = Line2D([], [], **_FRONT, label="least time within so much memory")
+    return [front, Line2D([], [], **_COMPUTE, label="compute alone")]
+
+
+def _curve_handles(curve: pd.DataFrame) -> list[Line2D]:
+    handles = [Line2D([], [], **_RING, label="stop point: fastest of its curve")]
+    missing = ask.not_measured(curve)
+    if len(missing):
+        words = "infeasible" if (missing["status"] == "infeasible").all() else "not measured"
+        handles.append(Line2D([], [], color="none", marker="x", mec=style.GREY, mew=1.4, label=words))
+    return handles
+
+
+def _missing_notes(rows: pd.DataFrame, width: int = 130) -> str:
     """One line for each of the first few runs that are not drawn, and the number of others."""
     missing = ask.not_measured(rows)
     notes = []
@@ -62,34 +277,3 @@ def missing_notes(rows: pd.DataFrame, width: int = 130) -> str:
     if len(missing) > _NOTES:
         notes.append(f"and {len(missing) - _NOTES} more")
     return "\n".join(notes)
-
-
-def draw_steps(axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float) -> list[str]:
-    """Draw into axes that are `inches` wide; return the labels of the series that they show."""
-    time, points = ask.time_of(ask.drawn(rows)), ask.best_points(rows, "budget_bytes")
-    peak = ask.memory_of(points)
-    points = points.assign(peak=peak, at=points["predicted_peak_bytes"].fillna(peak))[peak.notna()].reset_index(drop=True)
-    if not len(points):
-        raise ValueError("no step times to draw over memory: no run has a peak or a budget")
-    scale, unit = (GIB, "GiB") if points["peak"].max() >= GIB else (MIB, "MiB")
-    points[["peak", "at"]] /= scale
-    for label, of_label in points.sort_values("peak", kind="stable").groupby("label"):
-        style.draw_steps(axes, of_label["peak"], of_label, looks[str(label)], of_label["at"])
-        alike = ask.at_points(ask.series(ask.drawn(rows))[str(label)], of_label, "budget_bytes", "schedule_share")
-        style.draw_repetitions(axes, ask.memory_of(alike) / scale, alike, of_label["runs"])
-    front = points.sort_values(["peak", time])
-    front = front[front[time] < front[time].cummin().shift(fill_value=float("inf"))]
-    axes.plot([*front["peak"], points["peak"].max()], [*(front[time] * 1e3), front[time].min() * 1e3], **style.FRONT)
-    best, words = ask.fastest(points, time)
-    style.draw_star(axes, best["peak"], best, time, looks[best["label"]])
-    compute = points["compute_s"].fillna(points["predicted_compute_s"])
-    axes.axhline(compute.min() * 1e3, color=style.INK, ls=":", lw=1.2)
-    axes.margins(x=0.06, y=0.1)
-    style.set_title(axes, f"time per iteration over memory\n{words}", inches)
-    several = ask.drawn(rows).groupby(["strategy", "scheduler", "budget_bytes"])["schedule_share"].nunique().gt(1).any()
-    known, planned = points["peak_bytes"].notna(), points["predicted_peak_bytes"].notna()
-    how = "measured" if known.all() else "measured where it was, else predicted" if known.any() else "predicted"
-    how = how if (known | planned).any() else "the budget: not measured"
-    axes.set_xlabel(f"peak memory per rank ({unit}), {how}{'; of each budget the stop point' if several else ''}")
-    axes.set_ylabel("ms")
-    return sorted(set(points["label"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ INK = "#222222"
 GREY = "#767676"
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SERIES = (*_HUES, *(f"#{''.join(f'{int(hue[i : i + 2], 16) * 11 // 20:02X}' for i in (1, 3, 5))}" for hue in _HUES))
-_MARKERS, _PEER_MARKERS = ("o", "s", "^", "D", "v", "<", ">"), ("X", "P", "h", "p", "8", "d")
-"""Twelve colours, each hue also dark, and seven marks: no two of the first 84 series have both alike. Other engines are black."""
-FRONT: dict[str, Any] = {"color": "#AAAAAA", "lw": 1, "drawstyle": "steps-post", "zorder": 1}
-_STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
+_MARKERS = ("o", "s", "^", "D", "v", "<", ">")
+"""Twelve colours, each hue also dark, and seven marks: no two of the first 84 series have both alike."""
+_PEER_COLOURS, _PEER_MARKERS = (INK, "#8A8A8A"), ("X", "P", "d", "p", "h")
+"""Other engines are black or grey: no two of the first ten have both alike."""
+STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
+REPETITION: dict[str, Any] = {"mfc": GREY, "mec": "none", "ms": 7}
 Looks = dict[str, dict[str, str]]
 
 KINDS = {
@@ -75,7 +77,7 @@ def set_title(axes: Axes, title: str, inches: float) -> None:
 
 def look(labels: Iterable[str], peers: Iterable[str] = ()) -> Looks:
     """Colour and mark of each series; `peers` are the labels of other engines."""
-    both = ((set(labels) - set(peers), _SERIES, _MARKERS), (set(peers), (INK,), _PEER_MARKERS))
+    both = ((set(labels) - set(peers), _SERIES, _MARKERS), (set(peers), _PEER_COLOURS, _PEER_MARKERS))
     return {
         label: {"color": colours[i % len(colours)], "marker": marks[i % len(marks)]}
         for names, colours, marks in both
@@ -94,48 +96,16 @@ def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Lin
     return [Line2D([], [], label=label, **look) for label, look in named.items()]  # type: ignore[arg-type]
 
 
-def star_handle() -> Line2D:
-    return Line2D([], [], color="none", label="fastest of all shown", **_STAR)
-
-
-def draw_star(axes: Axes, x: float, best: pd.Series, time: str, look: dict[str, str]) -> None:
-    """Mark the fastest point, with a bar from p10 to p90 of its steps in the colour of its series."""
-    if time == "step_s":
-        axes.vlines(x, best["step_s_p10"] * 1e3, best["step_s_p90"] * 1e3, color=look["color"], lw=1.6, zorder=6)
-    axes.plot(x, best[time] * 1e3, **_STAR, zorder=7)
-
-
-def measured_handle() -> Line2D:
-    return Line2D([], [], color=GREY, label="measured")
-
-
-def predicted_handle() -> Line2D:
-    return Line2D([], [], color=GREY, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=6.5, label="predicted")
-
-
-def repetition_handle() -> Line2D:
-    return Line2D([], [], color="none", marker=".", mfc=INK, mec="white", mew=0.5, ms=9, label="a run of several")
-
-
-def draw_steps(
-    axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[str, str], predicted_x: Sequence[float] | None = None
-) -> None:
-    """Step time of a series, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
+def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str]) -> None:
+    """Step time of a series over `at`, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
     colour, step = look["color"], points["step_s"] * 1e3
-    at = x if predicted_x is None else predicted_x
     if points["predicted_step_s"].notna().any():
         predicted, mark = points["predicted_step_s"] * 1e3, look["marker"]
-        axes.plot(at, predicted, ls="--", lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
+        axes.plot(points["predicted_at"], predicted, ls="--", lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
     if step.notna().any():
         bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
-        axes.plot(x, step, color=colour, lw=1.4, zorder=3)
-        axes.errorbar(x, step, bars, fmt=look["marker"], color=colour, ms=4.5, elinewidth=1.4, capsize=2.5, zorder=4)
-
-
-def draw_repetitions(axes: Axes, x: Sequence[float], rows: pd.DataFrame, runs: pd.Series) -> None:
-    """Each run as a dot, if a point of theirs stands for several (`runs` of each point)."""
-    if runs.max() > 1:
-        axes.plot(x, rows["step_s"] * 1e3, ".", c=INK, mec="white", mew=0.5, ms=9, zorder=5)
+        axes.plot(points["at"], step, color=colour, lw=1.4, zorder=3)
+        axes.errorbar(points["at"], step, bars, fmt=look["marker"], color=colour, ms=5, elinewidth=1.4, capsize=2.5, zorder=4)
 
 
 def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:

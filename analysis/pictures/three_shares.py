@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,10 +49,9 @@ def three_shares(points: pd.DataFrame, title: str) -> Figure:
         handles.append(Line2D([], [], color="none", marker="x", mec=style.GREY, mew=1.4, label="infeasible"))
     for i in points.index[points["is_stop"]]:
         words = ", ".join(f"{points[name][i] * 100:.0f} % {name}" for name in SHARES)
-        star: dict[str, Any] = {"mfc": "#FFD700", "mec": style.INK, "mew": 0.8, "ms": 14}
-        axes.plot(x[i], y[i], "*", zorder=5, **star)
+        axes.plot(x[i], y[i], zorder=5, **style.STAR)
         label = f"stop point, {_milliseconds(times[i])} ms predicted: {words}"
-        handles.append(Line2D([], [], color="none", marker="*", label=label, **star))
+        handles.append(Line2D([], [], color="none", label=label, **style.STAR))
     style.legend_below(figure, handles)
     return figure
 

@@ -77,7 +77,7 @@ def line(engine, median, stalled_s=None, exposed_s=None, fits=True, overlap=0.5)
 
 
 def document(*budgets):
-    job = {"model": "gpt2", "world": 2, "shaped_link": "1 Gbit/s", "rounds": 3, "base": "mdcs"}
+    job = {"model": "gpt2", "world": 2, "shaped_link": "1 Gbit/s", "rounds": 3, "base": "mdcs", "parameters": 124e6}
     return {**job, "losses": {"differences": {"ddp": 1e-7}, "equal": True}, "budgets": list(budgets)}
 
 
@@ -95,6 +95,7 @@ def test_the_picture_has_a_row_of_panels_for_every_budget(tmp_path):
         )
     )
     assert len(figure.axes) == 6
+    assert figure.get_suptitle() == "gpt2, 124 M parameters · 2 ranks · link of 1 Gbit/s · medians of 3 rounds"
     steps, overlap = figure.axes[:2]
     assert [label.get_text() for label in steps.get_yticklabels()] == ["mdcs", "fairscale", "zero-2"]
     # computing, exposed and idle; computing and the rest; what cannot be divided

@@ -9,7 +9,6 @@ import matplotlib
 import pytest
 
 from analysis.__main__ import main
-from analysis.executed import read_notebook
 from analysis.load import load_sweep
 
 SWEEP = Path(__file__).parent / "sweep"
@@ -69,38 +68,10 @@ def test_predictions_and_measurements(monkeypatch):
     assert (table["peak memory: greatest"] < 0.001).all()
 
 
-def test_other_engines(monkeypatch):
-    table = run("engines", monkeypatch)["table"].set_index("engine")
-    frame = load_sweep(SWEEP / "engines").set_index("engine")
-    assert list(table.index) == ["ddp", "mdcs dp · wfbp", "fsdp2 always own"]
-    assert list(table["ratio"]) == [frame["step_s"][engine] / frame["step_s"]["mdcs"] for engine in ("ddp", "mdcs", "fsdp2")]
-    assert table.loc["ddp", "peak MiB"] == frame["peak_bytes"]["ddp"] / MIB
-
-
-def test_other_engines_do_not_pool_what_differs(run_writer, monkeypatch):
-    """Six runs of one plan: three shares, each with two seeds."""
-    for share in (0.0, 0.5, 1.0):
-        for seed in (0, 1):
-            run_writer(f"{share}-{seed}", share=share, settings={"run.seed": seed}, times={"step_s": 1 + share + seed / 10})
-    table = run("engines", monkeypatch, run_writer.sweep)["table"]
-    assert list(table["engine"]) == [f"mdcs ilp · memory_aware · share {share}" for share in ("0", "0.5", "1")]
-    assert list(table["runs"]) == [2, 2, 2] and (table["least ms"] < table["most ms"]).all()
-
-
-@pytest.mark.slow
-def test_larger_worlds(monkeypatch):
-    made = run("scaling", monkeypatch)
-    steps = made["table"].pivot(index="GPUs", columns="plan", values="step ms")
-    assert list(steps.index) == [8 * nodes for nodes in made["NODES"]]
-    assert (steps["greedy · wfbp"] <= steps["fsdp · wfbp"]).all()
-    assert (steps["fsdp · wfbp"] < steps["fsdp · sequential"]).all()
-    assert (made["table"]["peak GiB"] <= made["BUDGET_GIB"]).all()
-
-
 @pytest.mark.parametrize("notebook", sorted(NOTEBOOKS.glob("*.py")), ids=lambda path: path.stem)
 def test_text_cells_are_text_and_no_cell_has_a_marker(notebook):
     jupytext = pytest.importorskip("jupytext")
-    cells = read_notebook(jupytext, notebook).cells
+    cells = jupytext.read(notebook, fmt="py:percent").cells
     assert {cell.cell_type for cell in cells} == {"code", "markdown"}
     assert not [cell.source for cell in cells if "%% [" in cell.source or cell.source.startswith("# %%")]
     assert len(cells) == 1 + sum(line.startswith("# %%") for line in notebook.read_text().splitlines())
@@ -114,7 +85,7 @@ def test_jupyter_runs_them_all(run_writer, tmp_path, capsys, monkeypatch):
     before = set(tmp_path.iterdir())
     assert main(["notebooks", str(run_writer.sweep), "--out", str(tmp_path / "out")]) == 0
     assert set(capsys.readouterr().out.splitlines()) == {
-        *(f"wrote {tmp_path / 'out' / name}.ipynb" for name in ("engines", "prediction", "scaling", "strategies")),
+        *(f"wrote {tmp_path / 'out' / name}.ipynb" for name in ("prediction", "strategies")),
         "left out one_run.ipynb: no run that ended well has a timeline",
         "left out tradeoff.ipynb: no curve: that needs runs of one budget with two schedule shares or more",
     }

@@ -99,7 +99,7 @@ def test_the_page_tells_where_runs_come_from_and_shows_other_engines_beside_the_
     [table] = told["engines"]
     own, ddp, _fsdp = table["rows"]
     assert (own[0], own[5], ddp[0]) == ("mdcs, dp · wfbp", 1, "ddp") and ddp[5] == pytest.approx(ddp[2] / own[2])
-    assert ddp[3] < ddp[2] < ddp[4]
+    assert ddp[3] < ddp[2] < ddp[4] and ddp[9] == frame["peak_bytes"][frame["engine"] == "ddp"].item() / 2**20 and ddp[10] == 1
 
 
 @in_a_browser

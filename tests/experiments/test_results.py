@@ -7,13 +7,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from analysis import pictures
 from experiments import results
 from experiments.config import checks
 from experiments.config.files import groups
-from experiments.results_page import newest, page, predictions
+from experiments.results_page import newest, page, predictions, runs
 from tests.experiments.test_compare import ranks  # noqa: F401  # a fixture: no rank is started
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -81,8 +82,11 @@ def test_an_engine_stands_under_every_budget_that_it_fits(result):
 
 
 def test_pictures_have_a_panel_per_measurement_and_a_point_per_run(result):
-    assert len(pictures.time_over_memory([result, result]).axes) == 2
-    [axes] = pictures.predictions(predictions([result])).axes
+    figure = pictures.time_over_memory([("one", runs(result)), ("two", runs(result))])
+    words = "fastest: ddp: 900.0 ms (rounds: 900.0 to 1100); 2 of 3 others within that: noise decides"
+    assert [" ".join(axes.get_title("left").split("\n")) for axes in figure.axes] == [f"one {words}", f"two {words}"]
+    points = pd.DataFrame(predictions([result]), columns=["series", "predicted", "measured"])
+    [axes] = pictures.predictions("steps", "s", points).axes
     assert len(axes.lines[0].get_xdata()) == 6
 
 

@@ -18,9 +18,10 @@ def time_over_memory(measurements: Sequence[tuple[str, pd.DataFrame]]) -> Figure
     """
     all_rows = pd.concat([rows for _, rows in measurements], ignore_index=True)
     looks = style.looks(all_rows)
-    figure = style.new_figure(4.9 * max(2, len(measurements)), 3.8, "Step time over peak memory of a rank, measured")
-    for axes, (title, rows) in zip(figure.subplots(1, len(measurements), squeeze=False)[0], measurements, strict=True):
-        over_memory(axes, rows, looks, 4.4, title, spread="rounds")
+    grid = -(-len(measurements) // 2), 2
+    figure = style.new_figure(10.4, 3.8 * grid[0], "Step time over peak memory of a rank, measured")
+    for place, (title, rows) in enumerate(measurements, start=1):
+        over_memory(figure.add_subplot(*grid, place), rows, looks, 4.7, title, spread="rounds")
     notes = "mdcs: a point per budget; bars: from the fastest to the slowest round; line: least time within so much memory"
     style.legend_below(figure, style.series_handles(looks) + handles(all_rows), notes)
     return figure

@@ -45,11 +45,13 @@ def _curve(curve: pd.DataFrame, looks: style.Looks) -> dict[str, Any]:
             traces += _pair(of_label, column, str(label), looks[str(label)], f"y{number}")
     star, words = _star(points, ask.time_of(ask.drawn(curve)))
     traces.append(star)
-    axes = {}
-    for number, ((_, heading), domain) in enumerate(zip(PANELS, ([0.54, 1], [0.27, 0.48], [0, 0.21]), strict=True), start=1):
-        axes[f"yaxis{number}"] = {"title": {"text": f"{heading}<br>(ms)"}, "domain": domain, "anchor": "x",
+    axes: dict[str, Any] = {"annotations": []}
+    for number, ((_, heading), domain) in enumerate(zip(PANELS, ([0.56, 0.96], [0.29, 0.47], [0, 0.2]), strict=True), start=1):
+        axes[f"yaxis{number}"] = {"title": {"text": "ms"}, "domain": domain, "anchor": "x",
                                   "rangemode": "normal" if number == 1 else "tozero"}  # fmt: skip
-    axis = {"title": {"text": "← for the strategy   schedule_share   for the schedule →"}, "anchor": "y3"}
+        above = {"x": 0, "xref": "paper", "xanchor": "left", "y": domain[1], "yref": "paper", "yanchor": "bottom"}
+        axes["annotations"].append({"text": heading, "showarrow": False, **above})
+    axis = {"title": {"text": "← strategy   schedule_share   schedule →"}, "anchor": "y3"}
     return {"told": words, "figure": {"data": traces, "layout": {"height": 620, "xaxis": axis, **axes}}}
 
 

@@ -61,7 +61,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         "layers": ("the folder of a sweep or a run", ""),
         "wandb": ("a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
     }[command]
-    parser.add_argument("source", help=source, **({"nargs": "?"} if command == "notebooks" else {}))
+    parser.add_argument("source", help=source, nargs="?" if command == "notebooks" else None)
     parser.set_defaults(output=None)
     if output:
         parser.add_argument("-o", "--output", "--out", type=Path, help=output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -37,7 +38,7 @@ def predictions(title: str, unit: str, points: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     for name, rows in points.groupby("series"):
         bars = [rows["measured"] - rows["low"], rows["high"] - rows["measured"]] if "low" in rows else None
-        how = {"ls": "", "ms": 5, "alpha": 0.75, "elinewidth": 0.8, "capsize": 2, **looks[str(name)]}
+        how: dict[str, Any] = {"ls": "", "ms": 5, "alpha": 0.75, "elinewidth": 0.8, "capsize": 2, **looks[str(name)]}
         axes.errorbar(rows["predicted"], rows["measured"], bars, **how)
     ends = [0.95 * points[["predicted", "measured"]].min(axis=None), 1.05 * points[["predicted", "measured"]].max(axis=None)]
     axes.plot(ends, ends, color=style.GREY, lw=1)

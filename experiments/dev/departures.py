@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
+from analysis.table import new_console, new_table
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.uniform import Uniform
@@ -106,16 +107,14 @@ def main() -> None:
         parser.error("needs ranks: torchrun --nproc-per-node 2 --no-python mdcs dev departures")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    table = [f"{'ms a step':<52} {'processor':>9} {'plain':>6} {'more':>6} {'wall':>7} {'plain':>6} {'more':>6} {'counted':>8}"]
+    headings = ("step", "processor", "plain", "more", "wall", "plain", "more", "counted")
+    table = new_table("ms a step, medians of rank 0", headings, left=("step",))
     for name, (step, steps) in STEPS_OF.items():
-        (cpu, cpu_plain, cpu_more), (wall, wall_plain, wall_more), counted = measure(step, steps, name.startswith(AGAIN))
-        table.append(
-            f"{name:<52} {cpu:>9.0f} {cpu_plain:>6.0f} {cpu_more:>+6.0f} "
-            f"{wall:>7.0f} {wall_plain:>6.0f} {wall_more:>+6.0f} {counted:>8.1f}"
-        )
-        if dist.get_rank() == 0:
-            print("\n".join(table), flush=True)
-        table.clear()
+        cpu, wall, counted = measure(step, steps, name.startswith(AGAIN))
+        times = (f"{each:{form}}" for clock in (cpu, wall) for each, form in zip(clock, (".0f", ".0f", "+.0f"), strict=True))
+        table.add_row(name, *times, f"{counted:.1f}")
+    if dist.get_rank() == 0:
+        new_console().print(table)
     dist.destroy_process_group()
 
 

@@ -3,11 +3,11 @@
     mdcs dev messages cluster.ranks=2 collectives=ring
     mdcs dev messages cluster=shaped cluster.rate_gbit=2 cluster.ranks=4
 
-Twelve blocks of 6 MiB, whose passes only wait, are trained with real parameters, gradients and fused Adam. Their
-messages are cut finer and finer. The table has milliseconds of processor time per step: of the loop without messages
-(it has one update), of the backend with a plan's messages one after another, and of mdcs. It also has the microseconds
-per message beyond loop and backend, in total and outside of gloo's threads, whose time depends most on other work on
-the machine. All take turns, and the least of the rounds counts, because other work only adds time.
+Twelve blocks of 6 MiB, whose passes only wait (model=timed), are trained with fused Adam. Their messages are cut finer
+and finer. The table has milliseconds of processor time per step: of the loop without messages (it has one update), of
+the backend with a plan's messages one after another, and of mdcs. It also has the microseconds per message beyond loop
+and backend, in total and outside of gloo's threads, whose time depends most on other work on the machine. All take
+turns, and the least of the rounds counts, because other work only adds time.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.worker import start
+from experiments.tasks.timed import Timed
 from launch import network, status
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.communicator import Communicator
-from mdcs.sizes import MIB
 
-BLOCKS, ELEMENTS = 12, 6 * MIB // 4
-FORWARD_S, BACKWARD_S = 0.004, 0.008  # per block
+MODEL = Timed(layers=12, block_mib=6, forward_ms=4, backward_ms=8, tensors=1)
 CASES = (("zero2", 6.0), ("zero2", 1.0), ("zero2", 0.25), ("zero2", 0.0625), ("fsdp", 0.25), ("dp", 0.25))  # MiB a message
 ROUNDS, STEPS = 3, 2
 FILE = "messages.json"
@@ -97,7 +96,7 @@ def row(strategy: str, block_mib: float, collectives: Collectives, depth: int) -
 
         def with_plan(steps: int) -> None:
             for _ in range(steps):
-                model(torch.zeros(1)).sum().backward()
+                loss_of(model).backward()
                 parallel.step()
             parallel.drain()
             parallel.records(flush=True)
@@ -123,36 +122,15 @@ def processor_seconds() -> tuple[float, float]:
     return whole, whole - gloo / 1e9
 
 
-class Block(nn.Module):
-    """A module with parameters whose passes wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(ELEMENTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a copy of `x`, after a wait."""
-        out: Tensor = _Wait.apply(x, self.weight)
-        return out
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
-        ctx.save_for_backward(weight)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(BACKWARD_S)
-        return gradients[0], torch.ones_like(ctx.saved_tensors[0])
-
-
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer."""
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    model = MODEL.build().model
     return model, torch.optim.Adam(model.parameters(), fused=True)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(1, MODEL.layers)).sum()
+    return loss
 
 
 def plan_of(strategy: str, block_mib: float, collectives: Collectives, depth: int) -> mdcs.Plan:
@@ -161,7 +139,7 @@ def plan_of(strategy: str, block_mib: float, collectives: Collectives, depth: in
     def plan() -> mdcs.Plan:
         model, optimizer = made()
         profile = mdcs.measure_profile(
-            model, mdcs.partition(model, mdcs.ByClass(("Block",))), lambda: model(torch.zeros(1)).sum(), optimizer,
+            model, mdcs.partition(model, mdcs.ByClass(("Block",))), lambda: loss_of(model), optimizer,
             world=dist.get_world_size(), link=mdcs.Link.uniform(4.0, 100.0, depth), iterations=1, collectives=collectives,
         )  # fmt: skip
         return mdcs.make_plan(profile, Uniform(strategy), Priority(block_mib))
@@ -176,15 +154,15 @@ def alone(plan: mdcs.Plan) -> Callable[[int], None]:
     """
     model, _ = made()
     share = 1 if plan.strategies[0].value == "dp" else plan.world
-    flat = [torch.zeros(ELEMENTS) for _ in range(BLOCKS)]
-    owned = [nn.Parameter(torch.zeros(ELEMENTS // share)) for _ in range(BLOCKS)]
+    flat = [torch.zeros_like(p) for p in model.parameters()]
+    owned = [nn.Parameter(torch.zeros(len(gradient) // share)) for gradient in flat]
     optimizer = torch.optim.Adam(owned, fused=True)
     for part, gradient in zip(owned, flat, strict=True):
-        part.grad = gradient[: ELEMENTS // share]
+        part.grad = gradient[: len(part)]
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            model(torch.zeros(1)).sum().backward()
+            loss_of(model).backward()
             for p, gradient in zip(model.parameters(), flat, strict=True):
                 assert p.grad is not None
                 torch.mul(p.grad, 1 / plan.world, out=gradient)
@@ -206,7 +184,7 @@ class Backend:
         self.communicator = Communicator(plan.profile.collectives, dist.new_group(backend="gloo"))
         longest = max(plan.elements(m) for m in plan.messages)
         most = max(self.communicator.scratch(kind, longest) for kind in {m.kind for m in plan.messages})
-        self.parameters, self.gradients = ([torch.zeros(ELEMENTS) for _ in range(BLOCKS)] for _ in range(2))
+        self.parameters, self.gradients = ([torch.zeros(unit.numel) for unit in plan.profile.units] for _ in range(2))
         self.scratch = [torch.zeros(most) for _ in range(plan.profile.link.depth)]
         self.shards = [torch.zeros(longest // self.world) for _ in self.scratch]
 

@@ -1,10 +1,8 @@
 """Compare joint with heuristics and with its proven bound on seeded instances, as judged by the simulator.
 
     mdcs dev planners [--units 24 48 96] [--recompute]
-    mdcs dev planners --budgets 50
 
-With --recompute layers may recompute their activations, and the plan decides which do. --budgets plans calculated models
-for so many budgets each: step and peak as the budget grows. No ranks, no measurement.
+With --recompute layers may recompute their activations, and the plan decides which do. No ranks, no measurement.
 """
 
 from __future__ import annotations
@@ -26,22 +24,17 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich.console import Console
-from rich.table import Table
-
+from analysis.table import new_console, new_table
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
-from mdcs.planner import curve
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
+from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned
 from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
-from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
@@ -55,12 +48,6 @@ COMMITTED = ((24, 0), (24, 1), (24, 2), (48, 0), (48, 1), (48, 2), (96, 0), (96,
 
 The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass.
 """
-DEVICE = Device(peak_flops=312e12, efficiency=0.5, memory_rate=1.6e12)
-NETWORK = Network(2, 4, 2e-6, 1 / 250e9, 5e-6, 1 / 6e9)
-TRANSFORMERS = {
-    "gpt2-small": Transformer(12, 768, 12, 1024, 50257, batch=2, checkpointing=False),
-    "llama-1b": Transformer(16, 2048, 32, 2048, 32000, checkpointing=False),
-}
 
 
 def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0, depth: int = 2) -> Profile:
@@ -88,14 +75,14 @@ def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: 
     )
 
 
-def recomputable(profile: Profile, times: int = 6) -> Profile:
-    """The chain with so many times the activations, about 40 % of the peak of dp, and two options per layer.
+def recomputable(profile: Profile) -> Profile:
+    """The chain with six times the activations, about 40 % of the peak of dp, and two options per layer.
 
     ``full`` frees 90 % for the seconds of the forward, ``selective`` 50 % for 15 % of them.
     """
     count, live, slots, options = len(profile.units), 0, list[Slot](), list[RecomputeOption]()
     for s, slot in enumerate(profile.slots):
-        own = times * (slot.peak - slot.live) // 2
+        own = 6 * (slot.peak - slot.live) // 2
         slots.append(dataclasses.replace(slot, live=live, peak=live + 2 * own))
         live += own if slot.phase == "F" else -own
         if slot.phase == "B":
@@ -104,23 +91,6 @@ def recomputable(profile: Profile, times: int = 6) -> Profile:
                 use = RecomputeUse(slot.unit, s - count, freed, part * forward_s, 2 * own + freed)
                 options.append(RecomputeOption(slot.unit, choice, (use,)))
     return dataclasses.replace(profile, slots=tuple(slots), recompute=tuple(options))
-
-
-def residual_network(batch: int = 32, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Profile:
-    """The bottleneck blocks of a ResNet-50: early ones have large activations, late ones many parameters."""
-    sizes, forward, activations = [], [], []
-    for stage, depth in enumerate(depths):
-        width, positions = 64 << stage, (56 >> stage) ** 2
-        sizes += [17 * width**2] * depth
-        forward += [DEVICE.seconds(4 * 2 * 17 * width**2 * positions * batch)] * depth  # fp32: a quarter of the rate
-        activations += [4 * 2 * 6 * width * positions * batch] * depth
-    profile, count = chain(len(sizes), 0, ratio=1.5), len(sizes)
-    units = [dataclasses.replace(unit, segments=(n,)) for unit, n in zip(profile.units, sizes, strict=True)]
-    slots = [
-        dataclasses.replace(slot, seconds=forward[slot.unit] * (1 if s < count else 2), live=0, peak=2 * activations[slot.unit])
-        for s, slot in enumerate(profile.slots)
-    ]
-    return recomputable(dataclasses.replace(profile, units=tuple(units), slots=tuple(slots), link=NETWORK.link("world")), 1)
 
 
 def fastest(
@@ -143,11 +113,11 @@ def fastest(
     return min(steps)
 
 
-def gaps(units: list[int], recompute: bool, console: Console) -> None:
-    table = Table(title="gap = (replayed step - proven bound of the unmerged problem) / replayed step")
+def gaps(units: list[int], recompute: bool) -> None:
+    """Plan the instances and print the table."""
+    console, title = new_console(150), "gap = (replayed step - proven bound of the unmerged problem) / replayed step"
     headings = ("units", "seed", "limit s", "took s", "best heuristic ms", "off bound", "joint ms", "gap", "outcome")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "outcome" else "right")
+    table = new_table(title, headings, left=("outcome",))
     for count, seed in COMMITTED:
         if count not in units:
             continue
@@ -173,37 +143,12 @@ def gaps(units: list[int], recompute: bool, console: Console) -> None:
     console.print(table)
 
 
-def budgets(count: int, console: Console) -> None:
-    """Print the front of each calculated model with recomputation: quick plans, each at least as fast as the one before."""
-    models = {name: analytic_profile(model, DEVICE, NETWORK) for name, model in TRANSFORMERS.items()}
-    table = Table(title=f"{count} budgets from the floor with recomputation to the peak of dp")
-    for heading in ("model", "floor / dp", "without / dp", "first ms", "last ms", "rises", "over budget", "of a smaller budget"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for name, profile in (models | {"resnet50": residual_network()}).items():
-        low, kept, high = floor_bytes(profile, Planned()), floor_bytes(profile), unsharded_bytes(profile)
-        points = curve.front(
-            lambda budget, _, profile=profile: make_plan(profile, Greedy(), Wfbp(), budget=budget, recompute=Planned()),  # type: ignore[misc]
-            [low + i * (high - low) // (count - 1) for i in range(count)],
-        )
-        steps = [point.step_s for point in points]
-        rises = sum(after > before for before, after in itertools.pairwise(steps))
-        over = sum(p.plan is None or p.plan.prediction is None or p.plan.prediction.peak_bytes > p.budget for p in points)
-        smaller = sum(p.planned_for is not None for p in points)  # whose plan is faster than that of the budget itself
-        figures = f"{low / high:.2f}", f"{kept / high:.2f}", f"{steps[0] * 1e3:.1f}", f"{steps[-1] * 1e3:.1f}"
-        table.add_row(name, *figures, str(rises), str(over), str(smaller))
-    console.print(table)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mdcs dev planners", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     parser.add_argument("--recompute", action="store_true", help="let plans decide what is recomputed")
-    parser.add_argument("--budgets", type=int, help="plan calculated models for so many budgets each, instead")
-    asked, console = parser.parse_args(), Console(width=150)
-    if asked.budgets is not None:
-        budgets(max(2, asked.budgets), console)
-    else:
-        gaps(asked.units, asked.recompute, console)
+    asked = parser.parse_args()
+    gaps(asked.units, asked.recompute)
     return 0
 
 

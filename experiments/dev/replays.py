@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,67 +23,42 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich.console import Console
-from rich.table import Table
-
+from analysis.table import new_console, new_table
+from experiments.dev.planners import chain
 from mdcs.plan.job import Job
-from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.profile.link import Link
-from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay
 
-ROUNDS = 15
+ROUNDS, ROUND_S = 15, 0.02
+STRATEGIES = (Strategy.zero2, Strategy.sdp, Strategy.fsdp)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mdcs dev replays", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
-    arguments = parser.parse_args()
-    plan = example(arguments.units, arguments.interference)
-    table = Table(title=f"{arguments.units} units, {len(plan.messages)} messages: replays per second", title_justify="left")
-    for heading in ("what is asked for", "again", "new"):
-        table.add_column(heading, justify="left" if heading == "what is asked for" else "right")
+    asked = parser.parse_args()
+    job = Job(chain(asked.units, 0, ratio=1.0, interference=asked.interference))
+    plan = Wfbp().schedule(StrategyAssignment(job, tuple(STRATEGIES[u % 3] for u in range(asked.units))))
+    title = f"{asked.units} units, {len(plan.messages)} messages: replays per second"
+    table = new_table(title, ("what is asked for", "again", "new"), left=("what is asked for",))
     bounded = dataclasses.replace(plan, budget=min_feasible_budget(plan))
     for what, of in (("period", plan), ("period, with a tight budget", bounded)):
-        again, new = (rate(lambda: replay(plan_of()).period_s) for plan_of in (lambda: of, lambda: dataclasses.replace(of)))  # noqa: B023
+        again = rate(lambda plan=of: replay(plan).period_s)  # type: ignore[misc]
+        new = rate(lambda plan=of: replay(dataclasses.replace(plan)).period_s)  # type: ignore[misc]
         table.add_row(what, f"{again:,.0f}", f"{new:,.0f}")
-    Console(width=100).print(table)
+    new_console().print(table)
     return 0
 
 
-def example(units: int, interference: float) -> Plan:
-    """A transformer-like chain on 4 ranks, with a link that is about as busy as compute."""
-    forward = [Slot(u, "F", 2e-3 + u * 1e-5, 10**6 * u, 10**6 * (u + 1)) for u in range(units)]
-    backward = [Slot(u, "B", 4e-3 + u * 1e-5, 10**6 * (u + 1), 10**6 * (u + 1)) for u in reversed(range(units))]
-    profile = Profile(
-        units=tuple(Unit(f"block {u}", (10**6 + u,), True, (u, u), (units - 1 - u,) * 2) for u in range(units)),
-        slots=(*forward, *backward),
-        world=4,
-        link=Link((2e-4, 1e-4, 1e-4, 1e-4), (5e-10,) * 4),
-        optimizer=Optimizer("adam", 2, 4, 2, 1e-10, 1e-6),
-        interference=interference,
-    )
-    strategies = (Strategy.zero2, Strategy.sdp, Strategy.fsdp)
-    return Wfbp().schedule(StrategyAssignment(Job(profile), tuple(strategies[u % 3] for u in range(units))))
-
-
-def rate(work: Callable[[], object], at_least_s: float = 0.02) -> float:
-    """Calls per second of CPU time, in the best of several rounds of about ``at_least_s`` seconds each."""
-    work()
-    best, calls = 0.0, 1
-    for _ in range(ROUNDS):
-        began = time.process_time()
-        for _ in range(calls):
-            work()
-        took = max(1e-9, time.process_time() - began)
-        best = max(best, calls / took)
-        calls = max(1, round(at_least_s * best))
-    return best
+def rate(work: Callable[[], object]) -> float:
+    """Calls per second of CPU time, in the best of several rounds."""
+    timer = timeit.Timer(work, timer=time.process_time)
+    calls = max(1, round(ROUND_S / timer.timeit(1)))
+    return calls / min(timer.repeat(ROUNDS, calls))
 
 
 if __name__ == "__main__":

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from experiments.config.schema import Config, ConfigError, EngineOptions
 from experiments.engines.base import Engine, Peer, Trained
-from mdcs.options import option
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from experiments.engines.base import Batch
 
 
 @dataclass(frozen=True)
 class DataParallel(EngineOptions):
+    """It shows neither messages nor waits. Outputs are gathered on the first device, which computes the loss."""
+
     name = "dataparallel"
     needs_cuda = True
-
-    loss_inside: bool = option(False, "each device computes the loss of its part")
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for several processes: one process drives all devices."""
@@ -38,40 +31,6 @@ class DataParallel(EngineOptions):
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Wrap the model, on all devices."""
-        return DataParallelEngine(self, config, workload)
-
-
-class DataParallelEngine(Peer):
-    """DataParallel. It shows neither messages nor waits.
-
-    Without `loss_inside`, outputs are gathered on the first device, which computes the loss.
-    """
-
-    def __init__(self, options: DataParallel, config: Config, workload: Trained) -> None:
         import torch
 
-        devices = list(range(torch.cuda.device_count()))
-        self._inside = options.loss_inside
-        model = torch.nn.DataParallel(_with_loss(workload) if self._inside else workload.model, device_ids=devices)
-        super().__init__(config, workload, model, workload.optimizer)
-
-    def loss(self, batch: Batch) -> Tensor:
-        if not self._inside:
-            return super().loss(batch)
-        parts: Tensor = self.model(**batch)
-        return parts.mean()
-
-
-def _with_loss(workload: Trained) -> nn.Module:
-    """A module whose forward returns the loss of a part of the batch."""
-    from torch import nn
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = workload.model
-
-        def forward(self, **batch: Tensor) -> Tensor:
-            return workload.loss(batch, self.module)
-
-    return WithLoss()
+        return Peer(config, workload, torch.nn.DataParallel(workload.model), workload.optimizer)

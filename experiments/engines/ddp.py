@@ -23,6 +23,12 @@ class Ddp(EngineOptions):
 
     bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
     gradient_as_bucket_view: bool = option(True, "gradients are views of the buckets, not copied to them")
+    overlap: bool = option(True, "reductions run beside backward; false: all after it, in flight together")
+
+    @property
+    def label(self) -> str:
+        """"ddp" or "ddp no overlap"."""
+        return self.name if self.overlap else f"{self.name} no overlap"
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Wrap the model in DDP. Its buffers are broadcast only before evaluation."""
@@ -41,6 +47,9 @@ class DdpEngine(Peer):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             broadcast_buffers=False,  # `drain` broadcasts them before evaluation, for all engines
         )
+        self._overlap = options.overlap
+        if not options.overlap:
+            self._ddp.register_comm_hook([], _reduce_after_backward)
         self._ddp._set_ddp_runtime_logging_sample_rate(1)
         self._timed: dict[int, dict[str, Any]] = {}
         super().__init__(config, workload, self._ddp, workload.optimizer)
@@ -62,5 +71,25 @@ class DdpEngine(Peer):
         if any(name not in timed for name in names):
             return StepTimes(whole[1] - whole[0])
         forward, backward, communication, overlap = (timed[name] * _NS for name in names)
+        if not self._overlap:  # DDP's timer starts when the first bucket is ready
+            communication, overlap = communication - overlap, 0.0
         # Before the last micro-step nothing is sent.
         return StepTimes(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)
+
+
+def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
+    """Hook of DDP for a bucket whose gradients are ready: the last one reduces all that are held. Returns its Future."""
+    import torch
+    import torch.distributed as dist
+
+    flat = bucket.buffer()
+    reduced: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+    held.append((flat, reduced))
+    if bucket.is_last():
+        works = [dist.all_reduce(each.div_(dist.get_world_size()), async_op=True) for each, _ in held]
+        for work in works:
+            work.wait()
+        for each, done in held:
+            done.set_result(each)
+        held.clear()
+    return reduced

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.config.schema import Config, ConfigError, EngineOptions
 from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import option
+from mdcs.sizes import MIB
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,9 @@ class Deepspeed(EngineOptions):
     name = "deepspeed"
 
     stage: int = option(2, "stage of ZeRO", at_least=1, at_most=3)
+    bucket_mib: float | None = option(
+        None, "parameters and gradients are sent in buckets of about so much; null: DeepSpeed's own size", above=0
+    )
 
     @property
     def label(self) -> str:
@@ -43,11 +47,18 @@ class DeepspeedEngine(Peer):
         os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
         import deepspeed
 
+        # DeepSpeed would compile an all-reduce for inference, for a minute. A compiler that is killed leaves a lock, for
+        # which every later start waits forever.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        zero: dict[str, Any] = {"stage": options.stage}
+        if options.bucket_mib is not None:
+            elements = int(options.bucket_mib * MIB / next(workload.model.parameters()).element_size())
+            zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements, "stage3_prefetch_bucket_size": elements}
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": config.data.batch_size,
             "gradient_accumulation_steps": config.run.accumulation,
             "gradient_clipping": config.optimizer.clip_norm or 0.0,
-            "zero_optimization": {"stage": options.stage},
+            "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2**31,

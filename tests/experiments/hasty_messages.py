@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from experiments.dev import messages
+from experiments.tasks.timed import Timed
 
 messages.CASES = (("zero2", 0.25), ("zero2", 0.0625))
-messages.BLOCKS, messages.ELEMENTS = 3, (1 << 20) // 4
-messages.FORWARD_S = messages.BACKWARD_S = 0.001
+messages.MODEL = Timed(layers=3, block_mib=1, forward_ms=1, backward_ms=1, tensors=1)
 messages.ROUNDS = messages.STEPS = 1
 
 messages.measure(Path(sys.argv[1]))

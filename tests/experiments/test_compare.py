@@ -245,13 +245,11 @@ def test_checkpointing_and_units_change_nothing_that_is_trained():
 def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
-    monkeypatch.setitem(STEP_S, "ddp_no_overlap", 0.3)
-    monkeypatch.setitem(PEAK_MIB, "ddp_no_overlap", 8)
     assert asked(monkeypatch, "compare.rounds=1") == 0
     said = capsys.readouterr().out
-    assert "left out: zero-3: engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
+    assert "left out: deepspeed-zero3: engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
     assert "left out: fairscale-fsdp: engine: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
-    assert asked(monkeypatch, only("zero-3")) == 2
+    assert asked(monkeypatch, only("deepspeed-zero3")) == 2
     assert capsys.readouterr().err == "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
 
 

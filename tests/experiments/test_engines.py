@@ -43,11 +43,11 @@ WORKLOADS = {
 }  # fmt: skip
 ENGINES = {
     "tied gpt2": [
-        "engine=ddp budget.gib=1", "engine=ddp_no_overlap engine.bucket_mib=0.05", "engine=fsdp2 budget.gib=0.0001",
+        "engine=ddp budget.gib=1", "engine=ddp engine.overlap=false engine.bucket_mib=0.05", "engine=fsdp2 budget.gib=0.0001",
         "engine=fsdp2 engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
         "engine=fairscale", "engine=mdcs strategy=fsdp link=emulated link.rate_gbit=10",
     ],
-    "clipped mlp": ["engine=ddp engine.bucket_mib=0.05 engine.gradient_as_bucket_view=false", "engine=ddp_no_overlap",
+    "clipped mlp": ["engine=ddp engine.bucket_mib=0.05 engine.gradient_as_bucket_view=false", "engine=ddp engine.overlap=false",
                     "engine=fsdp2 model.wrap=leaf", "engine=fairscale"],
     "timed": ["engine=ddp engine.bucket_mib=0.03", "engine=fsdp2", "engine=fairscale",
               "engine=fsdp2 engine.plan=sdp", "engine=fsdp2 engine.plan=fsdp-dp",
@@ -132,18 +132,18 @@ def test_times_of_a_step_add_up_and_what_an_engine_does_not_show_is_null(ran):
                 assert step["communication_s"] is step["overlap_ratio"] is step["bytes"] is None
             else:
                 assert 0 <= step["overlap_s"] <= step["communication_s"]
-            if "ddp_no_overlap" in overrides or ("fsdp2" in overrides and not re.search("prefetch|plan", overrides)):
+            if "overlap=false" in overrides or ("fsdp2" in overrides and not re.search("prefetch|plan", overrides)):
                 assert step["overlap_s"] == 0, overrides  # nothing runs beside compute
         told = summary(folder)
         assert told["step_s"]["p10"] <= told["step_s"]["median"] <= told["step_s"]["p90"]
 
 
 def test_bytes_are_those_of_the_collectives(ran):
-    """ddp and ddp_no_overlap send the same; fsdp2 gathers once or twice, and all-to-all halves what its reduction sends."""
+    """ddp sends the same without overlap; fsdp2 gathers once or twice, and all-to-all halves what its reduction sends."""
     # The step before the first evaluation, which leaves what is not in blocks gathered.
     sent = {overrides: steps(folder)[1]["bytes"] for (workload, overrides), folder in ran.items() if workload == "tied gpt2"}
     whole = sent["engine=ddp budget.gib=1"]["AR"]
-    assert sent["engine=ddp_no_overlap engine.bucket_mib=0.05"] == {"AR": whole}
+    assert sent["engine=ddp engine.overlap=false engine.bucket_mib=0.05"] == {"AR": whole}
     always, never = (sent[name] for name in sent if "fsdp2" in name)
     assert always["RS"] == whole and always["AG_F"] == whole // 2 and 0 < always["AG_B"] < whole // 2
     assert never == {"RS": whole // 2, "AG_F": whole // 2}
@@ -164,9 +164,9 @@ def test_the_table_of_peers(ran):
     printed = io.StringIO()
     frame = analysis.load_sweep(folder)
     analysis.print_table(frame, printed)
-    for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
+    for label in ("ddp no overlap", "fairscale", "fsdp2"):
         assert label in printed.getvalue()
-    assert set(frame["engine"]) == {"mdcs", "ddp", "ddp_no_overlap", "fsdp2", "fairscale"}
+    assert set(frame["engine"]) == {"mdcs", "ddp", "fsdp2", "fairscale"}
 
 
 # ---- what cannot run here

@@ -69,7 +69,7 @@ def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
 @pytest.mark.slow
 def test_tiny_buckets_of_ddp_on_pairs(tmp_path, warm):
     small = ("model=bert-tiny-pairs", "data=nli", "run.eval_every=3", *SHORT)
-    two = "hydra.sweeper.params={engine:'ddp,ddp_no_overlap',engine.bucket_mib:'4'}"
+    two = "hydra.sweeper.params={engine.overlap:'true,false',engine.bucket_mib:'4'}"
     run(warm, tmp_path, train, "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
     frame = analysis.load_sweep(tmp_path / "out")
     assert list(frame["status"]) == ["ok", "ok"]

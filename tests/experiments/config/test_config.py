@@ -74,7 +74,7 @@ def test_the_launcher_does_without_torch(tmp_path):
     code += "    for job in (JOBS): checks.compose_config(job.split())\nassert 'torch' not in sys.modules"
     jobs = ["strategy=joint data=synthetic optimizer=sgd", "model=timed data=synthetic", "model=mlp data=digits",
             "model=resnet50 data=synthetic tracker=wandb",
-            *(f"engine={name}" for name in ("ddp", "ddp_no_overlap", "fsdp2", "fairscale", "deepspeed"))]  # fmt: skip
+            *(f"engine={name}" for name in ("ddp", "fsdp2", "fairscale", "deepspeed"))]  # fmt: skip
     subprocess.run([sys.executable, "-c", code.replace("JOBS", repr(jobs))], check=True)
 
 
@@ -247,8 +247,7 @@ WRONG = {
     "profile=gpt3-1024 profile.efficiency=2": "profile.efficiency: must be <= 1, got 2",
     "profile=gpt3-1024 profile.nodes=null": "profile.nodes: is needed with profile.name=analytic, got null",
     "engine=horovod": (
-        "engine: no such option horovod; options: dataparallel, ddp, ddp_no_overlap, deepspeed, fairscale, fairscale_fsdp,"
-        " fsdp2, mdcs"
+        "engine: no such option horovod; options: dataparallel, ddp, deepspeed, fairscale, fairscale_fsdp, fsdp2, mdcs"
     ),
     "engine=fairscale_fsdp": "engine: fairscale_fsdp needs cluster.device=cuda, got cpu",
     "engine=dataparallel": "engine: dataparallel needs cluster.device=cuda, got cpu",

@@ -277,7 +277,6 @@ TRANSFORMER = analytic_profile(
 
 @pytest.mark.parametrize(("profile", "count"), [(DEEP, 50), (deep(4000, 2000, 3000, size=2000), 50), (TRANSFORMER, 12)])
 def test_more_bytes_are_never_slower(profile: Profile, count: int) -> None:
-    """``mdcs dev planners --budgets 50`` does the same for models of usual size."""
     low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
     budgets = [low + i * (high - low) // (count - 1) for i in range(count)]
     points = front(

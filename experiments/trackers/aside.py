@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -23,12 +24,12 @@ class Aside:
     """
 
     def __init__(self, title: str, timeout_s: float, make: Callable[[], Mirror]) -> None:
-        self._title, self._timeout_s, self._make = title, timeout_s, make
+        self._title, self._timeout_s = title, timeout_s
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._doing: tuple[str, float] | None = ("start", time.monotonic())  # (activity, its start)
-        self._failure: str | None = None
+        self._doing, self._since = "start", time.monotonic()  # since: infinite between two calls
+        self._failure = ""
         self._left_alone = False
-        self._thread = threading.Thread(target=self._work, name=title, daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(make,), name=title, daemon=True)
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -46,28 +47,23 @@ class Aside:
         self._look()
 
     def _look(self) -> None:
-        if self._left_alone:
-            return
-        doing = self._doing
-        if self._failure is None and doing is not None and time.monotonic() - doing[1] > self._timeout_s:
-            self._failure = f"could not {doing[0]}, the run goes on without it: no answer for {self._timeout_s:g} s"
-        if self._failure is not None:
+        silent = time.monotonic() - self._since > self._timeout_s
+        reason = self._failure or (f"no answer for {self._timeout_s:g} s" if silent else "")
+        if reason and not self._left_alone:
             self._left_alone = True
-            warnings.warn(f"{self._title} {self._failure}", stacklevel=3)
+            warnings.warn(f"{self._title} could not {self._doing}, the run goes on without it: {reason}", stacklevel=3)
 
-    def _work(self) -> None:
+    def _work(self, make: Callable[[], Mirror]) -> None:
         try:
-            mirror = self._make()
-            while True:
-                self._doing = None
+            mirror = make()
+            while self._doing != "finish":
+                self._since = math.inf
                 method, arguments = self._calls.get()
-                self._doing = (_WORDS.get(method, f"log {method}"), time.monotonic())
+                self._doing, self._since = _WORDS.get(method, f"log {method}"), time.monotonic()
                 getattr(mirror, method)(*arguments)
-                if method == "finish":
-                    return
+            self._since = math.inf
         except Exception as error:  # a tracker may raise anything; training continues
-            what = "start" if self._doing is None else self._doing[0]
-            self._failure = f"could not {what}, the run goes on without it: {one_line(error)}"
+            self._failure = one_line(error)
 
 
 _WORDS = {"event": "log", "finish": "finish"}

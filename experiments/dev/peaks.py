@@ -46,15 +46,14 @@ from mdcs.profile.recompute import NONE
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.sizes import MIB
 
+TEXT = "data=stdlib_bytes model.layers=8 model.width=128 model.sequence=128"
 MODELS = {
-    "gpt2": "model=gpt2-tiny data=stdlib_bytes model.layers=8 model.width=128 model.sequence=128 data.batch_size=4",
-    "llama": "model=llama-tiny data=stdlib_bytes model.layers=8 model.width=128 model.inner=384 model.sequence=128 "
-    "data.batch_size=4",
-    "bert": "model=bert-tiny data=stdlib_bytes model.layers=8 model.width=128 model.sequence=128 data.batch_size=4",
-    "resnet152": "model=resnet152 data=digits model.width_divisor=8 model.image=64 model.classes=10 model.wrap_min_params=20000 "
-    "data.batch_size=4",
-}  # fmt: skip
-PLANNED = "strategy=greedy scheduler=priority recompute=planned collectives=ring cluster.threads=1"
+    "gpt2": f"model=gpt2-tiny {TEXT}",
+    "llama": f"model=llama-tiny {TEXT} model.inner=384",
+    "bert": f"model=bert-tiny {TEXT}",
+    "resnet152": "model=resnet152 data=digits model.width_divisor=8 model.image=64 model.classes=10 model.wrap_min_params=20000",
+}
+PLANNED = "strategy=greedy scheduler=priority recompute=planned collectives=ring cluster.threads=1 data.batch_size=4"
 BUDGETS, WARMUP, STEPS = 8, 2, 3
 FILE = "peaks.json"
 REGISTERED = [category for category in CATEGORIES if category != "activations"]
@@ -64,23 +63,23 @@ WITHIN = 0.005
 Row = dict[str, Any]
 
 
-def main(module: str = "experiments.dev.peaks") -> int:
-    """Run the jobs of the command line and show the table. Return the exit code. The ranks run the module `module`."""
+def main() -> int:
+    """Run the jobs of the command line and show the table. Return the exit code."""
     parser = argparse.ArgumentParser(prog="mdcs dev peaks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="all rows, as JSON")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. scheduler=dear")
     arguments = parser.parse_intermixed_args()
-    return run_composing(lambda: run(arguments, module))
+    return run_composing(lambda: run(arguments))
 
 
-def run(arguments: argparse.Namespace, module: str) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run everything and show the rows. Return the exit code. Raises ConfigError."""
     console, rows, failed = Console(stderr=True), list[Row](), 0
     with tempfile.TemporaryDirectory(prefix="mdcs-peaks-") as folder:
         for model in arguments.models:
             config = compose_config([*f"{MODELS[model]} {PLANNED}".split(), *arguments.overrides])
-            outcome = jobs.run(config, Path(folder) / model, console, only="plan", worker=module)
+            outcome = jobs.run(config, Path(folder) / model, console, only="plan", worker="experiments.dev.peaks")
             if outcome.ok:
                 found = json.loads((Path(folder) / model / FILE).read_text(encoding="utf-8"))
                 rows += [{"model": model} | row for row in found]
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace, module: str) -> int:
 # ---- the ranks
 
 
-def measure(folder: Path, budgets: int = BUDGETS) -> None:
+def measure(folder: Path) -> None:
     """Run the steps of one rank under each budget. Rank 0 writes the rows."""
     config = load(folder / "config.yaml")
     workload = Workload(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), start(config))
@@ -111,9 +110,9 @@ def measure(folder: Path, budgets: int = BUDGETS) -> None:
     job = job_of(config, profile)
     low, high = floor_of(config, job), unsharded_bytes(job)
     rows = []
-    for i in range(budgets):
-        status.set(phase=f"budget {i + 1} of {budgets}")
-        budget = low + (high - low) * i // max(1, budgets - 1)
+    for i in range(BUDGETS):
+        status.set(phase=f"budget {i + 1} of {BUDGETS}")
+        budget = low + (high - low) * i // (BUDGETS - 1)
         plan = on_rank_zero(
             partial(mdcs.make_plan, job, config.strategy, config.scheduler, budget=budget, recompute=config.recompute)
         )

@@ -49,7 +49,8 @@ class DdpEngine(Peer):
         )
         self._overlap = options.overlap
         if not options.overlap:
-            self._ddp.register_comm_hook([], _reduce_after_backward)
+            # A lambda, for DDP refuses annotations that are not its own classes.
+            self._ddp.register_comm_hook([], lambda held, bucket: _reduce_after_backward(held, bucket))
         self._ddp._set_ddp_runtime_logging_sample_rate(1)
         self._timed: dict[int, dict[str, Any]] = {}
         super().__init__(config, workload, self._ddp, workload.optimizer)
@@ -78,7 +79,7 @@ class DdpEngine(Peer):
 
 
 def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
-    """Hook of DDP for a bucket whose gradients are ready: the last one reduces all that are held. Returns its Future."""
+    """Hook of DDP for a bucket whose gradients are ready: with the last one, all that are held leave. Returns its Future."""
     import torch
     import torch.distributed as dist
 
@@ -86,10 +87,8 @@ def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
     reduced: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     held.append((flat, reduced))
     if bucket.is_last():
-        works = [dist.all_reduce(each.div_(dist.get_world_size()), async_op=True) for each, _ in held]
-        for work in works:
-            work.wait()
         for each, done in held:
-            done.set_result(each)
+            work = dist.all_reduce(each.div_(dist.get_world_size()), async_op=True)
+            work.get_future().then(lambda _, each=each, done=done: done.set_result(each))
         held.clear()
     return reduced

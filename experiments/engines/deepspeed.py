@@ -33,7 +33,7 @@ class Deepspeed(EngineOptions):
     def require(self) -> None:
         """Raise ConfigError if DeepSpeed, an extra, is not installed."""
         if importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError("engine", "deepspeed is not installed: pip install 'mdcs[deepspeed]'")
+            raise ConfigError("engine", "deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Wrap the model, with the job's optimizer."""

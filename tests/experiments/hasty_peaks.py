@@ -5,6 +5,6 @@ from pathlib import Path
 
 from experiments.dev import peaks
 
-peaks.WARMUP = peaks.STEPS = 1
+peaks.BUDGETS, peaks.WARMUP, peaks.STEPS = 3, 1, 1
 
-peaks.measure(Path(sys.argv[1]), budgets=3)
+peaks.measure(Path(sys.argv[1]))

@@ -2,7 +2,8 @@
 
     mdcs dev planners [--units 24 48 96] [--recompute]
 
-With --recompute layers may recompute their activations, and the plan decides which do. No ranks, no measurement.
+The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass. With --recompute
+layers may recompute their activations, and the plan decides which do. No ranks, no measurement.
 """
 
 from __future__ import annotations
@@ -43,16 +44,11 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEURISTIC_SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")
 LIMITS_S = {24: 20.0, 48: 60.0, 96: 120.0}
 RECOMPUTE_LIMITS_S = {24: 27.0, 48: 45.0, 96: 120.0}
-COMMITTED = ((24, 0), (24, 1), (24, 2), (48, 0), (48, 1), (48, 2), (96, 0), (96, 1), (96, 2))
-"""(units, seed) of the instances of the table of gaps.
-
-The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass.
-"""
+SEEDS = (0, 1, 2)
 
 
-def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0, depth: int = 2) -> Profile:
-    """A chain of uneven layers. ``ratio`` is the time of one all-gather of the model over the time of the forward pass.
-    """
+def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0) -> Profile:
+    """A chain of uneven layers. ``ratio`` is the time of one all-gather of the model over the time of the forward pass."""
     rng = random.Random(seed)
     sizes = [rng.choice([1, 1, 2, 4]) * rng.randint(200_000, 400_000) for _ in range(units)]
     forward = [rng.uniform(2e-3, 6e-3) for _ in range(units)]
@@ -69,7 +65,7 @@ def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: 
         tuple(Unit(f"layer{u}", (n,), True, (u, u), (units - 1 - u,) * 2) for u, n in enumerate(sizes)),
         tuple(slots),
         world,
-        Link((2e-5,) * 4, (beta,) * 4, depth, block=1 << 18),
+        Link((2e-5,) * 4, (beta,) * 4, depth=2, block=1 << 18),
         Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2),
         interference=interference,
     )
@@ -118,9 +114,7 @@ def gaps(units: list[int], recompute: bool) -> None:
     console, title = new_console(150), "gap = (replayed step - proven bound of the unmerged problem) / replayed step"
     headings = ("units", "seed", "limit s", "took s", "best heuristic ms", "off bound", "joint ms", "gap", "outcome")
     table = new_table(title, headings, left=("outcome",))
-    for count, seed in COMMITTED:
-        if count not in units:
-            continue
+    for count, seed in itertools.product(units, SEEDS):
         profile, rule, limit_s = chain(count, seed, ratio=1.5), None, LIMITS_S[count]
         if recompute:
             profile, rule, limit_s = recomputable(profile), Planned.name, RECOMPUTE_LIMITS_S[count]

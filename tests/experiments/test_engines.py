@@ -179,7 +179,8 @@ def run_it(folder: Path, *overrides: str, only: str | None = None):
 @pytest.mark.parametrize(
     ("overrides", "only", "message"),
     [
-        ("engine=deepspeed", None, "engine: deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"),
+        ("engine=deepspeed", None,
+         "engine: deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"),
         ("engine=dataparallel cluster=cuda cluster.ranks=1", None,
          "engine: dataparallel needs several CUDA devices, and torch finds 1"),
         ("engine=ddp", "plan", "engine: ddp trains without a plan: there is none to make"),

@@ -27,8 +27,8 @@ class Ddp(EngineOptions):
 
     @property
     def label(self) -> str:
-        """"ddp" or "ddp no overlap"."""
-        return self.name if self.overlap else f"{self.name} no overlap"
+        """The name, with "_no_overlap" where there is none."""
+        return self.name if self.overlap else f"{self.name}_no_overlap"
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Wrap the model in DDP. Its buffers are broadcast only before evaluation."""

@@ -164,7 +164,7 @@ def test_the_table_of_peers(ran):
     printed = io.StringIO()
     frame = analysis.load_sweep(folder)
     analysis.print_table(frame, printed)
-    for label in ("ddp no overlap", "fairscale", "fsdp2"):
+    for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
         assert label in printed.getvalue()
     assert set(frame["engine"]) == {"mdcs", "ddp", "fsdp2", "fairscale"}
 

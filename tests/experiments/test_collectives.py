@@ -27,7 +27,7 @@ def test_the_fastest_of_each_size_is_marked_and_bytes_are_per_byte():
     assert ["in", "turns", "ring", *["*1.00"] * 5, "1.00", "0.25", "134.22"] in lines  # 3/4, twice by all-reduces
     assert sum(cell.startswith("*") for line in lines for cell in line) == 4 * len(program.SIZES)
     figure = pictures.collectives(rows, program.SIZES, "gloo, 4 ranks")
-    assert [axes.get_title() for axes in figure.axes] == [name.replace("_", "-") for name in program.TRAINS]
+    assert [axes.get_title("left") for axes in figure.axes] == [name.replace("_", "-") for name in program.TRAINS]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["64K", "256K", "1M", "4M", "16M"]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import yaml
@@ -15,8 +14,7 @@ from analysis.sources import WANDB
 _STEP = "train/step"
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A sweep's runs on W&B's server. entity None: the account's own."""
 
     entity: str | None
@@ -46,16 +44,13 @@ def group_of(source: str, *, api: Any = None) -> Group:
         return Group(*parts)
     try:
         own = json.loads((Path(source) / "tracked_as.json").read_text(encoding="utf-8"))["sweep"]
-        config = next(each for each in _configs(Path(source)) if "project" in each)
+        files = sorted(Path(source).glob("*/config.yaml"))
+        trackers = (yaml.safe_load(file.read_text(encoding="utf-8")).get("tracker") or {} for file in files)
+        config = next(each for each in trackers if "project" in each)
     except (OSError, ValueError, KeyError, StopIteration) as error:
         raise ValueError(f"{source} is not the folder of a sweep with tracker=wandb that has ended") from error
     own_group = str(own).removeprefix("sweep-").rpartition("-")[0]
     return Group(config["entity"], config["project"], config["group"] or own_group)
-
-
-def _configs(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("*/config.yaml"))
-    return [yaml.safe_load(file.read_text(encoding="utf-8")).get("tracker") or {} for file in files]
 
 
 def write_report(source: str, *, api: Any = None) -> str:

@@ -36,7 +36,7 @@ import analysis
 import mdcs
 from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
-from analysis.questions import budget_words
+from analysis.questions import budget_words, workloads
 from analysis.table import milliseconds, new_console, new_table
 from experiments.config.budgets import on_front
 from experiments.config.checks import compose_config
@@ -292,7 +292,8 @@ def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
              "predicted_step_s": row["predicted_step_s"], "step_s": row["step_s"], "is_stop": entry.is_stop}
             for entry, row in zip(of_plane, rows, strict=True)
         ]  # fmt: skip
-        title = f"{rows[0]['model']}\n{label} · {budget_words(of_plane[0].point.budget)}"
+        workload = workloads(analysis.table_of(rows))[0][0]
+        title = f"{workload.title} · {label} · {budget_words(of_plane[0].point.budget)}"
         suffix = f"-{len(files)}" if files else ""
         if any(point["predicted_step_s"] is not None for point in points):
             files.append(save(three_shares(pd.DataFrame(points), title), folder / f"plane{suffix}.png"))

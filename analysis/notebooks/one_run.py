@@ -26,7 +26,8 @@ if not len(recorded):
 row = recorded.iloc[0]
 run = analysis.load_run(row["folder"])
 measured, predicted = run.timeline(), run.predicted_timeline()
-title = f"{row['model']} · {questions.budget_words(row['budget_bytes'])}: {questions.label(row)}"
+workload = questions.workloads(recorded.head(1))[0][0]
+title = " · ".join([workload.title, questions.label(row), questions.budget_words(row["budget_bytes"])])
 title
 
 # %% [markdown]

@@ -30,9 +30,10 @@ from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
 from experiments.config.schema import Config
-from experiments.job import app, batch, checkpointing
+from experiments.job import app, batch
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
+from experiments.job.sweep import Session, varied
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import Prediction
 from mdcs.planner import explain
@@ -66,8 +67,7 @@ def main(module: str = jobs.WORKER) -> int:
             if reason:
                 return reason
             config = batch.with_batch(asked, found, folder)
-        config, reason = checkpointing.decide(config, folder, console, known=known, module=module)
-        reason = reason or jobs.plan(config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
+        reason = jobs.plan(config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
         if reason:
             return reason
         made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def main(module: str = jobs.WORKER) -> int:
             console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
         return ""
 
-    def show_all(session: app.Session) -> None:
+    def show_all(session: Session) -> None:
         planned = [result for result in session.results if result.status == "ok"]
         if as_json:
             rows = [{"overrides": each.overrides, "folder": str(each.folder), **told(made), **_told_batch(found)}
@@ -93,7 +93,7 @@ def main(module: str = jobs.WORKER) -> int:
             print(json.dumps({"schema": SCHEMA, "plans": rows}, indent=1))
         else:
             asked = [each.overrides for each in planned]
-            console.print(sweep_table(plans, [app.varied(each, asked, but=_COLUMNS) for each in asked], chosen))
+            console.print(sweep_table(plans, [varied(each, asked, but=_COLUMNS) for each in asked], chosen))
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
     return app.run(app.Program(plan, own=("plan",), on_sweep_end=show_all))

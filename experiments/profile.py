@@ -23,8 +23,6 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import calibration_errors, ranks
-from experiments.job.record import identity_of
-from experiments.job.tracking import show_files
 from mdcs.profile.algorithms import operation_name
 from mdcs.profile.schema import Profile, Unit
 from mdcs.sizes import MIB
@@ -35,13 +33,8 @@ def main(worker: str = jobs.WORKER) -> int:
     console = new_console()
 
     def measure(config: Config, folder: Path) -> str:
-        known = jobs.known_profile(config, folder, console)
-        if known is not None:
-            show_files(known[0], folder, "profile", identity_of(config))
-        else:
-            outcome = jobs.run(config, folder, console, only="profile", worker=worker)
-            if not outcome.ok:
-                return outcome.reason
+        if reason := jobs.profile(config, folder, console, worker=worker):
+            return reason
         show(Profile.from_json((folder / "profile.json").read_text(encoding="utf-8")), console)
         console.print(f"the profile is {folder / 'profile.json'}", markup=False, highlight=False, soft_wrap=True)
         return ""

@@ -40,10 +40,11 @@ from analysis.questions import budget_words, workloads
 from analysis.table import milliseconds, new_console, new_table
 from experiments.config.budgets import on_front
 from experiments.config.checks import compose_config
-from experiments.config.schema import BudgetConfig, Config, ConfigError, ProfileConfig
+from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
+from experiments.job.resolved import resolve
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
 from mdcs.planner.recompute import Planned
@@ -109,7 +110,7 @@ class Entry:
             start = {"world": profile.world, "emulated": profile.link.emulated, "floor_bytes": planner.floor}
         else:
             start = start_event(config, point.plan, planner.floor)
-        start = job_event(jobs.resolve(config)) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
+        start = job_event(resolve(config)) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
         known = analysis.Run(self.run or Path(), start, pd.DataFrame(), {}, {}).row()
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:
@@ -124,11 +125,8 @@ def main(module: str = jobs.WORKER) -> int:
 
     def trade(config: Config, folder: Path) -> str:
         configs = compared(config)
-        if jobs.known_profile(config, folder, console) is None:
-            unlimited = dataclasses.replace(config, budget=BudgetConfig())  # for its profile any plan will do
-            outcome = jobs.run(unlimited, folder, console, only="plan", worker=module)
-            if not outcome.ok:
-                return outcome.reason
+        if reason := jobs.profile(config, folder, console, worker=module):
+            return reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
         floor = planning.floor_of(config, planning.job_of(config, profile))

@@ -20,9 +20,10 @@ import analysis
 from analysis.events import METRICS, read_events
 from experiments.config import started
 from experiments.config.schema import Config
-from experiments.job import app, checkpointing, frozen, record, sweep
+from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
+from experiments.job.report import report
 from launch.warm import Warm
 
 
@@ -31,13 +32,10 @@ def main(worker: str = jobs.WORKER) -> int:
     began, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
-        in_sweep, identity = config.run.sweep is not None, record.identity_of(config)
-        config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker)
-        if reason:
-            return reason
+        in_sweep = config.run.sweep is not None
         fork = started.here is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
-            config, folder, console, known=profiles, worker=worker, identity=identity,
+            config, folder, console, known=profiles, worker=worker,
             start=warm.run if fork and config.cluster.rate_gbit is None else None,
         )  # fmt: skip
         if outcome.ok and not in_sweep:
@@ -51,8 +49,8 @@ def main(worker: str = jobs.WORKER) -> int:
     with Warm() as warm:
         return app.run(
             app.Program(
-                train, on_sweep_end=lambda session: sweep.report(session, began), on_earlier=profiles.adopt,
-                objective=lambda folder: float(analysis.load_run(folder).row()["step_s"]), freeze=frozen.Freezer(),
+                train, on_sweep_end=lambda session: report(session, began), on_earlier=profiles.adopt,
+                objective=lambda folder: float(analysis.load_run(folder).row()["step_s"]), freezes=True,
             )
         )  # fmt: skip
 

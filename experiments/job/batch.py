@@ -117,10 +117,8 @@ def _measured(
     asked = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
     for batch in asked:
         place, job = folder / f"profile-{batch}", replace(_sized(config, batch), budget=BudgetConfig())
-        if jobs.known_profile(job, place, console, known=known) is None:
-            outcome = jobs.run(job, place, console, known=known, only="profile", worker=module)
-            if not outcome.ok:
-                return {}, f"the profile of batch {batch}: {outcome.reason} (its logs are in {place})"
+        if reason := jobs.profile(job, place, console, known=known, worker=module):
+            return {}, f"the profile of batch {batch}: {reason} (its logs are in {place})"
         out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))
     return out, ""
 

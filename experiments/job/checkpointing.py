@@ -7,14 +7,13 @@ within the budget is kept.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from experiments.config.schema import Config
-from experiments.job import run as jobs
-from experiments.job.profiles import Profiles
 from mdcs.plan.plan import Plan
 from mdcs.sizes import MIB
 
@@ -30,21 +29,22 @@ def ways_of(config: Config) -> list[Config]:
 
 
 def decide(
-    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER,
-    start: jobs.Start | None = None,
-) -> tuple[Config, str]:  # fmt: skip
+    config: Config, folder: Path, console: Console, plan: Callable[[Config, Path], str]
+) -> tuple[Config, str]:
     """Return the config with `model.checkpointing` decided, and the reason if no plan is possible (else empty).
 
-    A config without auto is returned unchanged. The two plans are in the folders `checkpointing-with` and
-    `checkpointing-without` of the job's folder.
+    A config without auto is returned unchanged.
+
+    plan: writes plan.json of a config into a folder and returns the reason of a failure, else "". The folders are
+    `checkpointing-with` and `checkpointing-without` of the job's folder.
     """
     if config.model.checkpointing != "auto":
         return config, ""
-    known, ways = known or Profiles(), dict(zip(_WAYS, ways_of(config), strict=True))
+    ways = dict(zip(_WAYS, ways_of(config), strict=True))
     found, reasons = dict[str, float](), dict[str, str]()
     for way, job in ways.items():
         own = folder / f"checkpointing-{way}"
-        reasons[way] = jobs.plan(job, own, console, known=known, worker=module, start=start)
+        reasons[way] = plan(job, own)
         if not reasons[way]:
             prediction = Plan.from_json((own / "plan.json").read_text(encoding="utf-8")).prediction
             assert prediction is not None

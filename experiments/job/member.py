@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from experiments.config import checks, started
 from experiments.config.started import Started
-from experiments.job import run as jobs
+from experiments.job.resolved import environment
 from launch import orphans, preemption
 from launch.elastic import Cluster, Outcome
 from launch.joined import Gone, Membership
@@ -64,7 +64,7 @@ def _follow(member: Membership) -> int:
         folder, keep = Path(tempfile.mkdtemp(prefix="mdcs-rank-")), False
         try:
             (folder / "config.yaml").write_text(job.payload, encoding="utf-8")
-            member.take_part(job, folder, jobs.environment(checks.load(folder / "config.yaml")))
+            member.take_part(job, folder, environment(checks.load(folder / "config.yaml").cluster))
         except Gone:
             keep = True  # the message names the log in this folder, and no other host takes it
             raise

@@ -27,7 +27,7 @@ class Profiles:
     def find(self, config: Config) -> Path | None:
         """The profile of an equal job: one of this program, else one of the cache if the config allows it; else None.
         """
-        if not config.profile.measures:
+        if not measures(config):
             return None
         keys = [key_of(config)]
         if config.recompute == KEEP:  # what was measured of recomputation is beside the rest
@@ -60,8 +60,8 @@ class Profiles:
 
     def keep(self, config: Config, folder: Path) -> None:
         """Remember the profile that a job has measured and left in its folder, if the file can be read."""
-        profile = cache.read(folder / "profile.json")
-        if not config.profile.measures or profile is None:
+        profile = cache.read(folder / "profile.json") if measures(config) else None
+        if profile is None:
             return
         key, path = key_of(config), folder / "profile.json"
         self._measured = {k: p for k, p in self._measured.items() if p != path}  # overwritten by this job

@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from experiments.job.departed import Departed
 from launch import status
@@ -30,20 +23,13 @@ class JobProgress:
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
-        self._phase, self._step, self._part = "", 0, 0
+        self._phase, self._step = "", 0
         self._departed = Departed()
         self._bar: Progress | None = None
         if console.is_terminal:
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[shown]}", markup=False),
-                console=console,
-                transient=True,
-            )
+            words, shown = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[shown]"))
+            columns = (SpinnerColumn(), words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), shown)
+            self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task(name, total=steps, shown="starting")
 
     def __enter__(self) -> JobProgress:
@@ -56,31 +42,25 @@ class JobProgress:
             self._bar.stop()
 
     def statuses(self, statuses: Sequence[Status | None]) -> None:
-        """Show the number of started ranks, then the phase of rank 0, until the first step."""
-        first, told = statuses[0], [said for said in statuses if said is not None]
+        """Show the phase of rank 0 until the first step. Of many ranks that start, show how many have."""
+        told = [said for said in statuses if said is not None]
         if self._step or not told or any(said.step for said in told):
             return
-        if first is None or first.phase in (status.STARTING, status.JOINING):
-            self._starting(sum(said.phase != status.STARTING for said in told), len(statuses))
+        first, ranks = statuses[0], len(statuses)
+        phase = first.phase if first is not None else status.STARTING
+        if phase in (status.STARTING, status.JOINING):
+            started, phase = sum(said.phase != status.STARTING for said in told), status.STARTING
+            if self._bar is None:  # a line for each further eighth
+                started = started * _STARTS // ranks * ranks // _STARTS
+            if ranks >= _STARTS and started:
+                phase = f"starting: {started} of {ranks} ranks have started"
+        if phase == self._phase:
             return
-        if first.phase == self._phase:
-            return
-        self._phase = first.phase
+        self._phase = phase
         if self._bar is not None:
-            self._bar.update(self._task, shown=self._phase)
+            self._bar.update(self._task, shown=phase)
         else:
-            self._line(self._phase)
-
-    def _starting(self, started: int, ranks: int) -> None:
-        """Show one line; with many ranks, a further line whenever another eighth of them has started."""
-        begins, part = self._phase != status.STARTING, started * _STARTS // ranks
-        more = ranks >= _STARTS and part > self._part
-        self._phase, self._part = status.STARTING, max(part, self._part)
-        words = f"starting: {started} of {ranks} ranks have started" if ranks >= _STARTS and started else "starting"
-        if self._bar is not None:
-            self._bar.update(self._task, shown=words)
-        elif begins or more:
-            self._line(words)
+            self._line(phase)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Show a step, or the solver's outcome of the plan. Other events are ignored."""

@@ -1,69 +1,151 @@
-"""The end of a sweep: the record of its jobs, the table, and the pictures."""
+"""The jobs of a sweep: which of them run, and in which folders.
+
+A repeated sweep runs only the jobs that have not ended well.
+"""
 
 from __future__ import annotations
 
-import json
-import time
-import warnings
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import analysis
-from experiments.job.app import Session, sweep_name
-from experiments.job.tracking import show_sweep
+from omegaconf import DictConfig, OmegaConf
 
-if TYPE_CHECKING:
-    import pandas as pd
+from analysis.settings import short
+from experiments.config.schema import Config, ConfigError
+from experiments.job import record
+from experiments.job.earlier import Earlier, folder_of
+from hydra_plugins import _mdcs_jobs
+from launch.claim import Occupied, claim
+from mdcs.planner.registry import decides_schedule
 
 
-def report(session: Session, started: float) -> None:
-    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table.
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended.
 
-    started: unix time in seconds. A picture that cannot be drawn is only a warning: the runs are complete.
+    - status: ok, failed, invalid (its config is wrong; it has no folder), left out (after a job that failed), or
+      submitted (it has not ended).
+    - overrides: of the job.
+    - reason: one line; empty if the job ended well.
+    - folder: the job's folder.
+    - kept: an earlier sweep ran the job.
     """
-    folder = session.sweep
-    assert folder is not None
-    jobs = [
-        {
-            "overrides": list(result.overrides),
-            "status": result.status,
-            "reason": result.reason,
-            "folder": None if result.folder is None else str(result.folder.resolve().relative_to(folder)),
-        }
-        for result in session.results
-    ]
-    wall_s = time.time() - started
-    record = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
-    try:
-        (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    except OSError as error:
-        warnings.warn(f"the sweep is not recorded: {error}", stacklevel=2)
-    try:
-        frame = analysis.load_sweep(folder)
-    except ValueError as error:  # e.g. all jobs were handed in and have not run
-        print(f"{len(jobs)} jobs in {wall_s:.0f} s; {error}", flush=True)
-        return
-    print()
-    analysis.print_table(frame)
-    try:
-        written = analysis.write_report(frame, folder)
-    except Exception as error:  # hours of runs must not end in a traceback of a plot
-        warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
-        written = _table(frame, folder / "table.csv")
-    for config in session.accepted[:1]:
-        show_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
-    earlier = sum(result.kept for result in session.results)
-    kept = f", {earlier} of them earlier," if earlier else ""
-    print(
-        f"{len(jobs)} jobs{kept} in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
-        flush=True,
-    )
+
+    status: str
+    overrides: tuple[str, ...]
+    reason: str = ""
+    folder: Path | None = None
+    kept: bool = False
 
 
-def _table(frame: pd.DataFrame, path: Path) -> list[Path]:
-    try:
-        analysis.write_csv(frame, path)
-    except OSError as error:
-        warnings.warn(f"nor could its table be written: {error}", stacklevel=3)
-        return []
-    return [path]
+@dataclass
+class Session:
+    """One call of a program.
+
+    - results: of its jobs so far.
+    - sweep: the sweep's folder.
+    - accepted: configs of the sweep's valid jobs, including jobs that its folder has already run.
+    - asked: overrides of the accepted jobs.
+    """
+
+    results: list[JobResult] = field(default_factory=list)
+    sweep: Path | None = None
+    accepted: list[Config] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+    claimed: ExitStack = field(default_factory=ExitStack)
+    """Holds the lock of the sweep's folder: no other sweep may number jobs there meanwhile."""
+    earlier: Earlier | None = None
+
+    def begin(self, config: DictConfig, *, continues: bool) -> str | None:
+        """Begin a sweep. Return the folder in which it continues, None for the one that its config gives.
+
+        continues: jobs that the folder already has runs of may be left out.
+        """
+        found = folder_of(config) if continues else None
+        self.sweep = (found or Path(str(config.hydra.sweep.dir))).resolve()
+        try:
+            self.claimed.enter_context(claim(self.sweep))
+        except Occupied as error:
+            raise ConfigError("hydra.sweep.dir", str(error)) from error
+        if continues:
+            named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+            self.earlier = Earlier(self.sweep, str(named["subdir"]))
+        if found is None:
+            return None
+        print(f"going on in {found} (sweep.force=true begins anew)", flush=True)
+        return str(found)
+
+    def refuse(self, reason: str, overrides: Sequence[str]) -> None:
+        """Report a job whose config is wrong. Equal reasons are printed once, not for every job of an axis."""
+        if all(reason != result.reason for result in self.results):
+            print(f"{reason} (job {' '.join(overrides)})", file=sys.stderr)
+        self.results.append(JobResult("invalid", tuple(overrides), reason))
+
+    def place(
+        self, config: Config, identity: str, overrides: Sequence[str], on_earlier: Callable[[Config, Path], object] | None
+    ) -> str | None:
+        """The job's folder in the sweep's folder; empty for the one that the config gives.
+
+        None if the job is not run: it equals another one, or an earlier sweep has run it to its end, or has submitted it
+        and it has not ended.
+
+        on_earlier: called for a job that the sweep's folder already has a run of.
+        """
+        job, asked = " ".join(overrides), tuple(overrides)
+        if config in self.accepted:
+            why = f": {decides(config)}" if decides_schedule(config.strategy) else ""
+            print(f"same as job {self.accepted.index(config)}{why} (job {job})", file=sys.stderr)
+            return None
+        self.accepted.append(config)
+        self.asked.append(asked)
+        if self.earlier is None or self.sweep is None or on_earlier is None:
+            return ""
+        if (found := self.earlier.find(identity)) is None:
+            return self.earlier.place(len(self.accepted) - 1)
+        name, before = found
+        folder, ended = self.sweep / name, before.state in (record.OK, record.FAILED)
+        if not ended and (state := _mdcs_jobs.state(folder)):
+            submitted = JobResult(record.SUBMITTED, asked, record.SUBMITTED, folder, kept=True)
+            self._keep(submitted, f"{name}: submitted before and {state.lower()}")
+            return None
+        if config.sweep.force:
+            return name
+        on_earlier(config, folder)
+        if before.state == record.OK or before.state == record.FAILED and not config.sweep.retry_failed:
+            self._keep(JobResult(before.state, asked, before.reason, folder, kept=True), f"{name}: {before.state}")
+            return None
+        print(f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})", flush=True)
+        return name
+
+    def _keep(self, result: JobResult, state: str) -> None:
+        self.results.append(result)
+        print(f"{state}, not run again (job {' '.join(result.overrides)})", flush=True)
+
+
+def decides(config: Config) -> str:
+    """Why settings of the schedule have no effect."""
+    return f"strategy={config.strategy.name} decides the schedule"
+
+
+def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Sequence[str] = ()) -> list[str]:
+    """The overrides of a job in which the jobs of its sweep differ, as `key=value` with shortened keys.
+
+    A key is shortened to its last part unless two keys end alike. but: keys that are left out.
+    """
+    values: dict[str, set[str]] = {}
+    for job in sweep:
+        for key, _, value in (override.lstrip("+").partition("=") for override in job):
+            values.setdefault(key, set()).add(value)
+    keys = [key for key, several in values.items() if len(several) > 1 and key not in but]
+    own = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    return [f"{short(key, keys)}={own[key]}" for key in keys if key in own]
+
+
+def sweep_name(folder: Path) -> str:
+    """The name of a sweep in its runs: its folder, relative to the working directory if it is inside."""
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else folder.name

@@ -5,18 +5,19 @@ from pathlib import Path
 
 from experiments.config.schema import Config
 from experiments.job import run as jobs
+from experiments.job.resolved import environment, resolve
 from launch import elastic
 from launch.warm import Warm
 
 
 def run_all(folder: Path, configs: Mapping[str, Config], warm: Warm) -> None:
     """Run jobs, which need ranks like the first, in folders of these names; what one refuses is left in its folder."""
-    resolved = {name: jobs.resolve(config) for name, config in configs.items()}
+    resolved = {name: resolve(config) for name, config in configs.items()}
     for name, config in resolved.items():
         jobs.begin(config, folder / name)
     first = next(iter(resolved.values()))
     outcome = warm.run(
-        folder / "launch", elastic.Cluster(first.cluster.processes, 200, 60), jobs.environment(first),
+        folder / "launch", elastic.Cluster(first.cluster.processes, 200, 60), environment(first.cluster),
         module="tests.experiments.batch_worker", arguments=[str(folder / name) for name in resolved],
     )  # fmt: skip
     assert outcome.ok, outcome.reason

@@ -11,6 +11,7 @@ from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
+from experiments.job.resolved import resolve
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
 from mdcs.plan.plan import Plan
@@ -78,7 +79,7 @@ def test_tables_and_pictures_say_so(folders):
 
 
 def test_a_job_says_so_before_it_has_a_plan(tmp_path):
-    jobs.begin(jobs.resolve(composed()), tmp_path)
+    jobs.begin(resolve(composed()), tmp_path)
     assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
 
 
@@ -116,4 +117,4 @@ def test_emulated_ranks_have_no_collectives_to_compare(tmp_path, monkeypatch, ca
 
 
 def test_a_job_that_is_resolved_has_a_name_that_says_so():
-    assert jobs.resolve(composed("strategy=fsdp")).run.name == "fsdp wfbp, gpt2-tiny (rank 0 of 64, emulated)"
+    assert resolve(composed("strategy=fsdp")).run.name == "fsdp wfbp, gpt2-tiny (rank 0 of 64, emulated)"

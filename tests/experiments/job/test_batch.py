@@ -112,7 +112,7 @@ def test_a_budget_below_one_sample_is_one_error(tmp_path):
 
 def test_programs_that_train_take_a_number(tmp_path):
     config = composed("batch.find=largest", "budget.gib=1")
-    for program in (jobs.run, jobs.known_profile):
+    for program in (jobs.run, jobs.profile):
         with pytest.raises(ConfigError, match=r"batch\.find: only mdcs plan finds a batch; here data\.batch_size says it"):
             program(config, tmp_path, QUIET)
     assert not list(tmp_path.iterdir())

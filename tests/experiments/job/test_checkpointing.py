@@ -9,7 +9,7 @@ from rich.console import Console
 
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpointing
+from experiments.job import checkpointing, record
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from mdcs.planner.pipeline import floor_bytes
@@ -44,7 +44,11 @@ def decided(tmp_path: Path, budget: int | None) -> tuple[Config, str, str]:
     said = Console(width=200, file=io.StringIO(), record=True)
     limit = [] if budget is None else [f"budget.gib={budget / 2**30!r}"]
     job = composed("model.checkpointing=auto", *limit)
-    return *checkpointing.decide(job, tmp_path / "job", said, known=known), said.export_text()
+
+    def plan(config: Config, folder: Path) -> str:
+        return jobs.plan(config, folder, said, known=known)
+
+    return *checkpointing.decide(job, tmp_path / "job", said, plan), said.export_text()
 
 
 def test_what_needs_no_recomputation_does_without(tmp_path):
@@ -70,12 +74,22 @@ def test_if_neither_fits_the_reason_has_both(tmp_path):
 @pytest.mark.parametrize("setting", ["true", "false"])
 def test_what_is_said_is_left_as_it_is(tmp_path, setting):
     config = composed(f"model.checkpointing={setting}")
-    assert checkpointing.decide(config, tmp_path, Console(file=io.StringIO())) == (config, "")
+    nothing = Console(file=io.StringIO())
+    assert checkpointing.decide(config, tmp_path, nothing, lambda *_: pytest.fail("no plan is needed")) == (config, "")
 
 
-def test_what_decides_nothing_takes_no_auto(tmp_path):
+def test_a_job_whose_plans_both_fail_has_failed(tmp_path, monkeypatch):
+    """Nothing is started, and a sweep that is repeated knows of it."""
     config = composed("model.checkpointing=auto")
-    for program in (jobs.run, jobs.known_profile):
-        with pytest.raises(ConfigError, match=r"model\.checkpointing: only train\.py and plan\.py decide auto"):
-            program(config, tmp_path, Console(file=io.StringIO()))
+    monkeypatch.setattr(jobs, "plan", lambda *_, **__: "no memory")
+    start = {"start": lambda *_, **__: pytest.fail("no rank may start")}
+    outcome = jobs.run(config, tmp_path, Console(file=io.StringIO()), **start)
+    assert outcome.reason == "model.checkpointing=auto: no plan either way. without: no memory; with: no memory"
+    said = record.read(tmp_path)
+    assert (said.state, said.reason, said.identity) == (record.FAILED, outcome.reason, record.identity_of(config))
+
+
+def test_a_profile_takes_no_auto(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.checkpointing: only a plan decides auto"):
+        jobs.profile(composed("model.checkpointing=auto"), tmp_path, Console(file=io.StringIO()))
     assert not list(tmp_path.iterdir())

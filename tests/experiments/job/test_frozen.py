@@ -2,17 +2,20 @@
 
 import dataclasses
 import io
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from analysis.events import METRICS, read_events
 from experiments.config import checks
 from experiments.config.identity import identity
-from experiments.config.schema import ConfigError
-from experiments.job import frozen, record
+from experiments.config.started import Started
+from experiments.job import frozen, record, submission
 from experiments.job import run as jobs
+from experiments.job.events import provenance
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import claim
@@ -30,14 +33,32 @@ def config():
         return checks.compose_config(["model=mlp", "data=synthetic", "run.steps=3", "run.warmup_steps=1"])
 
 
-def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, config):
-    def refuse(config):
-        raise ConfigError("cluster.name", "must be local")
+def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as told")):
+    """Exit code of a job that was submitted. `start` stands in for its ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.elastic.run", start)
+        return run(folder, what)
 
-    frozen.freeze(config, tmp_path)
-    assert frozen.run(tmp_path, lambda *_, **__: Outcome(True), refuse) == 2
+
+def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, monkeypatch, config):
+    submission.freeze(config, tmp_path)
+    monkeypatch.setattr("experiments.config.started.here", Started("srun", 3, 1, "", pytest.fail))
+    assert run(tmp_path) == 2
     said = record.read(tmp_path)
-    assert (said.state, said.reason) == (record.FAILED, "cluster.name: must be local")
+    assert (said.state, said.reason) == (record.FAILED, "cluster.ranks: must be 3, as many as are started; got 2")
+
+
+def test_a_job_is_recorded_with_the_command_that_has_submitted_it(tmp_path, monkeypatch, config):
+    asked = ["experiments/train.py", "-m", "model=mlp", "run.name=it's"]
+    monkeypatch.setattr("sys.argv", asked)
+    submission.freeze(config, tmp_path)
+    python = shlex.split((tmp_path / submitted.COMMAND).read_text())
+    assert python == ["-P", "-m", "experiments.job.frozen", str(tmp_path), "train", *asked]
+    monkeypatch.setattr("launch.elastic.run", lambda *_, **__: Outcome(False, "as told"))
+    provenance.cache_clear()
+    assert frozen.main(*python[3:]) == 1
+    provenance.cache_clear()
+    assert read_events(tmp_path / METRICS)[0]["command"] == "mdcs train -m model=mlp 'run.name=it'\"'\"'s'"
 
 
 @pytest.mark.parametrize(("again", "state"), [("1", record.PREEMPTED), (None, record.FAILED)])
@@ -51,8 +72,8 @@ def test_a_job_that_has_lost_a_host_is_not_over_where_it_is_to_go_on(tmp_path, m
 def test_a_job_that_has_lost_a_host_is_handed_in_again(tmp_path, monkeypatch, config, capsys):
     monkeypatch.setenv(preemption.REQUEUE, "1")
     monkeypatch.setattr(preemption, "requeue", lambda: "")
-    frozen.freeze(config, tmp_path)
-    assert frozen.run(tmp_path, lambda *_, **__: LOST, lambda config: config) == 1
+    submission.freeze(config, tmp_path)
+    assert run(tmp_path, start=lambda *_, **__: LOST) == 1
     assert f"failed: {LOST.reason}; queued again" in capsys.readouterr().err
 
 
@@ -64,8 +85,8 @@ def test_a_job_that_slurm_starts_again_plans_with_the_profile_that_it_has_measur
     profile, about = Profile.from_json(PROFILE.read_text()), identity(config)
     about |= {} if device == "this" else {"device": device}
     (tmp_path / "profile.json").write_text(dataclasses.replace(profile, about=about).to_json())
-    frozen.freeze(config, tmp_path)
-    assert frozen.run(tmp_path, lambda *_, **__: Outcome(False, "as told"), lambda config: config) == 1
+    submission.freeze(config, tmp_path)
+    assert run(tmp_path) == 1
     resolved = checks.load(tmp_path / "config.yaml")
     found = str(tmp_path / "profile.json") if device == "this" else None
     assert (resolved.profile.path, resolved.run.resume) == (found, "auto")
@@ -77,11 +98,11 @@ def test_a_job_that_starts_again_goes_on_with_its_own_checkpoints_once_it_has_so
     (tmp_path / "former").mkdir()
     (tmp_path / "run").mkdir()
     config.run.resume, resumed = "former", []
-    frozen.freeze(config, tmp_path / "run")
+    submission.freeze(config, tmp_path / "run")
     for step in (0, 1):
         if step:
             (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
-        frozen.run(tmp_path / "run", lambda *_, **__: Outcome(False, "as told"), lambda config: config)
+        run(tmp_path / "run")
         resumed.append(checks.load(tmp_path / "run/config.yaml").run.resume)
     assert resumed == [str(tmp_path / "former"), "auto"]
 
@@ -92,23 +113,23 @@ def test_files_are_found_from_the_folder_that_a_job_runs_in(tmp_path, monkeypatc
     with checks.composing():
         config = checks.compose_config(["model=gpt2-tiny", "profile.path=profile.json", "link=emulated"])
     (tmp_path / "run").mkdir()
-    frozen.freeze(config, tmp_path / "run")
+    submission.freeze(config, tmp_path / "run")
     monkeypatch.chdir("/")
-    assert checks.load(tmp_path / "run" / frozen.JOB).profile.path == str(tmp_path / "profile.json")
+    assert checks.load(tmp_path / "run" / submission.CONFIG).profile.path == str(tmp_path / "profile.json")
 
 
 def test_a_job_whose_folder_is_in_use_leaves_what_is_said_there(tmp_path, config):
-    frozen.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path)
     with claim(tmp_path):
-        assert frozen.run(tmp_path, lambda *_, **__: Outcome(True), lambda config: config) == 2
+        assert run(tmp_path) == 2
     assert record.read(tmp_path).state == record.SUBMITTED
 
 
 def test_a_job_that_slurm_does_not_start_again_has_failed(tmp_path, monkeypatch, config):
     monkeypatch.setenv(preemption.REQUEUE, "1")
     monkeypatch.setattr(preemption, "requeue", lambda: "job 3 is over")
-    frozen.freeze(config, tmp_path)
-    assert frozen.run(tmp_path, lambda *_, **__: LOST, lambda config: config) == 1
+    submission.freeze(config, tmp_path)
+    assert run(tmp_path, start=lambda *_, **__: LOST) == 1
     said = record.read(tmp_path)
     assert (said.state, said.reason) == (record.FAILED, f"{LOST.reason}; job 3 is over")
 
@@ -119,7 +140,7 @@ SLURM = {"executor": "slurm", "nodes": 1, "ranks_per_node": 2}
 @pytest.fixture
 def sweep(tmp_path, config):
     """A sweep's folder with two jobs that were handed in, and the folder of the one profile that they need."""
-    config.profile.cache, freezer = False, frozen.Freezer()
+    config.profile.cache, freezer = False, submission.Freezer()
     for name, strategy in (("0", "dp"), ("1", "fsdp")):
         (tmp_path / name).mkdir()
         freezer(dataclasses.replace(config, strategy=Uniform(strategy)), tmp_path / name, SLURM, tmp_path)
@@ -134,23 +155,19 @@ def start(folder, *_, **__):
     return Outcome(True)
 
 
-def as_it_is(config):
-    return config
-
-
 def test_jobs_of_a_sweep_plan_with_the_profile_that_one_job_has_measured_for_them(sweep):
     folder, first = sweep
-    assert frozen.measure(first, start, as_it_is) == 0 and not (first / "metrics.jsonl").exists()
+    assert run(first, submission.MEASURE, start) == 0 and not (first / "metrics.jsonl").exists()
     for name in ("0", "1"):
-        frozen.run(folder / name, start, as_it_is)
+        run(folder / name, start=start)
         assert checks.load(folder / name / "config.yaml").profile.path == str(first / "profile.json")
 
 
 def test_a_job_whose_profile_could_not_be_measured_says_why_and_measures_none(sweep):
     folder, first = sweep
     submitted.write(first, submitted.Job("slurm", "1_0", "logs"))
-    assert frozen.measure(first, lambda *_, **__: Outcome(False, "rank 1 failed: no memory", 1, 0), as_it_is) == 1
-    assert frozen.run(folder / "0", lambda *_, **__: pytest.fail("no rank may start"), as_it_is) == 2
+    assert run(first, submission.MEASURE, lambda *_, **__: Outcome(False, "rank 1 failed: no memory", 1, 0)) == 1
+    assert run(folder / "0", start=lambda *_, **__: pytest.fail("no rank may start")) == 2
     said = record.read(folder / "0")
     why = f"profile: the sweep's profile was not measured: rank 1 failed: no memory (its logs are in {first})"
     assert (said.state, said.reason) == (record.FAILED, why)
@@ -158,26 +175,26 @@ def test_a_job_whose_profile_could_not_be_measured_says_why_and_measures_none(sw
 
 def test_a_job_alone_measures_its_own_and_leaves_it_to_later_ones(sweep):
     folder, first = sweep
-    frozen.run(folder / "0", start, as_it_is)
+    run(folder / "0", start=start)
     assert checks.load(folder / "0/config.yaml").profile.path is None
     assert (first / "profile.json").read_text() == (folder / "0/profile.json").read_text()
-    frozen.run(folder / "1", start, as_it_is)
+    run(folder / "1", start=start)
     assert checks.load(folder / "1/config.yaml").profile.path == str(first / "profile.json")
 
 
 def test_a_profile_of_another_kind_of_node_is_not_planned_with_and_that_is_said(sweep, monkeypatch):
     folder, first = sweep
-    frozen.measure(first, start, as_it_is)
+    run(first, submission.MEASURE, start)
     monkeypatch.setattr("experiments.config.identity.device_name", lambda config: "another")
     with pytest.warns(UserWarning, match="that are not like these: this job measures its own"):
-        frozen.run(folder / "0", start, as_it_is)
+        run(folder / "0", start=start)
     assert checks.load(folder / "0/config.yaml").profile.path is None
 
 
 def test_a_profile_is_measured_for_what_it_depends_on_and_anew_when_forced(tmp_path, config):
     """Not for every plan; for each way that checkpointing=auto tries; for none where the engine needs none."""
     def first(launcher=SLURM, **changed):
-        frozen.Freezer()(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
+        submission.Freezer()(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
         return submitted.before(tmp_path)
 
     def sweeping(**changed):

@@ -18,6 +18,7 @@ from experiments.job import record
 from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.profiles import Profiles
+from experiments.job.resolved import resolve
 from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.profile.cache import cache_folder
@@ -60,8 +61,8 @@ def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
 def test_the_profile_that_a_job_names_stays_where_it_is(tmp_path):
     for name in LEFT:
         shutil.copy(PROFILE, tmp_path / name)
-    found = jobs.known_profile(composed(f"profile.path={tmp_path / 'profile.json'}"), tmp_path, Console(file=io.StringIO()))
-    assert found is not None and (tmp_path / "profile.json").exists()
+    assert not jobs.profile(composed(f"profile.path={tmp_path / 'profile.json'}"), tmp_path, Console(file=io.StringIO()))
+    assert (tmp_path / "profile.json").exists()
     assert not any((tmp_path / name).exists() for name in LEFT if name != "profile.json")
 
 
@@ -103,17 +104,17 @@ def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_o
     ],
 )  # fmt: skip
 def test_a_run_is_named_by_its_plan_budget_model_and_ranks(overrides, name):
-    assert jobs.resolve(composed(*overrides)).run.name == name
+    assert resolve(composed(*overrides)).run.name == name
 
 
 def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_changes_nothing():
-    settings = job_event(jobs.resolve(composed("data.batch_size=8", "run.name=a", "tracker=wandb")))["settings"]
+    settings = job_event(resolve(composed("data.batch_size=8", "run.name=a", "tracker=wandb")))["settings"]
     assert {key: settings[key] for key in ("data.name", "data.batch_size", "optimizer.name", "run.seed", "link.depth")} == {
         "data.name": "stdlib_bytes", "data.batch_size": 8, "optimizer.name": "adam", "run.seed": 0, "link.depth": 2,
     }  # fmt: skip
     groups = {key.partition(".")[0] for key in settings}
     assert not groups & {"tracker", "sweep", "tradeoff"} and "run.name" not in settings and "budget.gib" not in settings
-    peers = job_event(jobs.resolve(composed("engine=ddp")))["settings"]
+    peers = job_event(resolve(composed("engine=ddp")))["settings"]
     assert not any(key.startswith(("strategy.", "scheduler.")) for key in peers) and "engine.bucket_mib" in peers
 
 

@@ -1,0 +1,49 @@
+"""What a command line may say: errors and warnings about arguments that Hydra would accept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.config.files import groups
+from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
+from mdcs.planner.registry import decides_schedule
+
+
+def submits(arguments: Sequence[str]) -> bool:
+    """Whether a command line without `-m` submits a job, and does not only show something."""
+    no = {"-m", "--multirun", "hydra.mode=RUN", "-h", "--help", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
+    launches = any(each.startswith("hydra/launcher=mdcs_") for each in arguments)
+    return launches and not any({each, each.partition("=")[0]} & no for each in arguments)
+
+
+def require_own(argument: str, own: Sequence[str]) -> None:
+    """Raise ConfigError for an override with dashes, and for a key of another program."""
+    plain = argument.lstrip("-")
+    key = plain.partition("=")[0]
+    if plain != argument and key in (*groups(), *fields_by_key()):
+        raise ConfigError(argument, "overrides have no dashes: KEY=VALUE")
+    if plain != argument and (known := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):
+        raise ConfigError(argument, f"is {known[0]}=VALUE")
+    group, dot, _ = key.lstrip("+~").partition(".")
+    if dot and "=" in argument and group in OWN and group not in own:
+        raise ConfigError(key, f"is for mdcs {OWN[group]}")
+
+
+def require_one_job(settings: Any, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings of a sweep."""
+    for key in (override.partition("=")[0] for override in overrides):
+        if key.startswith("sweep."):
+            raise ConfigError(key, "is for a sweep (-m)")
+    choice = settings.runtime.choices.get("hydra/launcher", "basic")
+    if choice != "basic" and "hydra.mode=RUN" not in settings.overrides.hydra:
+        raise ConfigError("hydra/launcher", f"{choice} runs the jobs of a sweep: add -m, for a single job too")
+
+
+def unused_of(config: Config, overrides: Sequence[str]) -> list[str]:
+    """The overrides that have no effect because the strategy decides the schedule itself."""
+    if not decides_schedule(config.strategy):
+        return []
+    return [each for each in overrides if each.partition("=")[0].partition(".")[0] == "scheduler"
+            or each.startswith(("budget.schedule_share=", "budget.activation_share="))
+            and not each.endswith("=null")]  # fmt: skip

@@ -1,0 +1,55 @@
+"""The end of a sweep: the record of its jobs, the table, and the pictures."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+
+import analysis
+from experiments.job.sweep import Session, sweep_name
+from experiments.job.tracking import show_sweep
+
+
+def report(session: Session, started: float) -> None:
+    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table.
+
+    started: unix time in seconds. A picture that cannot be drawn is only a warning: the runs are complete.
+    """
+    folder = session.sweep
+    assert folder is not None
+    jobs = [
+        {
+            "overrides": list(result.overrides),
+            "status": result.status,
+            "reason": result.reason,
+            "folder": None if result.folder is None else str(result.folder.resolve().relative_to(folder)),
+        }
+        for result in session.results
+    ]
+    wall_s = time.time() - started
+    record = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
+    try:
+        (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except OSError as error:
+        warnings.warn(f"the sweep is not recorded: {error}", stacklevel=2)
+    try:
+        frame = analysis.load_sweep(folder)
+    except ValueError as error:  # e.g. all jobs were handed in and have not run
+        print(f"{len(jobs)} jobs in {wall_s:.0f} s; {error}", flush=True)
+        return
+    print()
+    analysis.print_table(frame)
+    try:
+        written = analysis.write_report(frame, folder)
+    except Exception as error:  # hours of runs must not end in a traceback of a plot
+        warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
+        written = [file for file in [folder / "table.csv"] if file.exists()]
+    for config in session.accepted[:1]:
+        show_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
+    earlier = sum(result.kept for result in session.results)
+    kept = f", {earlier} of them earlier," if earlier else ""
+    print(
+        f"{len(jobs)} jobs{kept} in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
+        flush=True,
+    )

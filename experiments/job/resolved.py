@@ -1,0 +1,99 @@
+"""What this machine decides in the config of a job, and tells its ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.config.schema import ClusterConfig, Config
+from mdcs.planner.recompute import KEEP
+from mdcs.sizes import GIB, MIB
+from mdcs.telemetry.memory_meter import preload_env
+
+_CROWD = 4
+"""Ranks per core above which a job is warned."""
+
+_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
+"""Keep freed buffers in the process.
+
+By default glibc returns large blocks to the system at every free, and faults each page in again. Buffers that are
+released and allocated every step then cost five times as much. The budget counts requested bytes: it does not change.
+"""
+
+
+def crowded(config: Config) -> str | None:
+    """A warning if many more ranks run on this machine than it has cores; else None."""
+    ranks, cores = config.cluster.processes, len(os.sched_getaffinity(0))
+    if config.cluster.name == "joined" or ranks <= _CROWD * cores:
+        return None
+    shared = "1 core" if cores == 1 else f"{cores} cores"
+    return (
+        f"warning: {ranks} ranks share {shared}: starting may take minutes, and step times are"
+        " of cores that are shared (cluster=emulated runs one rank of many)"
+    )
+
+
+def resolve(config: Config, *, profile: Path | None = None) -> Config:
+    """The config with all values that this machine decides, so that a rank has no decision left.
+
+    profile: the file of an equal job's profile, with which the job is planned.
+    """
+    config = with_absolute_paths(config)
+    cluster, path = config.cluster, config.profile.path if profile is None else str(profile.resolve())
+    return replace(
+        config,
+        cluster=replace(cluster, threads=cluster.resolved_threads(), backend=cluster.resolved_backend()),
+        run=replace(config.run, name=config.run.name or _name(config)),
+        profile=config.profile if path is None else replace(config.profile, path=path, refresh=False),
+    )
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with absolute paths for the files that it names."""
+    engine: Any = config.engine
+    if getattr(engine, "plan", None) is not None:
+        engine = replace(engine, plan=os.path.abspath(engine.plan))
+    profile, run = config.profile, config.run
+    if profile.path is not None:
+        profile = replace(profile, path=os.path.abspath(profile.path))
+    if run.resume not in (None, "auto"):
+        run = replace(run, resume=os.path.abspath(run.resume))
+    return replace(config, engine=engine, profile=profile, run=run)
+
+
+def environment(cluster: ClusterConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that the ranks' environment has in addition to `base`, the environment of the process that starts them."""
+    threads = str(cluster.resolved_threads())
+    env = {key: value for key, value in _WARM_HEAP.items() if key not in base}
+    env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    if cluster.measure_memory and cluster.device == "cpu":
+        try:
+            env |= preload_env({"LD_PRELOAD": base.get("LD_PRELOAD", "")})
+        except (OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"memory is not measured: {reason} (cluster.measure_memory=false for none)", stacklevel=2)
+    return env
+
+
+def _name(config: Config) -> str:
+    """Name of a run: plan and swept settings, then budget, model and ranks: `dp fusion bucket_mib=25, mlp, 2 ranks`."""
+    budget, cluster = config.budget, config.cluster
+    plan = config.engine.label
+    if config.engine.plans:
+        plan = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
+        plan += "" if config.recompute == KEEP else f" recompute={config.recompute.name}"
+        plan += "" if budget.schedule_share is None else f" s={budget.schedule_share:g}"
+        plan += "" if budget.activation_share is None else f" a={budget.activation_share:g}"
+    parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
+    if budget.gib is not None:
+        parts.append(f"{budget.gib:g} GiB")
+    elif budget.over_floor is not None:
+        parts.append(f"floor + {budget.over_floor * 100:g} %")
+    ranks = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
+    if cluster.emulated:
+        return f"{', '.join([*parts, config.model.label])} (rank {cluster.rank} of {cluster.ranks}, emulated)"
+    return ", ".join([*parts, config.model.label, ranks])

@@ -1,0 +1,145 @@
+"""Jobs that run later, perhaps on other machines: what their launcher gives them, and the files from which they run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from analysis.events import METRICS, read_events
+from experiments.config import checks
+from experiments.config.schema import BudgetConfig, Config
+from experiments.config.started import require_as_asked, with_ranks
+from experiments.job import profiles, record
+from experiments.job.checkpointing import ways_of
+from experiments.job.resolved import with_absolute_paths
+from hydra_plugins import _mdcs_jobs as submitted
+from hydra_plugins import mdcs_slurm
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
+
+CONFIG = "frozen.yaml"
+"""File in a job's folder: its resolved config."""
+PROFILES = "profiles"
+"""Folder in a sweep's folder with one folder for each of its profiles."""
+TRAIN, MEASURE = "train", "profile"
+"""A job trains, or it measures a profile for others."""
+
+_SUBMITS = "hydra_plugins.mdcs_slurm."
+
+
+def launcher_of(settings: Any) -> dict[str, Any] | None:
+    """Settings of the launcher on which its jobs' measurements depend. None if this program runs the jobs itself.
+
+    settings: Hydra's own part of a composed config.
+    """
+    if settings.mode != RunMode.MULTIRUN or not str(settings.launcher._target_).startswith(_SUBMITS):
+        return None
+    asked: Any = OmegaConf.to_container(settings.launcher, resolve=True)
+    return mdcs_slurm.measured(asked)
+
+
+def starts_its_ranks(launcher: Mapping[str, Any]) -> bool:
+    """Whether a submitted job is one process that starts its ranks, not a process per rank."""
+    return launcher["executor"] == "local" or launcher["nodes"] * launcher["ranks_per_node"] == 1
+
+
+def config_of(
+    composed: DictConfig, choices: Mapping[str, str] | None, launcher: Mapping[str, Any] | None, overrides: Sequence[str]
+) -> Config:
+    """The config of a job with the ranks that it will have. Raises ConfigError if the overrides ask for others.
+
+    launcher: see `launcher_of`.
+    """
+    if launcher is None:
+        return checks.from_composed(composed, choices, said=overrides)
+
+    def adapt(config: Config, overrides: Sequence[str]) -> Config:
+        name = "local" if starts_its_ranks(launcher) else "joined"
+        ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
+        made = with_ranks(config, "hydra/launcher", ranks, nodes, None, name=name)
+        require_as_asked(config, made, overrides)
+        return made
+
+    return checks.from_composed(composed, choices, said=overrides, adapt=adapt)
+
+
+def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
+    """Write the resolved config for a job that starts later, in another working directory, perhaps on another machine."""
+    _leave(config, folder, TRAIN)
+    record.write(folder, identity or record.identity_of(config), record.SUBMITTED)
+
+
+def _leave(config: Config, folder: Path, what: str) -> None:
+    checks.save(with_absolute_paths(config), folder / CONFIG)
+    command = ["-P", "-m", "experiments.job.frozen", str(folder.resolve()), what, *sys.argv]
+    (folder / submitted.COMMAND).write_text(shlex.join(command), encoding="utf-8")
+
+
+class Freezer:
+    """Freezes the jobs of one call of a program (:func:`freeze`), and adds a job for each profile that they need.
+
+    Jobs that are compared are thus planned with the same profile.
+    """
+
+    def __init__(self) -> None:
+        self._began = f"{time.time():.0f}"
+
+    def __call__(self, config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
+        """Freeze the job in its folder, which is in `sweep`.
+
+        launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
+        """
+        freeze(config, folder, record.identity_of(config, launcher))
+        first = [self._profile(way, launcher, sweep / PROFILES) for way in ways_of(config)] if profiles.measures(config) else []
+        (folder / submitted.BEFORE).write_text("".join(f"{os.path.relpath(each, folder)}\n" for each in first), encoding="utf-8")
+
+    def _profile(self, config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
+        """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""
+        parts = [profiles.key_of(config, elsewhere=launcher["executor"] != "local"), dict(launcher)]
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+        found = folder / f"{key}-{self._began}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
+        found.mkdir(parents=True, exist_ok=True)
+        if (found / "profile.json").exists():
+            (found / submitted.COMMAND).unlink(missing_ok=True)
+        elif not (found / submitted.COMMAND).exists():
+            run = replace(config.run, name="profile", resume=None, save_every=None)
+            any_plan = {"strategy": Uniform("dp"), "scheduler": Wfbp(), "budget": BudgetConfig()}
+            _leave(replace(config, run=run, **any_plan), found, MEASURE)
+        return found
+
+
+def why_failed(folder: Path, *, waited: bool) -> str | None:
+    """Why the submitted job in this folder has failed; empty if it has ended well, None if it has not ended.
+
+    waited: the launcher has waited for its end.
+    """
+    said, code = record.read(folder), submitted.exit_code(folder)
+    state = record.RUNNING if said is None else said.state
+    if not waited and code is None and state not in (record.OK, record.FAILED):
+        return None
+    if said is None or state in (record.SUBMITTED, record.RUNNING):
+        return next(filter(None, map(why_no_profile, submitted.before(folder))), "") or submitted.failure(folder)
+    return said.reason
+
+
+def why_no_profile(folder: Path) -> str:
+    """Why the job in this folder has not measured its sweep's profile. Empty if it has, or if there is no such job."""
+    if (folder / "profile.json").exists() or submitted.read(folder) is None:
+        return ""
+    try:
+        failures = [event["reason"] for event in read_events(folder / METRICS) if event["event"] == "failure"]
+    except (OSError, ValueError):
+        failures = []
+    why = f"{failures[-1]} (its logs are in {folder})" if failures else submitted.failure(folder)
+    return f"the sweep's profile was not measured: {why}"

@@ -37,7 +37,7 @@ def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as
     """Exit code of a job that was submitted. `start` stands in for its ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.elastic.run", start)
-        return run(folder, what)
+        return frozen.run(folder, what)
 
 
 def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, monkeypatch, config):

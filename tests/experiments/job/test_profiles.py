@@ -12,7 +12,8 @@ from rich.console import Console
 
 from experiments import plan
 from experiments import profile as program
-from experiments.config import checks, code
+from experiments.config import checks
+from experiments.config.identity import code_of
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, emulated, known
@@ -93,7 +94,7 @@ def test_a_job_whose_code_has_changed_measures_its_own(folder, monkeypatch, grou
     config = composed()
     Profiles().keep(config, folder)
     changed = type(getattr(config, group))
-    known = code.code_of
+    known = code_of
     monkeypatch.setattr("experiments.config.identity.code_of", lambda cls: "changed" if cls is changed else known(cls))
     assert Profiles().find(composed()) is None
 

@@ -9,7 +9,8 @@ any, the search covers the fusion bytes of `scheduler=fusion`, the block bytes o
 where there is a budget, and `link.depth`. A key of an option is searched only where that option is chosen:
 `scheduler.bucket_mib` belongs to fusion. A trial is pruned, with the reason, if it cannot be planned or run, or if its
 measured peak exceeds the budget. The folder has the study (study.db), trials.csv and the runs. A search in the folder
-of an earlier one continues its study until it has `search.trials` trials.
+of an earlier one continues its study until it has `search.trials` trials. With hydra/launcher=mdcs_slurm the trials are
+submitted, `hydra.launcher.parallel` at a time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -30,7 +33,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
-from optuna import Study, TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 
@@ -41,6 +43,7 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
+from experiments.job.submission import launcher_of, run_submitted, with_ranks_of
 from launch.claim import Occupied, claim
 from mdcs.sizes import MIB
 
@@ -108,9 +111,9 @@ def main(module: str = jobs.WORKER) -> int:
 
     def search(config: Config, folder: Path) -> str:
         given = [each for each in HydraConfig.get().overrides.task if not each.startswith("search.")]
-        return Search(config, given, folder, module).run()
+        return Search(config, given, folder, module, HydraConfig.get()).run()
 
-    return app.run(app.Program(search, own=("search",)))
+    return app.run(app.Program(search, own=("search",), submits=True))
 
 
 def _sweeps(argument: str) -> bool:
@@ -126,7 +129,14 @@ def _sweeps(argument: str) -> bool:
 class Search:
     """One study. Raises ConfigError before anything is started."""
 
-    def __init__(self, config: Config, given: Sequence[str], out: Path, module: str) -> None:
+    def __init__(self, config: Config, given: Sequence[str], out: Path, module: str, settings: Any) -> None:
+        launcher = launcher_of(settings)
+        self.submits = None if launcher is None else settings
+        self.at_once = 1 if launcher is None else settings.launcher.parallel
+        self.compose = compose_config if launcher is None else partial(compose_config, adapt=partial(with_ranks_of, launcher))
+        self.key = "hydra.run.dir" if launcher is None else "hydra.sweep.dir"
+        if launcher is not None and not settings.launcher.wait:
+            raise ConfigError("hydra.launcher.wait", "must be true: a search waits for its trials")
         self.given, self.module, self.out, self.trials = given, module, out.resolve(), config.search.trials
         self.console, self.known = Console(stderr=True), Profiles()
         over = config.search.over or [*DEFAULT, *([SHARE] if config.budget.limited else [])]
@@ -138,10 +148,10 @@ class Search:
         self.study = optuna.create_study(storage=f"sqlite:///{self.out / STUDY}", study_name="mdcs", load_if_exists=True)
         # With the same seed, the sampler of a continued study would repeat its proposals.
         seed = config.search.seed + len(self.study.trials)
-        self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP, constant_liar=self.at_once > 1)
         of, wanted = self.study.user_attrs.get("of"), [*sorted(given), *over]
         if of not in (None, wanted):
-            raise ConfigError("hydra.run.dir", f"{self.out} has a study of something else: {' '.join(of)}")
+            raise ConfigError(self.key, f"{self.out} has a study of something else: {' '.join(of)}")
         self.study.set_user_attr("of", wanted)
 
     def run(self) -> str:
@@ -153,13 +163,13 @@ class Search:
             with claim(self.out):
                 return self._run()
         except Occupied as error:
-            raise ConfigError("hydra.run.dir", str(error)) from error
+            raise ConfigError(self.key, str(error)) from error
 
     def _run(self) -> str:
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):  # left by a search that was killed
             self.study.tell(trial.number, state=TrialState.FAIL)
-        if (missing := self.trials - len(self._ended())) > 0:
-            self.study.optimize(self._try, n_trials=missing, callbacks=[self._report])
+        while (missing := self.trials - len(self._ended())) > 0:
+            self._try([self.study.ask() for _ in range(min(missing, self.at_once))])
         trials = self._ended()
         show(trials)
         return "" if any(trial.state == TrialState.COMPLETE for trial in trials) else "all trials were pruned"
@@ -167,22 +177,41 @@ class Search:
     def _ended(self) -> list[FrozenTrial]:
         return self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
-    def _try(self, trial: Trial) -> float:
-        """The median step in seconds. Raises TrialPruned, and keeps the reason."""
-        try:
-            overrides = self._overrides(trial)
-            trial.set_user_attr("overrides", overrides)
-            return self._measure(trial, compose_config([*self.given, *overrides]))
-        except (ConfigError, TrialPruned) as why:
-            trial.set_user_attr("reason", str(why))
-            raise TrialPruned(str(why)) from why
+    def _try(self, trials: Sequence[Trial]) -> None:
+        """Measure these trials, all at once if they are submitted. Those without a step time are pruned, with the reason."""
+        ready: dict[Path, tuple[Trial, Config]] = {}
+        for trial in trials:
+            try:
+                overrides = self._overrides(trial)
+                trial.set_user_attr("overrides", overrides)
+                config = self.compose([*self.given, *overrides])
+                config.run.name = config.run.name or f"trial {trial.number}"
+                ready[self.out / "runs" / str(trial.number)] = trial, config
+            except ConfigError as error:
+                self._end(trial, None, str(error))
+        for folder, reason in self._run_all({folder: config for folder, (_, config) in ready.items()}):
+            trial, (step_s, why) = ready[folder][0], (None, reason) if reason else _measured(folder, ready[folder][0])
+            self._end(trial, step_s, why)
 
-    def _report(self, study: Study, trial: FrozenTrial) -> None:
-        told = trial.user_attrs
-        ended = f"{trial.value * 1e3:.1f} ms" if trial.value is not None else f"pruned: {told['reason']}"
-        text = f"trial {trial.number}: {' '.join(told.get('overrides', []))}: {ended}"
+    def _run_all(self, configs: Mapping[Path, Config]) -> Iterable[tuple[Path, str]]:
+        """Run these jobs. Yield (folder, reason of the failure), with an empty reason for a job that has ended well."""
+        if self.submits is not None:
+            yield from run_submitted(configs, self.submits, self.out).items()
+            return
+        for folder, config in configs.items():
+            try:
+                yield folder, jobs.run(config, folder, self.console, known=self.known, worker=self.module).reason
+            except ConfigError as error:
+                yield folder, str(error)
+
+    def _end(self, trial: Trial, step_s: float | None, reason: str) -> None:
+        if step_s is None:
+            trial.set_user_attr("reason", reason)
+        self.study.tell(trial, step_s, TrialState.PRUNED if step_s is None else TrialState.COMPLETE)
+        ended = f"pruned: {reason}" if step_s is None else f"{step_s * 1e3:.1f} ms"
+        text = f"trial {trial.number}: {' '.join(trial.user_attrs.get('overrides', []))}: {ended}"
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        study.trials_dataframe().to_csv(self.out / TABLE, index=False)
+        self.study.trials_dataframe().to_csv(self.out / TABLE, index=False)
 
     def _options_with(self, axis: Axis) -> set[str] | None:
         """The searched options of the axis' group that have its key; None where the group is not searched.
@@ -195,7 +224,7 @@ class Search:
             try:
                 option = [f"{axis.group}={choice}"] if choice and axis.key != axis.group else []
                 for value in axis.ends:
-                    compose_config([*self.given, *option, f"{axis.key}={value}"])
+                    self.compose([*self.given, *option, f"{axis.key}={value}"])
                 found.add(choice)
             except ConfigError as error:
                 wrong = error
@@ -212,19 +241,14 @@ class Search:
                 made[axis.key] = axis.suggest(trial)
         return list(made.values())
 
-    def _measure(self, trial: Trial, config: Config) -> float:
-        """The median step in seconds. Raises TrialPruned for a job that fails, and for a peak above the budget."""
-        folder = self.out / "runs" / str(trial.number)
-        config.run.name = config.run.name or f"trial {trial.number}"
-        outcome = jobs.run(config, folder, self.console, known=self.known, worker=self.module)
-        if not outcome.ok:
-            raise TrialPruned(outcome.reason)
-        row = load_run(folder).row()
-        trial.set_user_attr("predicted_s", row["predicted_step_s"])
-        if row["fits"] is False:
-            peak, budget = row["peak_bytes"] / MIB, row["budget_bytes"] / MIB
-            raise TrialPruned(f"peak of {peak:.1f} MiB, over the budget of {budget:.1f} MiB")
-        return float(row["step_s"])
+
+def _measured(folder: Path, trial: Trial) -> tuple[float | None, str]:
+    """The median step in seconds; None, with the reason, for a peak above the budget."""
+    row = load_run(folder).row()
+    trial.set_user_attr("predicted_s", row["predicted_step_s"])
+    if row["fits"] is False:
+        return None, f"peak of {row['peak_bytes'] / MIB:.1f} MiB, over the budget of {row['budget_bytes'] / MIB:.1f} MiB"
+    return float(row["step_s"]), ""
 
 
 def show(trials: Sequence[FrozenTrial]) -> None:

@@ -63,6 +63,7 @@ class Program:
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
     - freezes: the config of a submitted job is resolved now, its profile is shared, and it goes on when it is preempted.
       Otherwise a submitted job is this program with the job's overrides.
+    - submits: the program's job runs here and submits others (`experiments.job.submission.run_submitted`).
     """
 
     job: Job
@@ -71,6 +72,7 @@ class Program:
     on_earlier: Callable[[Config, Path], object] | None = None
     objective: Callable[[Path], float] | None = None
     freezes: bool = False
+    submits: bool = False
 
 
 def run(program: Program) -> int:
@@ -211,7 +213,7 @@ class _Call:
             config.run.varied = config.run.varied or " ".join(varied(overrides, session.asked, but=_IN_NAMES)) or None
             if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
-        if launcher is None:
+        if launcher is None or self.program.submits:
             if reason := self.program.job(config, folder):
                 return _failed(overrides, reason, folder)
             with suppress(OSError):  # a full disk, which is no reason for anything by now

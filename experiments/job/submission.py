@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from analysis.events import METRICS, read_events
 from experiments.config import checks
 from experiments.config.schema import BudgetConfig, Config
-from experiments.config.started import require_as_asked, with_ranks
+from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
 from experiments.job.checkpointing import ways_of
 from experiments.job.resolved import with_absolute_paths
@@ -61,17 +62,17 @@ def config_of(
 
     launcher: see `launcher_of`.
     """
-    if launcher is None:
-        return checks.from_composed(composed, choices, said=overrides)
-
-    def adapt(config: Config, overrides: Sequence[str]) -> Config:
-        name = "local" if starts_its_ranks(launcher) else "joined"
-        ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
-        made = with_ranks(config, "hydra/launcher", ranks, nodes, None, name=name)
-        require_as_asked(config, made, overrides)
-        return made
-
+    adapt = adapted if launcher is None else partial(with_ranks_of, launcher)
     return checks.from_composed(composed, choices, said=overrides, adapt=adapt)
+
+
+def with_ranks_of(launcher: Mapping[str, Any], config: Config, overrides: Sequence[str]) -> Config:
+    """The config with the ranks that the launcher gives a job. Raises ConfigError if the overrides ask for others."""
+    name = "local" if starts_its_ranks(launcher) else "joined"
+    ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
+    made = with_ranks(config, "hydra/launcher", ranks, nodes, None, name=name)
+    require_as_asked(config, made, overrides)
+    return made
 
 
 def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
@@ -117,6 +118,21 @@ class Freezer:
             any_plan = {"strategy": Uniform("dp"), "scheduler": Wfbp(), "budget": BudgetConfig()}
             _leave(replace(config, run=run, **any_plan), found, MEASURE)
         return found
+
+
+def run_submitted(configs: Mapping[Path, Config], settings: Any, sweep: Path) -> dict[Path, str]:
+    """Submit these jobs, by folder, and wait for them. Return why each has failed; empty for a job that has ended well.
+
+    - settings: Hydra's own part of the program's config.
+    - sweep: folder of the jobs' profiles, logs and code.
+    """
+    launcher, freeze_in = launcher_of(settings), Freezer()
+    assert launcher is not None
+    for folder, config in configs.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        freeze_in(config, folder, launcher, sweep)
+    mdcs_slurm.submit(mdcs_slurm.MdcsSlurmConf(**settings.launcher), sweep, [*configs], copies=True, resumes=True)
+    return {folder: why_failed(folder, waited=True) or "" for folder in configs}
 
 
 def why_failed(folder: Path, *, waited: bool) -> str | None:

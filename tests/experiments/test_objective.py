@@ -1,8 +1,6 @@
 """Sweepers of others: a job's task returns its step time, and `.hydra/` is in its folder. The ranks run a stub."""
 
-import json
 import math
-import os
 import sys
 import types
 
@@ -12,9 +10,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from analysis.events import SCHEMA
 from experiments import train
-from tests.experiments import one_process
+from tests.experiments import one_process, stub_slurm
 
 SEEN: list[float] = []
 
@@ -60,24 +57,8 @@ def test_a_sweeper_of_others_is_told_the_step_time(tmp_path, halving):
     assert (tmp_path / "out/sweep.json").is_file() and (tmp_path / "out/table.csv").is_file()
 
 
-SBATCH = """#!/bin/bash
-for folder in $(grep -o 'folder=[^ ]*' | cut -d= -f2); do
-    if grep -q 'name: raise' $folder/frozen.yaml; then code=1 state=failed; else code=0 state=ok; fi
-    cp "${0%/*}/metrics.jsonl" $folder; echo $code >$folder/exit_code; sed -i "s/submitted/$state/" $folder/status.json
-done
-echo 1
-"""
-
-
 def test_it_is_told_the_step_time_of_jobs_of_slurm_too_once_they_have_ended(tmp_path, halving, monkeypatch):
-    """sbatch is a stub here: its jobs end at once."""
-    for name, text in (("sbatch", SBATCH), ("squeue", "#!/bin/bash\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    spread = {"median": 0.25, "p10": 0.25, "p90": 0.25}
-    events = {"event": "job", "schema": SCHEMA}, {"event": "summary", "status": "ok", "step_s": spread, "peak_bytes": 1}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    stub_slurm.install(tmp_path / "slurm", monkeypatch)
     asked = ("-m", "hydra/sweeper=halving", "hydra/launcher=mdcs_slurm", "run.warmup_steps=1", "hydra.sweep.dir=out")
     done = one_process.call(train, tmp_path, *asked)
     assert [0.25, 0.25, math.inf] == SEEN, done.stderr

@@ -13,7 +13,7 @@ from experiments.job.tracking import JsonLines
 from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.sizes import MIB
-from tests.experiments import one_process
+from tests.experiments import one_process, stub_slurm
 
 SMALL = ("model=mlp", "data=synthetic", "strategy=greedy", "budget.gib=0.5")
 
@@ -121,6 +121,21 @@ def test_what_is_no_axis_is_said(text):
 def test_an_interval_without_a_number_in_it_is_said(text):
     with pytest.raises(ConfigError, match=r"search.over: interval\(LOW,HIGH\) needs finite numbers, LOW below HIGH; got a="):
         program.Axis.parse(text)
+
+
+def test_trials_are_submitted_several_at_a_time_behind_the_job_that_measures_their_profile(tmp_path, monkeypatch):
+    stub_slurm.install(tmp_path / "slurm", monkeypatch)
+    small = (*SMALL, "budget.schedule_share=interval(0,1)", "search.trials=3", "hydra/launcher=mdcs_slurm")
+    done = search(tmp_path, *small, "hydra.launcher.parallel=2", "hydra.launcher.nodes=2", "hydra.sweep.dir=out")
+    assert done.returncode == 0, done.stderr
+    assert [trial.value for trial in study(tmp_path / "out/0").trials] == [0.25] * 3
+    profile, two, one = [(tmp_path / f"slurm/script.{i}").read_text() for i in (1, 2, 3)]
+    assert " profile " in profile and "--array=0-1%2" in two and "--dependency=afterok:1" in two
+    assert "out/0/runs/2 train " in one and "--array" not in one
+    assert "ranks: 2" in (tmp_path / "out/0/runs/2/frozen.yaml").read_text()
+
+    done = search(tmp_path, *small, "hydra.launcher.wait=false", "hydra.sweep.dir=other")
+    assert done.returncode == 2 and done.stderr.startswith("hydra.launcher.wait: must be true: a search waits for its trials\n")
 
 
 @pytest.mark.slow

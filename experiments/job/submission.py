@@ -115,8 +115,8 @@ class Freezer:
             (found / submitted.COMMAND).unlink(missing_ok=True)
         elif not (found / submitted.COMMAND).exists():
             run = replace(config.run, name="profile", resume=None, save_every=None)
-            any_plan = {"strategy": Uniform("dp"), "scheduler": Wfbp(), "budget": BudgetConfig()}
-            _leave(replace(config, run=run, **any_plan), found, MEASURE)
+            any_plan = replace(config, run=run, strategy=Uniform("dp"), scheduler=Wfbp(), budget=BudgetConfig())
+            _leave(any_plan, found, MEASURE)
         return found
 
 

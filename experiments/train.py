@@ -24,7 +24,7 @@ from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from experiments.job.report import report
-from launch.warm import Warm
+from launch.elastic import Warm
 
 
 def main(worker: str = jobs.WORKER) -> int:
@@ -35,8 +35,7 @@ def main(worker: str = jobs.WORKER) -> int:
         in_sweep = config.run.sweep is not None
         fork = started.here is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
-            config, folder, console, known=profiles, worker=worker,
-            start=warm.run if fork and config.cluster.rate_gbit is None else None,
+            config, folder, console, known=profiles, worker=worker, start=warm.run if fork else None,
         )  # fmt: skip
         if outcome.ok and not in_sweep:
             print()

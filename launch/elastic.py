@@ -2,10 +2,10 @@
 
     launcher (this process) → a process that forks ranks (`launch.forks`) → ranks (`launch.rank`)
 
-A shaped cluster has such a process in each namespace, and `launch.shaped` between them and this process. That process
-sees the ranks exit. It notices only processes that end, so this process watches it and the ranks: it ends a job in
-which no rank makes progress, gives a failing job a moment to report, and kills the remaining processes. Every rank
-leads its own session, so its children are killed with it.
+The process between sees the ranks exit, and kills those that are left when its stdin is closed, so also when this process
+ends in any way. It notices only processes that end, so this process watches it and the ranks: it ends a job in
+which no rank makes progress, and gives a failing job a moment to report. Every rank leads its own session, so its
+children are killed with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from launch import network, orphans, status
 from launch.rank import reason_of, report_of
@@ -111,7 +111,6 @@ def run(
     module: str,
     arguments: Sequence[str] = (),
     on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
-    forks: Forks | None = None,
 ) -> Outcome:
     """Run `module` in `cluster.ranks` processes on this machine, with `env` added to their environment, and wait.
 
@@ -119,103 +118,132 @@ def run(
     of the process that forks them to `agent.log`. `on_tick` is called about ten times a second with the last status of
     each rank. Every rank has ended when this call ends, also after an exception from `on_tick` or Ctrl-C.
 
-    forks: the process that forks the ranks, of an earlier job with the same `env`. It stays if the job ends well.
     Raises OSError where the disk of `run_dir` is full.
     """
-    run_dir = run_dir.resolve()
-    begin(run_dir, cluster)
-    once, outcome = forks is None, Outcome(False, "interrupted")
-    forks = forks or Forks(env)
-    try:
-        forks.hand(run_dir, cluster, module, arguments, once)
-        stuck = watch(run_dir, cluster, forks, on_tick)
-        code = forks.poll()
-        outcome = outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
-    finally:
-        if once or not outcome.ok:
-            forks.end()  # first: it would report the kills of ranks as failures
-        end(run_dir, cluster, [forks.pid])
-    return outcome
+    with Warm(once=True) as ranks:
+        return ranks.run(run_dir, cluster, env, module=module, arguments=arguments, on_tick=on_tick)
 
 
-class Forks:
-    """The process that forks ranks, and its current job. It starts with the first job."""
+class Warm:
+    """Runs jobs like `run`, and faster from the second job on: the process that forks ranks stays.
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self.env = dict(env)
-        self._reports: list[ReservedFile] = []
+    A context manager: the process ends with it. The process is started anew after a failed job, and for a job with
+    another environment or network. once: no second job follows.
+    """
+
+    def __init__(self, *, once: bool = False) -> None:
+        self._once = once
+        self._made_for: object = None
         self._process: subprocess.Popen[str] | None = None
 
-    @property
-    def pid(self) -> int:
-        return 0 if self._process is None else self._process.pid
+    def __enter__(self) -> Warm:
+        return self
 
-    def hand(self, folder: Path, cluster: Cluster, module: str, arguments: Sequence[str], once: bool) -> None:
-        """Start a job. once: no other job follows."""
-        through = {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface}
-        if self._process is None:
-            between = "launch.forks" if cluster.rate_gbit is None else "launch.shaped"
-            paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-            with (folder / "agent.log").open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-u", "-m", between, str(os.getpid())],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches this process alone; it then ends the others
-                    env={**os.environ, **through, **self.env, "PYTHONPATH": paths},
-                    text=True,
-                )
-        self._reports = _reports(folder, cluster)
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(
+        self,
+        run_dir: Path,
+        cluster: Cluster,
+        env: Mapping[str, str],
+        *,
+        module: str,
+        arguments: Sequence[str] = (),
+        on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
+    ) -> Outcome:
+        """Run a job as the function `run` does."""
+        run_dir = run_dir.resolve()
+        _begin(run_dir, cluster)
+        outcome = Outcome(False, "interrupted")
+        try:
+            process = self._hand(run_dir, cluster, env, module, arguments)
+
+            def poll() -> int | None:
+                try:
+                    report = _read(report_of(run_dir, 0).path)
+                except FileNotFoundError:
+                    return process.poll()
+                return int(bool(report["exit_codes"]))
+
+            stuck = watch(run_dir, cluster, poll, on_tick)
+            code = poll()
+            outcome = outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
+        finally:
+            if self._once or not outcome.ok:
+                self._end()
+            said = (status.read(run_dir, rank) for rank in range(cluster.ranks))
+            orphans.kill_groups(each.pid for each in said if each is not None)  # if the process between was killed
+            for unused in _reserved(run_dir, cluster):
+                unused.give_back()
+        return outcome
+
+    def _hand(
+        self, folder: Path, cluster: Cluster, env: Mapping[str, str], module: str, arguments: Sequence[str]
+    ) -> subprocess.Popen[str]:
+        """Start a job. Return the process that forks its ranks."""
+        nodes = 1 if cluster.rate_gbit is None else cluster.nodes or cluster.ranks
+        made_for = (dict(env), cluster.rate_gbit, nodes)
+        if self._process is None or self._process.poll() is not None or self._made_for != made_for:
+            self._end()
+            self._process, self._made_for = _start(folder, env, cluster.interface), made_for
         job = {
-            "schema": 1, "folder": str(folder), "ranks": cluster.ranks, "nodes": len(self._reports),
-            "rate_gbit": cluster.rate_gbit, "module": module, "arguments": list(arguments), "once": once,
-            "env": through | self.env,
+            "schema": 1, "folder": str(folder), "ranks": cluster.ranks, "nodes": nodes, "rate_gbit": cluster.rate_gbit,
+            "module": module, "arguments": list(arguments), "once": self._once, "env": _through(cluster.interface) | dict(env),
         }  # fmt: skip
         (folder / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `poll` reports it
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; its exit code reports it
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
+        return self._process
 
-    def poll(self) -> int | None:
-        """State of the job as in `Agent.poll`; the process's exit code if the process has ended without a report."""
-        assert self._process is not None
+    def _end(self) -> None:
+        """End the process and its ranks."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         try:
-            said = [json.loads(report.path.read_text(encoding="utf-8")) for report in self._reports]
-        except FileNotFoundError:
-            return self._process.poll()
-        return int(any(each["exit_codes"] for each in said))
-
-    def runs(self) -> bool:
-        """Whether another job may follow."""
-        return self._process is None or self._process.poll() is None
-
-    def end(self) -> None:
-        """Kill the process. Ranks die with it."""
-        if self._process is not None and self._process.returncode is None:
-            orphans.kill_groups([self.pid])
-            self._process.wait()
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+            process.wait(REPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the kernel kills the ranks with it
+            process.wait()
 
 
-class Agent(Protocol):
-    def poll(self) -> int | None:
-        """Return None while the ranks run, 0 once all have ended well, and another number when one has failed."""
+def _start(folder: Path, env: Mapping[str, str], interface: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with (folder / "agent.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "launch.forks"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone; it then ends the others
+            env={**os.environ, **_through(interface), **env, "PYTHONPATH": paths},
+            text=True,
+        )
+
+
+def _through(interface: str) -> dict[str, str]:
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def watch(
     run_dir: Path,
     cluster: Cluster,
-    agent: Agent,
+    poll: Callable[[], int | None],
     on_tick: Callable[[Sequence[Status | None]], None],
 ) -> str | None:
-    """Wait until the agent ends or has to be ended. Return a reason only when no rank makes progress, else None."""
+    """Wait until the ranks end or have to be ended. Return a reason only when no rank makes progress, else None.
+
+    poll: returns None while the ranks run, 0 once all have ended well, and another number when one has failed.
+    """
     last: list[Status | None] = [None] * cluster.ranks
     moved, failed = time.monotonic(), None
-    while agent.poll() is None:
+    while poll() is None:
         now = time.monotonic()
         statuses = [status.read(run_dir, rank) for rank in range(cluster.ranks)]
         if statuses != last:
@@ -235,23 +263,11 @@ def watch(
     return None
 
 
-def begin(run_dir: Path, cluster: Cluster) -> None:
+def _begin(run_dir: Path, cluster: Cluster) -> None:
     """Prepare the folder for the processes of a job. Raises OSError where the disk is full."""
     clear(run_dir)
     for file in _reserved(run_dir, cluster):
         file.take()  # now: a full disk is an error that can still be reported here
-    orphans.adopt_orphans()  # the ranks become children of this process when the one that forked them ends
-
-
-def end(run_dir: Path, cluster: Cluster, sessions: Sequence[int] = ()) -> None:
-    """Kill the remaining ranks, reap them and the dead children of `sessions`, and free reserved disk space."""
-    said = (status.read(run_dir, rank) for rank in range(cluster.ranks))
-    ranks = [each.pid for each in said if each is not None]
-    orphans.kill_groups(ranks)
-    orphans.wait_until_gone(ranks, REPORT_SECONDS)
-    orphans.reap([*sessions, *ranks])
-    for unused in _reserved(run_dir, cluster):
-        unused.give_back()
 
 
 def clear(run_dir: Path) -> None:
@@ -263,14 +279,8 @@ def clear(run_dir: Path) -> None:
 
 
 def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
-    """Files that the processes of a job write when they end."""
-    return [*_reports(run_dir, cluster), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
-
-
-def _reports(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
-    """Exit codes of failed ranks, in a file of each process that forks ranks."""
-    nodes = 1 if cluster.rate_gbit is None else cluster.nodes or cluster.ranks
-    return [report_of(run_dir, node) for node in range(nodes)]
+    """Files that the processes of a job write when they end: the exit codes of failed ranks, and their reasons."""
+    return [report_of(run_dir, 0), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
 
 
 # ---- what happened

@@ -1,9 +1,9 @@
-"""A process that forks ranks: `python -m launch.forks PARENT`, one job a line on stdin.
+"""A process that forks ranks: `python -m launch.forks`, one job a line on stdin. It ends, and kills ranks, when stdin is closed.
 
 It sees the ranks end and writes the exit codes of those that failed. It imports torch once for all of them. Between
 jobs it also imports the modules that rank 0 of the last job had imported at its end. A rank is a fork, so the next job
 starts without any state of the last one. This process starts no thread and makes no tensor: neither survives a fork
-intact. Of a shaped cluster it has the ranks of one node (`launch.shaped`).
+intact. It also holds the network of a shaped cluster (`launch.network`), which disappears with its processes.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ import importlib
 import json
 import os
 import random
+import select
 import signal
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from launch import orphans
-from launch.network import addresses
+from launch.network import Network, NetworkError, addresses
 from launch.rank import report_of
 
 _POLL_SECONDS = 0.01
 _LOOPBACK = "127.0.0.1"
-_PORT = 29500  # of a shaped cluster's first node; free, because the network namespace is the job's own
 _REPORT_SECONDS = 3.0
 """Seconds that the other ranks get when one has failed: the first failure seen need not be the first that happened."""
+_REAP_SECONDS = 1.0
 
 
-def main(parent: int) -> int:
+def main() -> int:
     """Run jobs until stdin ends. Return 1 if a rank of the last one has failed, else 0."""
-    orphans.die_with_parent(parent)
-    import torch.distributed  # noqa: F401
-
-    from launch import rendezvous
-
-    failed: dict[int, int] = {}
-    for line in sys.stdin:
+    orphans.adopt_orphans()  # what a rank leaves behind
+    network, failed = None, dict[int, int]()
+    for line in _lines():
         job = json.loads(line)
+        if job["rate_gbit"] is not None and network is None:
+            try:
+                network = Network(job["nodes"], job["rate_gbit"])  # before torch: a process of several threads gets no user namespace
+            except NetworkError as error:
+                print(error)  # the last line of agent.log is the launcher's reason
+                return 1
+        import torch.distributed  # noqa: F401
+
+        from launch import rendezvous
+
         folder = Path(job["folder"])
         log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):
@@ -51,54 +59,72 @@ def main(parent: int) -> int:
         gc.collect()
         gc.freeze()  # a collection in a fork would write to shared pages, and so copy them
         with tempfile.TemporaryFile("w+") as imported:
-            codes = _run(job, folder, imported, rendezvous.serve_on)
+            codes = _run(job, folder, network, imported, rendezvous.serve_on)
             failed = {rank: code for rank, code in codes.items() if code}
-            report_of(folder, job.get("node", 0)).write(json.dumps({"schema": 1, "exit_codes": failed}))
+            report_of(folder, 0).write(json.dumps({"schema": 1, "exit_codes": failed}))
             imported.seek(0)
             if not job["once"]:
                 _import(imported.read().split(), job["module"])
     return int(bool(failed))
 
 
-def _run(job: dict[str, Any], folder: Path, imported: IO[str], serve_on: Any) -> dict[int, int]:
+def _lines() -> Iterator[str]:
+    """The lines of stdin. Nothing is read ahead: that stdin is readable during a job says that it is closed."""
+    with os.fdopen(os.dup(0), "rb", buffering=0) as commands:
+        while line := commands.readline():
+            yield line.decode()
+
+
+def _run(job: dict[str, Any], folder: Path, network: Network | None, imported: IO[str], serve_on: Any) -> dict[int, int]:
     """Fork a job's ranks and wait. Return the exit codes of the ranks that ended by themselves."""
-    node, beside = job.get("node", 0), job["ranks"] // job["nodes"]
-    meeting = (_LOOPBACK, 0) if job["rate_gbit"] is None else (addresses(1)[0], _PORT)
-    listener = socket.create_server(meeting, backlog=socket.SOMAXCONN) if node == 0 else None
-    address, port = meeting if listener is None else listener.getsockname()
-    ranks: dict[int, int] = {}
-    parent = os.getpid()
-    for local in range(beside):
-        rank = node * beside + local
-        place = {
-            "RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": beside,
-            "MASTER_ADDR": address, "MASTER_PORT": port,
-        }  # fmt: skip
-        if (pid := os.fork()) == 0:
-            _rank(parent, job, folder, place, listener, imported, serve_on)
-        ranks[pid] = rank
-    if listener is not None:
+    beside = job["ranks"] // job["nodes"]
+
+    def inside(node: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if network is None else network.inside(node)
+
+    with inside(0):
+        host = _LOOPBACK if network is None else addresses(1)[0]
+        listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+    address, port = listener.getsockname()
+    ranks, codes = dict[int, int](), dict[int, int]()
+    parent, failed = os.getpid(), None
+    try:
+        for rank in range(job["ranks"]):
+            node, local = divmod(rank, beside)
+            place = {
+                "RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": beside,
+                "MASTER_ADDR": address, "MASTER_PORT": port,
+            }  # fmt: skip
+            with inside(node):
+                if (pid := os.fork()) == 0:
+                    _rank(parent, job, folder, place, listener, imported, serve_on)
+            ranks[pid] = rank
         listener.close()  # rank 0 has it
-    codes: dict[int, int] = {}
-    failed: float | None = None
-    while len(codes) < len(ranks):
-        ended, state = os.waitpid(-1, os.WNOHANG)
-        if ended in ranks:
-            codes[ranks[ended]] = os.waitstatus_to_exitcode(state)
-            failed = failed or (time.monotonic() if codes[ranks[ended]] else None)
-        elif failed is not None and time.monotonic() - failed > _REPORT_SECONDS:
-            left = [pid for pid, rank in ranks.items() if rank not in codes]
-            orphans.kill_groups(left)
-            for pid in left:
-                os.waitpid(pid, 0)
-            break
-        else:
-            time.sleep(_POLL_SECONDS)
+        while len(codes) < len(ranks):
+            ended, state = os.waitpid(-1, os.WNOHANG)
+            if ended in ranks:
+                codes[ranks[ended]] = os.waitstatus_to_exitcode(state)
+                failed = failed or (time.monotonic() if codes[ranks[ended]] else None)
+            elif failed is not None and time.monotonic() - failed > _REPORT_SECONDS or select.select([0], [], [], 0)[0]:
+                break
+            else:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        orphans.kill_groups(ranks)  # and what the others have left running
+        _reap()
     return codes
 
 
+def _reap() -> None:
+    deadline = time.monotonic() + _REAP_SECONDS
+    with contextlib.suppress(ChildProcessError):  # all have ended
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(_POLL_SECONDS)
+
+
 def _rank(
-    parent: int, job: dict[str, Any], folder: Path, place: dict[str, Any], listener: socket.socket | None, imported: IO[str],
+    parent: int, job: dict[str, Any], folder: Path, place: dict[str, Any], listener: socket.socket, imported: IO[str],
     serve_on: Any,
 ) -> NoReturn:  # fmt: skip
     code = 1
@@ -113,11 +139,10 @@ def _rank(
         }  # fmt: skip
         _reseed()
         store = None
-        if listener is not None:
-            if place["RANK"] == 0:
-                store = serve_on(listener.detach(), place["MASTER_ADDR"], place["MASTER_PORT"])
-            else:
-                listener.close()
+        if place["RANK"] == 0:
+            store = serve_on(listener.detach(), place["MASTER_ADDR"], place["MASTER_PORT"])
+        else:
+            listener.close()
         code = ranks.main(folder, job["module"], job["arguments"])
         if place["RANK"] == 0 and code == 0:
             imported.write("\n".join(sys.modules))
@@ -146,4 +171,4 @@ def _import(names: list[str], without: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main())

@@ -7,9 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable
-from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,38 +32,8 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap(sessions: Iterable[int]) -> None:
-    """Reap the dead children of this process that belonged to one of `sessions`. Not every init process does it."""
-    wanted = set(sessions)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if state == "Z" and int(parent) == os.getpid() and int(session) in wanted:
-                os.waitpid(int(stat.parent.name), 0)  # waits if other threads of the process still end
-
-
 def kill_groups(leaders: Iterable[int]) -> None:
     """Send SIGKILL to every process group in `leaders`. Groups that are gone are skipped."""
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
-
-
-def wait_until_gone(processes: Iterable[int], seconds: float) -> list[int]:
-    """Wait until none of `processes` runs any more. Return those that still run after `seconds`."""
-    deadline = time.monotonic() + seconds
-    left = [pid for pid in processes if _runs(pid)]
-    while left and time.monotonic() < deadline:
-        time.sleep(0.01)
-        left = [pid for pid in left if _runs(pid)]
-    return left
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    with contextlib.suppress(OSError):  # a zombie does not run; it waits to be reaped
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return sys.platform != "linux"

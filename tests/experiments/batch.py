@@ -7,7 +7,7 @@ from experiments.config.schema import Config
 from experiments.job import run as jobs
 from experiments.job.resolved import environment, resolve
 from launch import elastic
-from launch.warm import Warm
+from launch.elastic import Warm
 
 
 def run_all(folder: Path, configs: Mapping[str, Config], warm: Warm) -> None:

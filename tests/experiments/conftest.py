@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.warm import Warm
+from launch.elastic import Warm
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ import pytest
 from launch import elastic
 from launch.elastic import Cluster, Outcome
 from launch.status import Status
-from launch.warm import Warm
+from launch.elastic import Warm
 
 
 def run(
@@ -52,8 +52,7 @@ def call(
         patch.chdir(folder)
         patch.setattr(sys, "argv", [f"{program.__name__.rpartition('.')[2]}.py", *arguments])
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
-        started = elastic.run  # which forks of a warm process are started by, too
-        patch.setattr(elastic, "run", lambda *args, **named: (started if named.get("forks") else start)(*args, **named))
+        patch.setattr(elastic, "run", start)
         patch.setattr(Warm, "run", lambda self, *args, **named: start(*args, **named))
         try:
             code: Any = program.main(*([worker] if worker else []))

@@ -15,7 +15,7 @@ import analysis
 from analysis import layers
 from experiments import collectives, tradeoff, train
 from experiments.config import checks
-from launch.warm import Warm
+from launch.elastic import Warm
 from mdcs.profile.algorithms import ALGORITHMS
 from tests.experiments import one_process
 

@@ -11,7 +11,7 @@ from analysis.events import read_events
 from experiments.job import record
 from experiments.job import run as jobs
 from launch import preemption
-from launch.warm import Warm
+from launch.elastic import Warm
 from tests.experiments.test_worker import HASTY, composed, start_and
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from analysis.events import read_events
 from experiments.config import checks
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
-from launch.warm import Warm
+from launch.elastic import Warm
 
 pytestmark = pytest.mark.slow
 

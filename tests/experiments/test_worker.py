@@ -23,12 +23,13 @@ from analysis.events import read_events
 from experiments.config import checks, files
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import run as jobs
-from launch import orphans, status
+from launch import status
 from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.telemetry.timeline import PREDICTED_RANK, Timeline
 from tests.experiments.batch import run_all
+from tests.launch.processes import wait_until_gone
 
 STEPS, WARMUP = 4, 2
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")
@@ -409,11 +410,9 @@ def start_and(folder: Path, *overrides: str, act=lambda pids: None, worker: str 
 def assert_over(folder: Path, pids: list[int]) -> list[dict]:
     """No rank runs, and what was measured can be read; returns the events."""
     assert len(pids) == 2
-    orphans.wait_until_gone(pids, 10.0)
-    orphans.reap(pids)
+    wait_until_gone(pids, 10.0)
     deadline = time.monotonic() + 10  # a loaded machine may take a moment to hand zombies over
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        orphans.reap(pids)
         time.sleep(0.05)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     events = read_events(folder / "metrics.jsonl")

@@ -19,9 +19,10 @@ from experiments import compare, jobs, train
 from experiments.job import record
 from hydra_plugins import _mdcs_jobs
 from hydra_plugins.mdcs_slurm import CODE, MdcsSlurmConf, check, script, snapshot
-from launch import orphans, status
+from launch import status
 from tests.experiments import one_process
 from tests.hydra_plugins import slurm_cluster
+from tests.launch.processes import wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = MdcsSlurmConf(
@@ -279,7 +280,7 @@ def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path):
     running.terminate()
     assert "interrupted" in running.communicate(timeout=60)[1] and running.returncode == 130
     pids = [said.pid for rank in (0, 1) if (said := status.read(tmp_path / "sweep/0", rank)) is not None]
-    assert pids and orphans.wait_until_gone(pids, 10.0) == []
+    assert pids and wait_until_gone(pids, 10.0) == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import elastic, orphans, status
+from launch import elastic, status
+from tests.launch.processes import wait_until_gone
 from tests.mdcs.profiles import few
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,9 @@ def processes(folder: Path) -> list[int]:
 def assert_nothing_left(folder: Path, count: int = 4) -> None:
     pids = processes(folder)
     assert len(pids) == count
-    assert orphans.wait_until_gone(pids, 10.0) == []
+    assert wait_until_gone(pids, 10.0) == []
     deadline = time.monotonic() + 10  # a loaded machine may take a moment to hand zombies over
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        orphans.reap(pids)
         time.sleep(0.05)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # no zombie either
 
@@ -142,9 +142,8 @@ def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
     assert launcher.wait(30) != 0
     try:
         ranks = [int(file.read_text()) for file in tmp_path.glob("pid*")]
-        assert orphans.wait_until_gone(ranks, 30.0) == []
-        if signum == signal.SIGINT:  # the launcher lived to end the ranks' children as well
-            assert orphans.wait_until_gone(children, 30.0) == []
+        assert wait_until_gone(ranks, 30.0) == []
+        assert wait_until_gone(children, 30.0) == []
     finally:
         for child in children:
             with contextlib.suppress(ProcessLookupError):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import elastic, network, orphans, status
+from launch import elastic, network, status
+from tests.launch.processes import wait_until_gone
 
 WHY_NOT = network.refusal(1.0)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
@@ -47,13 +48,13 @@ class Seen:
     def look(self, said) -> None:
         if all(said) and not self.ranks:
             self.ranks = [each.pid for each in said]
-            self.holder = parent(parent(self.ranks[0]))
+            self.holder = parent(self.ranks[0])
             self.namespaces = {namespace(pid) for pid in (self.holder, *self.ranks)}
             (self.folder / "seen").touch()
 
     def assert_nothing_left(self) -> None:
         assert len(self.namespaces) == 3 and not self.namespaces & {"", namespace("self")}
-        assert orphans.wait_until_gone([self.holder, *self.ranks], 10.0) == []
+        assert wait_until_gone([self.holder, *self.ranks], 10.0) == []
         deadline = time.monotonic() + 10
         while self.left() and time.monotonic() < deadline:  # a namespace that is empty goes a moment later
             time.sleep(0.05)
@@ -86,7 +87,7 @@ def test_a_killed_rank_ends_the_job_with_its_name(tmp_path):
     assert (outcome.reason, outcome.rank, outcome.step) == ("rank 1 was killed by SIGKILL at step 3", 1, 3)
     seen.assert_nothing_left()
     children = [int(file.read_text()) for file in tmp_path.glob("child*")]
-    assert len(children) == 2 and orphans.wait_until_gone(children, 30.0) == []
+    assert len(children) == 2 and wait_until_gone(children, 30.0) == []
 
 
 def test_a_network_that_is_lost_ends_the_job(tmp_path):
@@ -120,6 +121,5 @@ def test_a_launcher_that_is_killed_leaves_nothing(tmp_path):
     assert parent(seen.holder) == launcher.pid
     launcher.kill()
     launcher.wait(30)
-    for file in tmp_path.glob("child*"):  # which did not ask to die with their rank
-        os.kill(int(file.read_text()), signal.SIGKILL)
+    assert wait_until_gone([int(file.read_text()) for file in tmp_path.glob("child*")], 30.0) == []
     seen.assert_nothing_left()

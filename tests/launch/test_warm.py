@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import elastic, orphans
-from launch.warm import Warm
+from launch import elastic
+from launch.elastic import Warm
+from tests.launch.processes import wait_until_gone
 from tests.launch.test_elastic import CLUSTER, assert_nothing_left
 
 
@@ -24,7 +25,7 @@ def test_jobs_share_what_is_imported_and_nothing_else(tmp_path):
     by = first[0][0]
     assert first == [[by, "False", "no"]] * 2 and second == [[by, "True", "no"]] * 2
     assert other[0][0] != by and other[0][1] == "False"
-    assert orphans.wait_until_gone([int(by), int(other[0][0])], 30.0) == []
+    assert wait_until_gone([int(by), int(other[0][0])], 30.0) == []
 
 
 @pytest.mark.parametrize(
@@ -60,5 +61,5 @@ def test_a_program_that_is_interrupted_ends_its_ranks(tmp_path):
 
     with Warm() as warm, pytest.raises(KeyboardInterrupt):
         warm.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=["hung", str(tmp_path)], on_tick=stop)
-    assert len(pids) == 2 and orphans.wait_until_gone(pids, 30.0) == []
+    assert len(pids) == 2 and wait_until_gone(pids, 30.0) == []
     assert os.getpid() not in pids

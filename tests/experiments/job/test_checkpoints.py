@@ -15,7 +15,7 @@ from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints
 from experiments.job import run as jobs
-from launch.warm import Warm
+from launch.elastic import Warm
 
 JOB = (
     *("model=mlp", "data=synthetic", "optimizer.schedule=linear", "strategy=fsdp", "scheduler=dear", "run.accumulation=2"),

@@ -43,7 +43,7 @@ def main() -> int:
         job = json.loads(line)
         if job["rate_gbit"] is not None and network is None:
             try:
-                network = Network(job["nodes"], job["rate_gbit"])  # before torch: a process of several threads gets no user namespace
+                network = Network(job["nodes"], job["rate_gbit"])  # before torch: it takes a process of one thread
             except NetworkError as error:
                 print(error)  # the last line of agent.log is the launcher's reason
                 return 1

@@ -23,9 +23,8 @@ from unittest import mock
 import pytest
 
 from launch import elastic
-from launch.elastic import Cluster, Outcome
+from launch.elastic import Cluster, Outcome, Warm
 from launch.status import Status
-from launch.elastic import Warm
 
 
 def run(

@@ -173,7 +173,7 @@ class Membership:
         self._line.say(f"{job.number}/job", json.dumps(dataclasses.asdict(job)))
         outcome = Outcome(False, "interrupted")
         try:
-            stuck = elastic.watch(run_dir, cluster, agent, on_tick)
+            stuck = elastic.watch(run_dir, cluster, agent.poll, on_tick)
             code = agent.poll()
             if (gone := agent.gone()) is not None:
                 outcome = self._lost = dataclasses.replace(gone, lost=True)
@@ -306,7 +306,7 @@ class _Child:
 
 
 class _Ranks:
-    """All ranks as one `launch.elastic.Agent`. Writes the status of the other ranks into the folder."""
+    """All ranks of a job. Writes the status of the other ranks into the folder."""
 
     def __init__(self, line: StoreLine, job: Handed, folder: Path, cluster: Cluster, child: _Child) -> None:
         self._line, self._folder, self._cluster, self._child = line, folder, cluster, child

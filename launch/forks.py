@@ -38,7 +38,8 @@ _REAP_SECONDS = 1.0
 def main() -> int:
     """Run jobs until stdin ends. Return 1 if a rank of the last one has failed, else 0."""
     orphans.adopt_orphans()  # what a rank leaves behind
-    network, failed = None, dict[int, int]()
+    network: Network | None = None
+    failed: dict[int, int] = {}
     for line in _lines():
         job = json.loads(line)
         if job["rate_gbit"] is not None and network is None:
@@ -87,7 +88,8 @@ def _run(job: dict[str, Any], folder: Path, network: Network | None, imported: I
         listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
     address, port = listener.getsockname()
     ranks, codes = dict[int, int](), dict[int, int]()
-    parent, failed = os.getpid(), None
+    parent = os.getpid()
+    failed: float | None = None
     try:
         for rank in range(job["ranks"]):
             node, local = divmod(rank, beside)

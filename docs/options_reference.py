@@ -9,6 +9,7 @@ from experiments.config.files import CONF, groups, values
 from experiments.config.help import meaning
 from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
 from experiments.config.targets import TARGET, load
+from experiments.tasks.own import KINDS
 from mdcs.options import options, shown
 
 
@@ -43,7 +44,7 @@ def _keys_by_option(group: str) -> list[str]:
         named.setdefault(given[TARGET], []).append((file.stem, given))
     lines = []
     for target, files in named.items():
-        declared = options(load(group, target))
+        declared = options(KINDS[group] if target == "???" else load(group, target))
         if declared:
             (first, shown_values), *others = files
             lines += ["", f"Keys of {' and '.join(f'`{name}`' for name, _ in files)}"]

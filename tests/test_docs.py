@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from experiments.config.files import groups
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -44,3 +48,13 @@ def test_every_line_of_what_loops_may_do_names_tests_that_there_are():
         for module, name in re.findall(r"`(\w+)\.(\w+)`", cell):
             tests = "".join(path.read_text() for path in ROOT.glob(f"tests/**/test_{files.get(module, module)}.py"))
             assert re.search(rf"^(def test_{name}|def {name}|class {name}|{name})\b", tests, re.MULTILINE), (module, name)
+
+
+def test_the_options_page_has_every_option(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import options_reference
+
+    lines = options_reference.page().splitlines()
+    wanted = {f"- `{group}={option}`" for group, options in groups().items() if f"## {group}" in lines for option in options}
+    assert len(wanted) > 80 and wanted - {line.partition(":")[0] for line in lines} == set()
+    assert any("classes whose modules become units" in line for line in lines)  # a key of model=own

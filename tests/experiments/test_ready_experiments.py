@@ -13,10 +13,9 @@ from rich.console import Console
 
 import analysis
 from analysis import layers
-from experiments import collectives, tradeoff, train
+from experiments import tradeoff, train
 from experiments.config import checks
 from launch.elastic import Warm
-from mdcs.profile.algorithms import ALGORITHMS
 from tests.experiments import one_process
 
 
@@ -88,17 +87,6 @@ def test_a_tiny_memory_sweep(tmp_path, warm):
 
 
 # ---- pictures
-
-
-def test_times_of_collectives_are_drawn_by_operation():
-    rows = [
-        {"operation": operation, "algorithm": name, "seconds": [1e-3 * (n + 1) * (i + 1) for n in range(len(collectives.SIZES))]}
-        for operation in collectives.TRAINS
-        for i, name in enumerate(ALGORITHMS["gloo"])
-    ]
-    figure = collectives.picture(rows, 4, "gloo")
-    assert [axes.get_title("left") for axes in figure.axes] == ["all-reduce", "reduce-scatter", "all-gather", "in turns"]
-    assert [len(axes.lines) for axes in figure.axes] == [len(ALGORITHMS["gloo"])] * 4
 
 
 def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):

@@ -34,9 +34,9 @@ class Slurm:
         except subprocess.CalledProcessError as error:
             raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(error.stderr.split())}") from error
         number = said.strip().partition(";")[0]
-        (logs / f"{number}.sh").write_text(text, encoding="utf-8")
         for i, folder in enumerate(folders):
             self._add("slurm", f"{number}_{i}" if len(folders) > 1 else number, folder, logs)
+        (logs / f"{number}.sh").write_text(text, encoding="utf-8")  # last: a full disk must not hide jobs from `cancel`
 
     def wait(self) -> None:
         """Wait until every job has ended, and print the jobs' states now and then."""

@@ -170,6 +170,8 @@ class MdcsLauncher(Launcher):
         if ready := [folder for folder in folders if (folder / jobs.COMMAND).exists()]:
             submit(self.asked, Path(str(self.config.hydra.sweep.dir)).resolve(), ready, self.prepares, self.resumes)
         for made, folder in zip(prepared, folders, strict=True) if self.asked.wait else ():
+            if made.status == JobStatus.FAILED:  # what its task has raised is for the sweeper
+                continue
             if self.prepares:
                 value = type(self).objective
                 made.return_value = value and (value(folder) if jobs.exit_code(folder) == 0 else math.inf)

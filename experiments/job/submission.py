@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.events import METRICS, read_events
 from experiments.config import checks
-from experiments.config.schema import BudgetConfig, Config
+from experiments.config.schema import BudgetConfig, Config, ConfigError
 from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
 from experiments.job.checkpointing import ways_of
@@ -125,13 +125,21 @@ def run_submitted(configs: Mapping[Path, Config], settings: Any, sweep: Path) ->
 
     - settings: Hydra's own part of the program's config.
     - sweep: folder of the jobs' profiles, logs and code.
+
+    Raises ConfigError where sbatch refuses the jobs.
     """
+    if not configs:
+        return {}
     launcher, freeze_in = launcher_of(settings), Freezer()
     assert launcher is not None
     for folder, config in configs.items():
         folder.mkdir(parents=True, exist_ok=True)
         freeze_in(config, folder, launcher, sweep)
-    mdcs_slurm.submit(mdcs_slurm.MdcsSlurmConf(**settings.launcher), sweep, [*configs], copies=True, resumes=True)
+    try:
+        mdcs_slurm.submit(mdcs_slurm.MdcsSlurmConf(**settings.launcher), sweep, [*configs], copies=True, resumes=True)
+    except ValueError as error:
+        key, _, complaint = str(error).partition(": ")
+        raise ConfigError(key, complaint) from error
     return {folder: why_failed(folder, waited=True) or "" for folder in configs}
 
 

@@ -137,6 +137,21 @@ def test_trials_are_submitted_several_at_a_time_behind_the_job_that_measures_the
     done = search(tmp_path, *small, "hydra.launcher.wait=false", "hydra.sweep.dir=other")
     assert done.returncode == 2 and done.stderr.startswith("hydra.launcher.wait: must be true: a search waits for its trials\n")
 
+    (tmp_path / "slurm/sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
+    done = search(tmp_path, *small, "hydra.sweep.dir=third")
+    assert done.returncode == 2
+    assert "hydra.launcher: sbatch refuses the jobs: sbatch: error: invalid partition" in done.stderr.splitlines()
+
+
+def test_trials_none_of_which_can_be_composed_are_pruned_and_nothing_is_submitted(tmp_path, monkeypatch):
+    stub_slurm.install(tmp_path / "slurm", monkeypatch)
+    monkeypatch.setattr(program.Axis, "suggest", lambda axis, trial: f"{axis.key}=0")
+    asked = ("link.depth=int(interval(1,2))", "search.trials=2", "hydra/launcher=mdcs_slurm", "hydra.sweep.dir=out")
+    done = search(tmp_path, *SMALL, *asked)
+    assert done.returncode == 1 and "failed: all trials were pruned" in done.stderr
+    assert [trial.state for trial in study(tmp_path / "out/0").trials] == [optuna.trial.TrialState.PRUNED] * 2
+    assert not list((tmp_path / "slurm").glob("script.*"))
+
 
 @pytest.mark.slow
 def test_real_trials(tmp_path, warm):

@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -150,6 +151,8 @@ def _rank(
             imported.write("\n".join(sys.modules))
             imported.flush()
         del store
+    except BaseException:
+        traceback.print_exc()  # before the rank has its log this is agent.log, whose last line is the launcher's reason
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

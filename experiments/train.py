@@ -33,7 +33,8 @@ def main(worker: str = jobs.WORKER) -> int:
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
-        fork = started.here is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
+        here = started.here is None and config.cluster.name != "joined"
+        fork = here and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
             config, folder, console, known=profiles, worker=worker, start=warm.run if fork else None,
         )  # fmt: skip

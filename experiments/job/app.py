@@ -127,12 +127,12 @@ class _Call:
 
     def _compose(self) -> int:
         """Have Hydra compose and run the jobs. Return 2 if nothing was started because of an error, else 0."""
-        if {"-h", "--help"} & set(sys.argv):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
-            print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.program.own))
-            return 0
         os.environ[_FULL] = "1"  # Hydra then raises errors instead of printing many lines
         try:
+            if {"-h", "--help"} & set(sys.argv):
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
+                print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.program.own))
+                return 0
             for argument in sys.argv[1:]:
                 require_own(argument, self.program.own)
             for folder in added_folders(sys.argv[1:]):
@@ -214,11 +214,10 @@ class _Call:
             if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
         if launcher is None or self.program.submits:
-            if reason := self.program.job(config, folder):
-                return _failed(overrides, reason, folder)
+            reason = self.program.job(config, folder)
             with suppress(OSError):  # a full disk, which is no reason for anything by now
                 _write_hydra(folder, composed, settings)
-            return JobResult("ok", overrides, "", folder)
+            return _failed(overrides, reason, folder) if reason else JobResult("ok", overrides, "", folder)
         assert session.sweep is not None
         if self.program.freezes:
             self.freeze(config, folder, launcher, session.sweep)

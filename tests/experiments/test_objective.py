@@ -54,6 +54,7 @@ def test_a_sweeper_of_others_is_told_the_step_time(tmp_path, halving):
     assert OmegaConf.load(tmp_path / "out/1/.hydra/overrides.yaml") == ["run.warmup_steps=1", "run.steps=4", "run.name=fine"]
     assert OmegaConf.load(tmp_path / "out/1/.hydra/config.yaml").run.steps == 4
     assert OmegaConf.load(tmp_path / "out/1/.hydra/hydra.yaml").hydra.mode == "MULTIRUN"
+    assert OmegaConf.load(tmp_path / "out/2/.hydra/config.yaml").run.name == "raise"  # of a job that fails, too
     assert (tmp_path / "out/sweep.json").is_file() and (tmp_path / "out/table.csv").is_file()
 
 

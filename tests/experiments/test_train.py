@@ -220,4 +220,8 @@ def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
     of_train = [key for key in fields_by_key() if key.partition(".")[0] not in OWN]  # others are keys of one program
     assert [key for key in of_train if not any(word.startswith(f"{key}=") for word in words)] == []
     assert max(map(len, done.stdout.splitlines())) <= 110
+    command[3] = "strategy=nosuch"
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("strategy: no such option nosuch; options: ")
+    assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

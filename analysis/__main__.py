@@ -79,15 +79,15 @@ def _run(command: str, source: str, output: Path | None) -> Iterator[str]:
     if command == "wandb":
         yield write_wandb_report(source)
         return
-    folder = Path() if source.startswith(WANDB) else Path(source)
+    folder = Path() if source.startswith(WANDB) else Path(source)  # to write
     written: list[Path] = []
     if command == "report":
         title = source if source.startswith(WANDB) else folder.resolve().name
         written = [write_page(runs(source), output or folder / "report.html", title)]
     elif command == "trace":
-        written = [write_trace(load_run(folder), output or folder / "trace.json")]
+        written = [write_trace(load_run(source), output or folder / "trace.json")]
     elif command == "layers":
-        written = write_layers(folder)
+        written = write_layers(Path(source))
     else:
         frame = runs(source)
         print_table(frame)

@@ -44,7 +44,8 @@ def by_layer(runs: list[Path]) -> pd.DataFrame:
             unit = slot.slot.partition(":")[2]
             held[unit] = max(held.get(unit, 0.0), bytes_.get("total", sum(bytes_.values())) / MIB)
         said = "measured" if slots and slots[0].measured else "predicted"
-        columns[f"{run.start['strategy']} {run.settings.get('run.precision', 'fp32')}, {said}"] = pd.Series(held)
+        name = f"{run.start['strategy']} {run.settings.get('run.precision', 'fp32')}, {said}"
+        columns[name if name not in columns else f"{name}, {folder.name}"] = pd.Series(held)
     return pd.DataFrame(columns).rename_axis("unit")
 
 

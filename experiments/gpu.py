@@ -98,7 +98,7 @@ PARTS = (
     Part("world of one", 150, "world_of_one", partial(_engines, most=1.02)),
     Part("overlap", 60, "overlap", _overlap),
     Part("allocator", 60, "allocator", _allocator),
-    Part("allocator, expandable", 60, "allocator", _allocator, EXPANDABLE),
+    Part("allocator expandable", 60, "allocator", _allocator, EXPANDABLE),
     Part("fp16", 60, "fp16", _engines),
     Part("checkpointing", 60, "checkpointing", _engines),
     Part("compiled", 120, "compiled", _engines),
@@ -151,7 +151,7 @@ def run_all(parts: Sequence[Part], out: Path, run: Callable[[Part, Path], list[R
         console.print(f"{part.name} …")
         result, begin = Result(part.name), time.monotonic()
         try:
-            result.rows = run(part, out / part.name.replace(", ", "-").replace(" ", "-"))
+            result.rows = run(part, out / part.name.replace(" ", "-"))
         except RuntimeError as error:
             result.reason = str(error)
         result.seconds = time.monotonic() - begin

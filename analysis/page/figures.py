@@ -19,7 +19,7 @@ Figure = dict[str, Any]
 
 _SYMBOLS = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "<": "triangle-left",
-    ">": "triangle-right", "X": "x", "P": "cross", "h": "hexagon", "p": "pentagon", "8": "octagon", "d": "diamond-tall",
+    ">": "triangle-right", "X": "x", "P": "cross", "h": "hexagon", "p": "pentagon", "d": "diamond-tall",
 }  # fmt: skip
 """Plotly's names of the marks that :func:`analysis.pictures.style.looks` gives."""
 _PATTERNS = {"AR": "x", "RS": "/", "AG_F": "\\", "AG_B": "."}

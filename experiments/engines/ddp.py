@@ -89,6 +89,16 @@ def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
     if bucket.is_last():
         for each, done in held:
             work = dist.all_reduce(each.div_(dist.get_world_size()), async_op=True)
-            work.get_future().then(lambda _, each=each, done=done: done.set_result(each))
+            work.get_future().then(lambda ended, each=each, done=done: _hand_over(ended, each, done))
         held.clear()
     return reduced
+
+
+def _hand_over(ended: Any, flat: Any, reduced: Any) -> None:
+    """Complete the Future of a bucket with its gradients, or with the error of its reduction."""
+    try:
+        ended.value()
+    except RuntimeError as error:
+        reduced.set_exception(error)
+    else:
+        reduced.set_result(flat)

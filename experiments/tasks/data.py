@@ -1,4 +1,4 @@
-"""Training data that is on every machine already: no downloads, no tokenizer, no image library.
+"""Base class of training data that a config can choose.
 
 A data set is a dataclass with `samples`; this module makes its batches. Data is held in numpy arrays on purpose:
 torch's memory is measured, and a data set is not part of a training step.

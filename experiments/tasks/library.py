@@ -62,7 +62,7 @@ class Library(Model):
         from experiments.tasks.task import Task, cross_entropy
 
         cls: Any = getattr(transformers, self.cls)
-        config = cls.config_class(**self.arguments(), **self.numbers())
+        config = cls.config_class(**(self.arguments() | self.numbers()))
         if self.weights is None:
             model = cls(config)
         else:
@@ -157,7 +157,7 @@ class Llama(TextTransformer):
     def numbers(self) -> dict[str, Any]:
         return {
             **super().numbers(), "num_key_value_heads": self.kv_heads, "intermediate_size": self.inner,
-            "vocab_size": self.vocab, "max_position_embeddings": self.sequence,
+            "vocab_size": self.vocab, "max_position_embeddings": self.sequence, "tie_word_embeddings": self.tie,
         }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Base class of models that a config can choose: a dataclass of a family's numbers, which builds the model from them.
 
-Nothing is downloaded: weights are random, or from a folder. This module imports no torch: a config is checked before
-any process starts, and importing torch takes seconds. A family imports its libraries in `make`.
+Weights are random unless a family takes others. This module imports no torch: a config is checked before any process
+starts, and importing torch takes seconds. A family imports its libraries in `make`.
 """
 
 from __future__ import annotations

@@ -65,6 +65,8 @@ def test_the_trace_of_one_run(run_writer, tmp_path):
         (["reprot", "{run}"], "reprot is neither a folder nor a command; did you mean report?"),
         (["notebooks", "{empty}"], "has no runs"),
         (["trace", "{empty}"], "is not a run"),
+        (["trace", "wandb:some/runs"], "wandb:some/runs is not a run"),
+        (["layers", "wandb:some/runs"], "wandb:some/runs has no run with a plan"),
         (["trace", "{run}"], "neither timeline.json nor predicted_timeline.json"),
     ],
 )

@@ -20,6 +20,7 @@ import mdcs
 from analysis.events import read_events
 from experiments.config import checks, files
 from experiments.config.schema import ConfigError
+from experiments.engines import ddp
 from experiments.job import run as jobs
 from experiments.job.workload import Workload
 from mdcs.export.document import document
@@ -167,6 +168,17 @@ def test_the_table_of_peers(ran):
     for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
         assert label in printed.getvalue()
     assert set(frame["engine"]) == {"mdcs", "ddp", "fsdp2", "fairscale"}
+
+
+def test_the_error_of_a_reduction_after_backward_is_not_lost():
+    def lost(_):
+        raise RuntimeError("connection closed by peer")
+
+    begun, reduced = torch.futures.Future(), torch.futures.Future()
+    begun.then(lost).then(lambda ended: ddp._hand_over(ended, torch.ones(1), reduced))
+    begun.set_result(None)
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        reduced.wait()
 
 
 # ---- what cannot run here

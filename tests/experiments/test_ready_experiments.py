@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -101,6 +102,8 @@ def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
         )  # fmt: skip
     assert jobs.plan(config, folder, Console(file=io.StringIO())) == ""
     (folder / "metrics.jsonl").write_text('{"event": "job", "schema": 3, "strategy": "dp"}\n')
+    shutil.copytree(folder, tmp_path / "1")
+    assert list(layers.by_layer([folder, tmp_path / "1"]).columns) == ["dp fp32, predicted", "dp fp32, predicted, 1"]
     frame = layers.by_layer([folder])
     timeline = json.loads((folder / "predicted_timeline.json").read_text())
     totals = {slot["slot"]: slot["predicted"]["total"] / 2**20 for slot in timeline["memory"]}

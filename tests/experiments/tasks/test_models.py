@@ -368,6 +368,12 @@ def test_weights_are_those_of_a_folder(tmp_path: Path) -> None:
     assert str(caught.value) == f"model.weights: {tmp_path} has n_layer=2, the model 3"
 
 
+def test_weights_with_a_head_of_their_own_are_not_for_a_tied_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    with pytest.raises(ConfigError, match="has tie_word_embeddings=false, the model true"):
+        model_named("llama-tiny", tie=True, weights=str(tmp_path))
+
+
 @pytest.mark.parametrize("name", sorted({*files.groups()["model"]} - {"own"}))  # test_own.py
 def test_every_file_builds_and_names_classes_that_exist(name: str) -> None:
     assert model_named(name).name == name

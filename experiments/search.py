@@ -196,7 +196,7 @@ class Search:
     def _run_all(self, configs: Mapping[Path, Config]) -> Iterable[tuple[Path, str]]:
         """Run these jobs. Yield (folder, reason of the failure), with an empty reason for a job that has ended well."""
         if self.submits is not None:
-            yield from run_submitted(configs, self.submits, self.out).items() if configs else ()
+            yield from run_submitted(configs, self.submits, self.out).items()
             return
         for folder, config in configs.items():
             try:

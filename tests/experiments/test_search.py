@@ -153,16 +153,6 @@ def test_trials_none_of_which_can_be_composed_are_pruned_and_nothing_is_submitte
     assert not list((tmp_path / "slurm").glob("script.*"))
 
 
-def test_a_batch_of_trials_that_cannot_be_planned_is_pruned_and_nothing_is_submitted(tmp_path, monkeypatch):
-    stub_slurm.install(tmp_path / "slurm", monkeypatch)
-    base = ("model=mlp", "data=synthetic", "run.precision=bf16", "hydra/launcher=mdcs_slurm", "hydra.launcher.parallel=1")
-    done = search(tmp_path, *base, "run.precision=fp32,fp64", "run.grad_precision=same,fp32", "search.trials=4",
-                  "hydra.sweep.dir=out")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    reasons = {trial.user_attrs.get("reason", "") for trial in study(tmp_path / "out/0").trials}
-    assert any(reason.startswith("run.grad_precision: has no effect") for reason in reasons)
-
-
 @pytest.mark.slow
 def test_real_trials(tmp_path, warm):
     tiny = ("model.layers=3", "model.block_mib=0.25", "model.forward_ms=1", "model.backward_ms=2", "run.steps=4",

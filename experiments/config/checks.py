@@ -92,6 +92,8 @@ def from_composed(
             del composed["hydra"]
     if said is not None:
         composed = with_profile(composed, said, like)
+    if missing := sorted(OmegaConf.missing_keys(composed)):  # merged with the schema they would have its defaults
+        raise ConfigError(missing[0], "has no default: give it a value")
     try:  # Hydra's "+key=value" adds keys that no dataclass has, and a file may have them
         values = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
         config: Any = OmegaConf.to_object(OmegaConf.merge(schema(), values))

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments.config import targets
-from experiments.config.schema import ClusterConfig, LinkConfig
+from experiments.config.schema import ClusterConfig, ConfigError, LinkConfig
 from mdcs.options import options
 from mdcs.profile.schema import Profile
 
@@ -23,8 +23,8 @@ def with_profile(composed: DictConfig, said: Sequence[str], like: str | None = N
     """Return the composed config with what `profile.path`, or else `like`, says and the overrides `said` do not.
 
     These are model, data, optimizer, precision, ranks, hosts, network and link. An experiment says the first four
-    itself. A file that is missing or no profile changes nothing: the checks refuse it. Raises ConfigError for a class
-    that is not here.
+    itself. A file that is missing or no profile changes nothing: the checks refuse it. Raises ConfigError for a profile
+    of a class that is not here, e.g. because it has another name now.
     """
     path = OmegaConf.select(composed, "profile.path") or like
     try:
@@ -37,7 +37,11 @@ def with_profile(composed: DictConfig, said: Sequence[str], like: str | None = N
         if "experiment" not in keys:
             for group in ("model", "data", "optimizer"):
                 if group in about and group not in keys:
-                    made[group] = _option(group, made[group], about, keys)
+                    try:
+                        made[group] = _option(group, made[group], about, keys)
+                    except ConfigError as error:
+                        told = f"{path} was measured with other code than is here: leave it out to measure anew"
+                        raise ConfigError("profile.path", f"{told} ({error})") from error
             for key in ("run.precision", "run.grad_precision"):
                 if key in about and key not in keys:
                     OmegaConf.update(made, key, about[key])

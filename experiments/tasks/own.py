@@ -127,8 +127,8 @@ class OwnData(Own, Data):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.collate is not None and "_target_" not in self.collate:
-            raise OptionError("collate", f"must be null or a mapping with _target_, got {self.collate}")
+        if self.collate is not None and not (isinstance(self.collate, Mapping) and "_target_" in self.collate):
+            raise OptionError("collate", f"must be null or a mapping with _target_, got {shown(self.collate)}")
 
     @property
     def evaluates(self) -> bool:

@@ -191,6 +191,8 @@ WRONG = {
     "optimizer.fused=true optimizer.foreach=true": "optimizer.foreach: and fused exclude each other, got both",
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model=own": "model._target_: has no default: give it a value",
+    "budget.gib=???": "budget.gib: has no default: give it a value",
+    "data=own data._target_=builtins.list data.collate=3": "data.collate: must be null or a mapping with _target_, got 3",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": (
         "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, sequence,"
@@ -460,6 +462,17 @@ def test_a_profile_says_what_the_command_line_does_not(tmp_path):
 def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):
     with pytest.raises(ConfigError, match="profile.path: .* has not measured the link: it was emulated"):
         composed(profile_of(tmp_path, emulated=True))
+
+
+def test_a_profile_of_a_class_that_has_another_name_now_is_to_be_measured_anew(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(json.loads(PROFILE.read_text()) | {"about": {"model": "experiments.tasks.gpt2.Gpt2"}}))
+    with pytest.raises(ConfigError) as error:
+        composed(f"profile.path={path}")
+    assert str(error.value) == (
+        f"profile.path: {path} was measured with other code than is here: leave it out to measure anew"
+        " (model: _target_ experiments.tasks.gpt2.Gpt2: no module experiments.tasks.gpt2; is it installed, or on PYTHONPATH?)"
+    )
 
 
 def test_what_is_no_profile_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ def submits(arguments: Sequence[str]) -> bool:
 
 
 def require_own(argument: str, own: Sequence[str]) -> None:
-    """Raise ConfigError for an override with dashes, and for a key of another program."""
+    """Raise ConfigError for an override with dashes, a key of another program, and numbers as options of a group."""
     plain = argument.lstrip("-")
-    key = plain.partition("=")[0]
+    key, _, value = plain.partition("=")
+    if key.lstrip("+") in groups() and re.match(r"\[(.*,)?\s*[\d.]+\s*[,\]]", value):  # of which Hydra makes a traceback
+        raise ConfigError(key, f"takes names of options, which are files in conf/{key.lstrip('+')}/, got {value}")
     if plain != argument and key in (*groups(), *fields_by_key()):
         raise ConfigError(argument, "overrides have no dashes: KEY=VALUE")
     if plain != argument and (known := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):

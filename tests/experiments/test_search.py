@@ -96,6 +96,7 @@ def test_axes_of_one_s_own_are_lists_of_the_command_line(tmp_path, ran):
         (["search.over=['link.depth=1,2','link.depth=3,4']"], "search.over: has link.depth twice"),
         (["budget.gib=-1"], "budget.gib: must be > 0, got -1"),
         (["tradeoff.plane=2"], "tradeoff.plane: is for mdcs curve"),
+        (["budget=[1]"], "budget: takes names of options"),
         (["--trials=3"], "--trials=3: is search.trials=VALUE"),
     ],
 )  # fmt: skip

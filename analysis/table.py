@@ -144,7 +144,7 @@ def _table(console: Console, title: str, cells: pd.DataFrame, swept: Mapping[str
 
 
 def _cells(row: pd.Series) -> dict[str, str]:
-    """What the table says of a run, by heading."""
+    """Return the cells of a run, by heading."""
     barrier = pd.notna(row["cross_iteration"]) and not row["cross_iteration"]
     return {
         "strategy": str(row["strategy"] if pd.notna(row["strategy"]) else "?"),

@@ -43,7 +43,7 @@ FULL = Scale(torch.device("cuda", 0))
 
 @dataclass(frozen=True)
 class Variant:
-    """What is done to the model in every loop: its type, and a change in place."""
+    """A change of the model for every loop: its type, and a change in place."""
 
     dtype: torch.dtype = torch.bfloat16
     change: Callable[[Any], object] = lambda model: None

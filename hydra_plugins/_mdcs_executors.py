@@ -1,4 +1,4 @@
-"""What runs submitted jobs: SLURM, or processes of this machine."""
+"""Run submitted jobs: on SLURM, or in processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line may say: errors and warnings about arguments that Hydra would accept."""
+"""Errors and warnings about arguments that Hydra would accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine decides in the config of a job, and tells its ranks."""
+"""Settings that this machine decides in the config of a job, and tells its ranks."""
 
 from __future__ import annotations
 

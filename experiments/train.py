@@ -22,6 +22,7 @@ from experiments.config import started
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
+from experiments.job.events import command_began
 from experiments.job.profiles import Profiles
 from experiments.job.report import report
 from launch.elastic import Warm
@@ -37,6 +38,7 @@ def main(worker: str = jobs.WORKER) -> int:
         fork = here and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
             config, folder, console, known=profiles, worker=worker, start=warm.run if fork else None,
+            began=None if in_sweep else command_began(),
         )  # fmt: skip
         if outcome.ok and not in_sweep:
             print()

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -188,11 +189,16 @@ class _Call:
         else:
             try:
                 session.results.append(self._run_job(composed, settings, overrides, folder))
-            except ConfigError as error:
-                session.results.append(JobResult("invalid", overrides, str(error)))
-                print(error, file=sys.stderr)
-            except OSError as error:  # e.g. a full disk
-                session.results.append(_failed(overrides, f"{type(error).__name__}: {error}", folder))
+            except (ConfigError, HydraException, OmegaConfBaseException) as error:  # Hydra's: of a sweeper that judges no jobs
+                told = str(explain(error, overrides))
+                session.results.append(JobResult("invalid", overrides, told))
+                print(told, file=sys.stderr)
+            except Exception as error:
+                if not isinstance(error, OSError):  # not e.g. a full disk, but a fault of the code
+                    if session.sweep is None:
+                        raise
+                    traceback.print_exc()
+                session.results.append(_failed(overrides, " ".join(f"{type(error).__name__}: {error}".split()), folder))
         os.environ[_FULL] = "1"
         if self.program.objective is None:
             return None

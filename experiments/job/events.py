@@ -36,15 +36,14 @@ if TYPE_CHECKING:  # these modules import torch: a program that only plans need 
     from mdcs.profiler.autotune import Trial
 
 
-def job_event(config: Config) -> dict[str, Any]:
+def job_event(config: Config, began: float | None = None) -> dict[str, Any]:
     """The event of a job before a process starts. For a peer, `strategy` is the peer's name, and `scheduler` is "own".
 
-    began: unix time at which the command began; of a sweep's jobs, the job.
+    began: unix time from which the seconds to the first step count; None: now.
     """
-    plans, cluster = config.engine.plans, config.cluster
-    began = time.time() if config.run.sweep is not None else _process_began()
+    plans, cluster, now = config.engine.plans, config.cluster, time.time()
     return {
-        "event": "job", "schema": SCHEMA, "time": time.time(), "began": began, "name": config.run.name, "sweep": config.run.sweep,
+        "event": "job", "schema": SCHEMA, "time": now, "began": began or now, "name": config.run.name, "sweep": config.run.sweep,
         "model": config.model.label, "engine": config.engine.name,
         "strategy": config.strategy.name if plans else config.engine.label,
         "scheduler": (config.scheduler or config.strategy).name if plans else "own",
@@ -55,7 +54,7 @@ def job_event(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _process_began() -> float:
+def command_began() -> float:
     """Unix time at which this process started; off Linux, now."""
     now = time.time()
     if sys.platform != "linux":

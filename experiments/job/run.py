@@ -51,6 +51,7 @@ def run(
     worker: str = WORKER,
     start: Start | None = None,
     identity: str | None = None,
+    began: float | None = None,
 ) -> Outcome:
     """Run the job in `folder` to its end. Return its outcome, which is in metrics.jsonl too.
 
@@ -63,6 +64,7 @@ def run(
     - start: starts the ranks and waits for them. None: the ranks that torchrun or srun has started run the job, or
       `launch.elastic.run` starts some.
     - identity: of the job as it was submitted, with its launcher (`experiments.job.record`).
+    - began: unix time from which the seconds to the first step count. None: when the job starts.
 
     Raises ConfigError for a job that cannot run here, for checkpoints that would be mixed with another run's, and for a
     folder that another job is in.
@@ -82,14 +84,14 @@ def run(
                     record.write(folder, identity, record.FAILED, reason)
                 if reason:
                     return Outcome(False, reason)
-            return _run(config, folder.resolve(), console, known, only, kind, worker, start, identity)
+            return _run(config, folder.resolve(), console, known, only, kind, worker, start, identity, began)
     except OSError as error:  # the folder cannot be written: no rank has run
         return _failed(error)
 
 
 def _run(
     config: Config, folder: Path, console: Console, known: Profiles, only: str | None, kind: str, worker: str,
-    start: Start, identity: str,
+    start: Start, identity: str, began: float | None,
 ) -> Outcome:  # fmt: skip
     reused = known.find(config)
     resolved = resolve(config, profile=reused)
@@ -98,8 +100,9 @@ def _run(
         console.print(crowd, markup=False, highlight=False, soft_wrap=True)
     if only is None:
         record.write(folder, identity, record.RUNNING)
-    begin(resolved, folder, trains=only is None)
-    mirror, asked = Follower(resolved, folder, only or kind, identity), job_event(resolved)
+    asked = job_event(resolved, began)
+    begin(resolved, folder, *([asked] if only is None else []))
+    mirror = Follower(resolved, folder, only or kind, identity)
     mirror.event(asked)
     tail, last = Tail(folder / METRICS), dict[str, Event]()  # the last event of each kind
     tail.new()  # skip the events that the folder had before
@@ -123,8 +126,10 @@ def _run(
             outcome = Outcome(False, f"preempted at step {step}, of which it has a checkpoint", step=step)
         elif outcome.ok and only is None and "summary" not in last:
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
-    except OSError as error:
+    except Exception as error:
         outcome = _failed(error)
+        if not isinstance(error, OSError):
+            raise
     finally:
         if only is None:
             state = record.PREEMPTED if "preempted" in last or outcome.lost and preemption.expected() else _state(outcome)
@@ -146,8 +151,8 @@ def _run(
     return outcome
 
 
-def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
-    """Prepare the folder for a job: write its resolved config and, if it trains, its first event.
+def begin(config: Config, folder: Path, *events: Event) -> None:
+    """Prepare the folder for a job: write its resolved config and its first events.
 
     Files of an earlier job are removed, so that nobody takes them for files of this one. The profile that the config
     names stays. A job that does not train is a run only if it fails.
@@ -157,8 +162,8 @@ def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
         if str(folder / name) != config.profile.path:
             (folder / name).unlink(missing_ok=True)
     save(config, folder / "config.yaml")
-    if trains:
-        _write(folder, job_event(config))
+    if events:
+        _write(folder, *events)
 
 
 def profile(config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER) -> str:
@@ -210,7 +215,7 @@ def _known_profile(config: Config, folder: Path, console: Console, known: Profil
     if (found := profiles.known(resolved)) is None:
         return None
     _say_reused(reused, console)
-    begin(resolved, folder, trains=False)
+    begin(resolved, folder)
     (folder / "profile.json").write_text(found.to_json(), encoding="utf-8")
     return resolved, found
 
@@ -239,7 +244,7 @@ def _warned(what: str) -> Iterator[None]:
         warnings.warn(f"{what}: {error}", stacklevel=3)
 
 
-def _failed(error: OSError) -> Outcome:
+def _failed(error: Exception) -> Outcome:
     return Outcome(False, f"{type(error).__name__}: {error}")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from experiments.config.schema import Config
 from experiments.job import run as jobs
+from experiments.job.events import job_event
 from experiments.job.resolved import environment, resolve
 from launch import elastic
 from launch.elastic import Warm
@@ -14,7 +15,7 @@ def run_all(folder: Path, configs: Mapping[str, Config], warm: Warm) -> None:
     """Run jobs, which need ranks like the first, in folders of these names; what one refuses is left in its folder."""
     resolved = {name: resolve(config) for name, config in configs.items()}
     for name, config in resolved.items():
-        jobs.begin(config, folder / name)
+        jobs.begin(config, folder / name, job_event(config))
     first = next(iter(resolved.values()))
     outcome = warm.run(
         folder / "launch", elastic.Cluster(first.cluster.processes, 200, 60), environment(first.cluster),

@@ -11,6 +11,7 @@ from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
+from experiments.job.events import job_event
 from experiments.job.resolved import resolve
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
@@ -79,7 +80,7 @@ def test_tables_and_pictures_say_so(folders):
 
 
 def test_a_job_says_so_before_it_has_a_plan(tmp_path):
-    jobs.begin(resolve(composed()), tmp_path)
+    jobs.begin(config := resolve(composed()), tmp_path, job_event(config))
     assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
 
 

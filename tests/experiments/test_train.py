@@ -16,6 +16,7 @@ from analysis.events import read_events
 from experiments import train as program
 from experiments.config.files import groups
 from experiments.config.schema import OWN, fields_by_key
+from experiments.job import record
 from tests.experiments import one_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,24 @@ def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
     assert "sweep: out" in (tmp_path / "out/0/config.yaml").read_text()
     # The second job plans with the profile that the first has measured.
     assert f"path: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
+
+
+def test_a_sweep_goes_on_after_a_fault_of_the_code(tmp_path):
+    """Its traceback is told once, and the table has the other jobs."""
+
+    def start(run_dir, *args, **named):
+        if run_dir.name == "0":
+            raise KeyError("a fault\nof two lines")
+        return one_process.run(run_dir, *args, **named)
+
+    asked = (*QUICK, "-m", "run.name=a,b", "hydra.sweep.dir=out")
+    done = one_process.call(program, tmp_path, *asked, worker=WORKER, start=start)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    *_, failed, last = done.stderr.splitlines()
+    assert failed.startswith("failed: KeyError: 'a fault") and last.startswith("1 of 2 jobs failed: ")
+    assert [job["status"] for job in json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]] == ["failed", "ok"]
+    assert (tmp_path / "out/table.csv").read_text().count("\n") == 3
+    assert record.read(tmp_path / "out/0").state == record.FAILED
 
 
 OWN_DISK = 'mount -t tmpfs -o size=4m none "$0" && cd "$0" && exec "$@"'

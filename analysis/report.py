@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from analysis import questions as ask
 from analysis.events import METRICS
@@ -35,13 +36,40 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     written = [write_csv(frame, out / "table.csv")]
     for number, (workload, rows) in enumerate(ask.workloads(frame)):
         suffix = "" if number == 0 else f"-{_slug(workload._replace(parameters=None, link_gbit=None).title)}"
-        written += _write_sweep_pictures(rows, out, suffix)
+        pictures = list(curves_of(rows))
+        if pictures:
+            pictures.append(("tradeoff", overview(rows)))
         best = ask.best_run(rows)
         if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
             run = load_run(best["folder"])
             title = " · ".join([workload.title, ask.label(best), ask.budget_words(best["budget_bytes"])])
-            written += _write_run_pictures(run, out, suffix, title, best["budget_bytes"])
+            if period := list(period_of(run, title, best["budget_bytes"])):
+                pictures += period
+                written.append(write_trace(run, out / f"trace{suffix}.json"))
+        written += [save(figure, out / f"{name}{suffix}.png") for name, figure in pictures]
     return written
+
+
+def curves_of(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    """Names and pictures of step time over memory, shares and each number that was swept: what the runs of a workload have."""
+    drawn = ask.drawn(rows)
+    if ask.memory_of(drawn).notna().any():
+        yield "step_time", step_time_over_memory(rows)
+    for curve in ask.share_curves(rows):
+        yield f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}", tradeoff_curve(rows, curve)
+    for key in ask.swept(rows):
+        if not is_seed(key) and ask.numbers(drawn[key]).nunique() > 1:
+            yield f"step_time-{key}", step_time_over_setting(rows, key)
+
+
+def period_of(run: Run, title: str, budget_bytes: float) -> Iterator[tuple[str, Figure]]:
+    """Names and pictures of a run's period: its timeline and its memory, as far as they were recorded."""
+    measured, predicted = run.timeline(), run.predicted_timeline()
+    if shown := measured or predicted:
+        yield "timeline", gantt(shown, predicted if measured else None, title, recomputed=run.recomputed)
+    if with_memory := next((t for t in (measured, predicted) if t is not None and t.memory), None):
+        budget = None if pd.isna(budget_bytes) else budget_bytes
+        yield "memory", memory_over_period(with_memory, budget, title, run.recomputed)
 
 
 def merged_timeline(run: Run) -> Timeline:
@@ -66,37 +94,6 @@ def write_trace(run: Run, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterator[Path]:
-    if not len(ask.drawn(rows)):
-        return
-    with_memory = ask.memory_of(ask.drawn(rows)).notna().any()
-    if with_memory or ask.share_curves(rows) or ask.setting_axis(rows) is not None:
-        yield save(overview(rows), out / f"tradeoff{suffix}.png")
-    for curve in ask.share_curves(rows):
-        name = f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}{suffix}.png"
-        yield save(tradeoff_curve(rows, curve), out / name)
-    if with_memory:
-        yield save(step_time_over_memory(rows), out / f"step_time{suffix}.png")
-    for key in ask.swept(rows):
-        if not is_seed(key) and ask.numbers(ask.drawn(rows)[key]).nunique() > 1:
-            yield save(step_time_over_setting(rows, key), out / f"step_time-{key}{suffix}.png")
-
-
-def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_bytes: float) -> Iterator[Path]:
-    measured, predicted = run.timeline(), run.predicted_timeline()
-    shown = measured or predicted
-    if shown is None:
-        return
-    picture = gantt(shown, predicted if measured else None, title, recomputed=run.recomputed)
-    yield save(picture, out / f"timeline{suffix}.png")
-    with_memory = next((t for t in (measured, predicted) if t is not None and t.memory), None)
-    if with_memory is not None:
-        budget = None if pd.isna(budget_bytes) else budget_bytes
-        picture = memory_over_period(with_memory, budget, title, run.recomputed)
-        yield save(picture, out / f"memory{suffix}.png")
-    yield write_trace(run, out / f"trace{suffix}.json")
 
 
 def _slug(words: str) -> str:

@@ -57,12 +57,15 @@ def print_table(frame: pd.DataFrame, file: IO[str] | None = None) -> None:
     file = file or sys.stdout
     console = new_console(file=file, highlight=False, emoji=False, markup=False)
     console.width = min(console.width, WIDTH)
-    groups = ask.workloads(frame)
+    for title, rows in titled(frame):
+        _print_group(console, title, rows)
+
+
+def titled(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The runs of each workload with its title, and last those of which none is known."""
+    groups = [(workload.title, rows) for workload, rows in ask.workloads(frame)]
     left_out = frame.loc[~frame.index.isin([i for _, rows in groups for i in rows.index])]
-    for workload, rows in groups:
-        _print_group(console, workload.title, rows)
-    if len(left_out):
-        _print_group(console, "workload not known", left_out)
+    return [*groups, ("workload not known", left_out)] if len(left_out) else groups
 
 
 def write_csv(frame: pd.DataFrame, path: str | Path) -> Path:
@@ -78,15 +81,29 @@ def milliseconds(seconds: float | None) -> str:
     return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
 
 
-def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
+def cells_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table of a workload's runs, sorted, in words: a column per heading and swept setting, without those that are empty."""
     rows = _sorted(rows)
-    cells = pd.DataFrame([_cells(row) for _, row in rows.iterrows()], index=rows.index)
-    swept = {key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows) if rows[key].notna().any()}
-    for place, (heading, values) in enumerate(swept.items(), start=len(_NAMES)):
+    cells = pd.DataFrame([_names(row) | figures_of(row) for _, row in rows.iterrows()], index=rows.index)
+    for place, (heading, values) in enumerate(_settings(rows).items(), start=len(_NAMES)):
         cells.insert(place, heading, values.map(lambda of: "" if pd.isna(of) else value(of)))
-    noted = rows[rows["status"].ne("ok") | rows["reason"].fillna("").ne("")]
-    cells["status"] = _status(rows, list(noted.index))
-    cells = cells.loc[:, cells.ne("").any()]
+    cells["status"] = _status(rows)
+    return cells.loc[:, cells.ne("").any()]
+
+
+def _settings(rows: pd.DataFrame) -> dict[str, pd.Series]:
+    """Values of the swept settings, by heading."""
+    return {key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows) if rows[key].notna().any()}
+
+
+def _noted(rows: pd.DataFrame) -> pd.DataFrame:
+    """The runs of which something is said below the table."""
+    return rows[rows["status"].ne("ok") | rows["reason"].fillna("").ne("")]
+
+
+def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
+    cells, swept = cells_of(rows), _settings(rows)
+    rows = rows.loc[cells.index]
     for count in range(len(_LEFT_OUT_FIRST) + 1):  # else rich would squeeze columns, down to nothing
         table = _table(console, title, cells.drop(columns=list(_LEFT_OUT_FIRST[:count]), errors="ignore"), swept)
         if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
@@ -95,7 +112,7 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
     for name, runs in ask.repeated(rows):
         steps = runs["step_s"]
         _note(console, f"{len(runs)} runs of {name}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}")
-    for number, (_, row) in enumerate(noted.iterrows(), start=1):
+    for number, (_, row) in enumerate(_noted(rows).iterrows(), start=1):
         _note(console, f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}")
     console.print()
 
@@ -112,9 +129,9 @@ def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(order, na_position="last", kind="stable")
 
 
-def _status(rows: pd.DataFrame, noted: list[Any]) -> list[str]:
+def _status(rows: pd.DataFrame) -> list[str]:
     """Status of each row, with the number of its note where something is said of it below the table."""
-    best = ask.best_run(rows) if len(rows) > 1 else None
+    best, noted = ask.best_run(rows) if len(rows) > 1 else None, list(_noted(rows).index)
     several = {index for _, runs in ask.repeated(rows) for index in runs.index}
     words = []
     for index, status in rows["status"].items():
@@ -143,12 +160,15 @@ def _table(console: Console, title: str, cells: pd.DataFrame, swept: Mapping[str
     return table
 
 
-def _cells(row: pd.Series) -> dict[str, str]:
-    """Return the cells of a run, by heading."""
+def _names(row: pd.Series) -> dict[str, str]:
+    strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in _NAMES)
     barrier = pd.notna(row["cross_iteration"]) and not row["cross_iteration"]
+    return {"strategy": strategy, "scheduler": scheduler + (" (barrier)" if barrier else "")}
+
+
+def figures_of(row: pd.Series) -> dict[str, str]:
+    """The figures of a run, or of the median of several, in words by heading."""
     return {
-        "strategy": str(row["strategy"] if pd.notna(row["strategy"]) else "?"),
-        "scheduler": str(row["scheduler"] if pd.notna(row["scheduler"]) else "?") + (" (barrier)" if barrier else ""),
         "budget\nMiB": "none" if pd.isna(row["budget_bytes"]) else _mib(row["budget_bytes"]),
         "share": _number(row["schedule_share"], "{:.2f}"),
         "step\nms": _ms(row["step_s"]),

@@ -1,36 +1,142 @@
 """A sweep as one HTML page that needs nothing beside it: opened from a disk, without a network or a server.
 
-`contents` says what is in it, `figures` are Plotly's; `page.html`, `page.css` and `page.js` are what the browser gets, with
-Plotly's own JavaScript, which is most of the file.
+It has the tables of :mod:`analysis.table` and, as SVG, the pictures of :mod:`analysis.report`.
 """
 
 from __future__ import annotations
 
-import html
+import json
+import shlex
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from string import Template
 
 import pandas as pd
+from matplotlib.figure import Figure
 
-from analysis.page.contents import contents
+from analysis import questions as ask
+from analysis.events import METRICS
+from analysis.load import PROVENANCE, load_run
+from analysis.pictures.style import svg
+from analysis.report import curves_of, period_of
+from analysis.table import cells_of, figures_of, titled
 
-_HERE = Path(__file__).resolve().parent
+PROGRAM = "mdcs train"
+PERIODS = 8
+"""Number of the best runs that are shown slot by slot; more would make the page large."""
 
 
 def write_page(frame: pd.DataFrame, path: str | Path, title: str = "sweep") -> Path:
-    """Write the page of the runs in `frame` (:func:`analysis.runs`) and return its path.
-
-    Raises ModuleNotFoundError without the plotly package.
-    """
-    try:
-        from plotly.io.json import to_json_plotly
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the page is drawn by Plotly: pip install plotly") from error
+    """Write the page of the runs in `frame` (:func:`analysis.runs`) and return its path."""
+    frame = frame.reset_index(drop=True)
+    repeatable = frame.assign(command=commands(frame))
+    page = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    text = page.substitute(
+        title=escape(title),
+        counts=", ".join(f"{number} {status}" for status, number in frame["status"].value_counts().items()),
+        provenance="".join(f"<dt>{key}</dt><dd>{escape(value)}</dd>" for key, value in provenance(frame).items()),
+        workloads="\n".join(part for workload, rows in titled(repeatable) for part in _workload(workload, rows)),
+    )
     path = Path(path)
-    page, css, js = (_HERE.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    data = to_json_plotly(contents(frame))  # which writes what is not finite as null, and no "<"
-    text = Template(page).substitute(title=html.escape(title), css=css, js=js, plotly=get_plotlyjs(), data=data)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def provenance(frame: pd.DataFrame) -> dict[str, str]:
+    """When, where and of what the runs are: all different values."""
+    times = [datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") for time in sorted(frame["time"].dropna())]
+    told = {"date": " to ".join(dict.fromkeys((*times[:1], *times[-1:])))}
+    told |= {key: ", ".join(map(str, frame[key].dropna().unique())) for key in PROVENANCE[1:]}
+    return {key: value or "not recorded" for key, value in told.items()}
+
+
+def commands(frame: pd.DataFrame) -> list[str | None]:
+    """Return the command that runs each job again: from the sweep.json above its folder, else its own; None without any."""
+    known: dict[Path, str] = {}
+    for above in {parent for folder in frame["folder"] for parent in Path(folder).parents if (parent / "sweep.json").is_file()}:
+        for job in json.loads((above / "sweep.json").read_text(encoding="utf-8"))["jobs"]:
+            if job["folder"] is not None:
+                # An experiment may itself be a sweep; this is one job of it.
+                sweeps = any(each.startswith(("experiment=", "+experiment=")) for each in job["overrides"])
+                words = [*job["overrides"], "hydra.mode=RUN"] if sweeps else job["overrides"]
+                known[above / job["folder"]] = f"{PROGRAM} {shlex.join(words)}"
+    own = frame["command"].where(frame["command"].notna(), None)
+    return [known.get(Path(folder), command) for folder, command in zip(frame["folder"], own, strict=True)]
+
+
+def best_plans(rows: pd.DataFrame) -> pd.DataFrame:
+    """The cells of the fastest run within each budget of a workload, the budget first."""
+    best = ask.best_within_budgets(rows)
+    cells = cells_of(rows).loc[best.index]
+    cells.insert(0, "within", list(best["within_bytes"].map(ask.budget_words)))
+    return cells
+
+
+def engines(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest plan of mdcs within each budget, then each other engine; empty without another engine."""
+    points = ask.best_points(rows, "budget_bytes")
+    peers = points["label"].isin(ask.peers(rows))
+    if not peers.any() or ask.time_of(ask.drawn(rows)) != "step_s":
+        return pd.DataFrame()
+    own = points[~peers].sort_values("step_s").drop_duplicates("budget_bytes")
+    shown = pd.concat([own.assign(label="mdcs, " + own["label"]), points[peers].sort_values("step_s")])
+    ratios = shown["step_s"] / own["step_s"].min()
+    cells = pd.DataFrame(
+        {"engine": row["label"], "× fastest\nof mdcs": f"{ratio:.2f}", **figures_of(row), "runs": str(row["runs"])}
+        for ratio, (_, row) in zip(ratios, shown.iterrows(), strict=True)
+    )
+    return cells.loc[:, cells.ne("").any()]
+
+
+def _workload(title: str, rows: pd.DataFrame) -> Iterator[str]:
+    yield f"<h2>{escape(title)}</h2>"
+    measured = len(ask.measured(rows)) > 0
+    if measured:
+        yield f"<h3>Best plan of each budget</h3>{_table(best_plans(rows), rows)}"
+    if len(peers := engines(rows)):
+        yield f"<h3>Beside other engines</h3>{_table(peers)}"
+    yield from (_picture(figure) for _, figure in curves_of(rows))
+    yield f"<h3>All runs</h3>{_table(cells_of(rows), rows, 'runs')}"
+    if measured:
+        yield from _periods(rows)
+
+
+def _periods(rows: pd.DataFrame) -> Iterator[str]:
+    """Timeline and memory of the best runs that have them, the first one open."""
+    best = ask.best_within_budgets(rows).drop_duplicates("folder")
+    opened = " open"
+    for _, row in best[[(Path(folder) / METRICS).is_file() for folder in best["folder"]]].head(PERIODS).iterrows():
+        title = f"{ask.budget_words(row['within_bytes'])}: {ask.setting(row)}"
+        pictures = [_picture(figure) for _, figure in period_of(load_run(row["folder"]), title, row["budget_bytes"])]
+        if pictures:
+            summary = f"<summary>Timeline and memory, {escape(title)}</summary>"
+            yield f"<details{opened}>{summary}{''.join(pictures)}</details>"
+            opened = ""
+
+
+def _picture(figure: Figure) -> str:
+    return f'<div class="picture">{svg(figure)}</div>'
+
+
+def _table(cells: pd.DataFrame, runs: pd.DataFrame | None = None, kind: str = "") -> str:
+    """A table of texts; with `runs`, which have its index, the last column has each run's name and how to repeat it."""
+    left = {"within", "strategy", "scheduler", "engine", "status"}
+    classes = [' class="text"' if heading in left else "" for heading in cells]
+    heads = [f"<th{of}>{escape(str(heading)).replace(chr(10), '<br>')}</th>" for of, heading in zip(classes, cells, strict=True)]
+    lines = []
+    for index, *row in cells.itertuples():
+        line = [f"<td{of}>{escape(word)}</td>" for of, word in zip(classes, row, strict=True)]
+        lines.append("".join([*line, "" if runs is None else _repeat(runs.loc[index])]))
+    head = "".join([*heads, "" if runs is None else '<th class="text">run</th>'])
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
+
+
+def _repeat(run: pd.Series) -> str:
+    command = "its settings are in config.yaml" if run["command"] is None else f"<code>{escape(run['command'])}</code>"
+    told = f"<p>{escape(run['reason'] or '')}</p><p>{command}</p><p>in {escape(run['folder'])}</p>"
+    return f'<td class="text"><details><summary>{escape(run["name"])}</summary>{told}</details></td>'

@@ -117,7 +117,8 @@ def _draw(axes: Axes, panel: Panel, end: float, names: dict[str, str]) -> None:
     for bar in panel.bars:
         colour, hatch = style.KIND_COLOURS.get(bar.kind, "#BBBBBB"), "////" if bar.recomputes else None
         edge = 0 if bar.length < 0.002 * end else 0.5 if names else 0.2  # which would cover the thinnest bars
-        axes.barh(bar.row, bar.length, 0.84, bar.start, color=colour, edgecolor="white", lw=edge, hatch=hatch)
+        words = style.told(f"{bar.words}: {bar.length:.4g} ms, from {bar.start:.4g}")
+        axes.barh(bar.row, bar.length, 0.84, bar.start, color=colour, edgecolor="white", lw=edge, hatch=hatch, gid=words)
         # About 140 letters of this size fit across the axes: words are written only into a bar that holds them.
         unit, room = names.get(bar.unit, ""), bar.length / end * 140 - 1
         text = next((words for words in (f"{style.KIND_WORDS.get(bar.kind, bar.kind)} {unit}", unit) if len(words) < room), "")

@@ -88,6 +88,9 @@ def memory_over_period(
         axes.stairs(ceiling, edges, baseline=ground, fill=True, color=colour, lw=0)
         handles.insert(0, Patch(color=colour, label=category.replace("_", " ")))
         ground = ceiling
+    for i, slot in enumerate(shown.slots):
+        held = ", ".join(f"{category.replace('_', ' ')} {sizes[i]:.4g}" for category, sizes in shown.layers.items())
+        axes.bar(i + 0.5, shown.total[i], 1, color="none", gid=style.told(f"{slot}: {shown.total[i]:.4g} MiB: {held}"))
     solid: dict[str, Any] = {"color": style.INK, "lw": 1.3}
     lines = [(shown.total, f"total, {shown.source}", solid)]
     peak = f"peak {ask.gib(max(shown.total) * MIB)} {shown.source}"

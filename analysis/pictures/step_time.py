@@ -164,7 +164,7 @@ def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, i
     for panel, (column, title) in zip((*others, bottom), PANELS[1:], strict=True):
         steps = {"step_s": points[column], "predicted_step_s": points[f"predicted_{column}"]}
         for label, of_label in points.assign(**steps, step_s_p10=nan, step_s_p90=nan).groupby("label"):
-            style.draw_steps(panel, of_label, looks[str(label)])
+            style.draw_steps(panel, of_label, looks[str(label)], str(label))
         panel.set_title(title)
         panel.set_ylabel("ms")
         panel.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=3))
@@ -199,7 +199,7 @@ def _draw(
     on, time = ["label", "budget_bytes", "schedule_share", *keys], ask.time_of(rows)
     rows = rows if "label" in rows else rows.assign(label=ask.labels(rows))
     for (label, *_), line in points.groupby(["label", "budget_bytes"] if by_budget else ["label"], dropna=False):
-        style.draw_steps(axes, line, looks[label])
+        style.draw_steps(axes, line, looks[label], label)
         if line["runs"].max() > 1:
             each = rows.merge(line[on].drop_duplicates(), on=on)
             axes.plot(each["at"], each["step_s"] * 1e3, ".", **style.REPETITION, zorder=2.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -96,9 +98,13 @@ def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Lin
     return [Line2D([], [], label=label, **look) for label, look in named.items()]  # type: ignore[arg-type]
 
 
-def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str]) -> None:
+def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: str) -> None:
     """Step time of a series over `at`, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
     colour, step = look["color"], points["step_s"] * 1e3
+    for at, column, how in (("at", "step_s", "measured"), ("predicted_at", "predicted_step_s", "predicted")):
+        for x, seconds in points[[at, column]].dropna().itertuples(index=False):
+            words = told(f"{label}, {x:.4g}: {ask.milliseconds(seconds)} ms {how}")
+            axes.plot(x, seconds * 1e3, "o", color="none", ms=9, zorder=8, gid=words)
     if points["predicted_step_s"].notna().any():
         predicted, mark = points["predicted_step_s"] * 1e3, look["marker"]
         axes.plot(points["predicted_at"], predicted, ls="--", lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
@@ -142,6 +148,21 @@ def shortened(names: Iterable[str]) -> dict[str, str]:
         if len(set(result.values())) == len(distinct):
             break
     return result if distinct else {}
+
+
+def told(words: str) -> str:
+    """The gid of an artist that says these words when it is pointed at in :func:`svg`."""
+    return f"told: {words}"
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG element of a page: text stays text, and artists with a gid of :func:`told` have a title."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg")
+    text = file.getvalue()[file.getvalue().index("<svg") :]
+    text = re.sub(r'<g id="told: ([^"]*)">', r'<g pointer-events="all"><title>\1</title>', text)
+    return re.sub(r'<g id="\w+">', "<g>", text)  # which all pictures of a page number alike
 
 
 def save(figure: Figure, path: str | Path) -> Path:

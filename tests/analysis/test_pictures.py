@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patches import StepPatch
 
 from analysis.load import load_sweep
 from analysis.pictures import (
@@ -226,7 +227,7 @@ def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
         figure.axes[0].get_title("left")
         == f"peak {max(totals):.4g} MiB measured, {max(expected):.4g} MiB predicted"
     )
-    top_of_stack, outline, dashed = figure.axes[0].patches[-3:]
+    top_of_stack, outline, dashed = [each for each in figure.axes[0].patches if isinstance(each, StepPatch)][-3:]
     assert np.allclose(top_of_stack.get_data().values, totals)
     assert np.allclose(outline.get_data().values, totals)
     assert np.allclose(dashed.get_data().values, expected)

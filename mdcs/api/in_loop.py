@@ -21,6 +21,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import KEEP
 from mdcs.profile import cache
+from mdcs.profiler.autoprofile import needs_rings
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
@@ -108,7 +109,7 @@ class PlannedInLoop(Parallel):
         engine.drain("replan()")
         torch.compiler.reset()  # what was compiled while operators were watched
         with torch.enable_grad(), on_all_ranks(tells=self._planning["progress"]):
-            profile = profile_of(running, engine)
+            profile = profile_of(running, engine, self._planning["budget"])
             plan = autoplan(
                 self.model, self.optimizers, self.units, _no_step, micro_steps=self.plan.micro_steps, profile=profile,
                 **self._planning,
@@ -169,6 +170,9 @@ class PlannedInLoop(Parallel):
         others += "" if self._planning["recompute"] == KEEP else "; recomputation"
         path = self._folder / f"{key_of_job(self.model, self.units, self._all, first.in_words() + others)}.json"
         known = on_rank_zero(lambda: cache.read(path))
+        device = self.units[0].parameters[0][1].device
+        if known is not None and needs_rings(known, budget_of(self._planning["budget"]), device):
+            known = None  # measured anew, with rings
         if known is not None and self.rank == 0 and self._planning["progress"]:
             print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)
         plan = make(profile=known)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile
-from mdcs.profiler.autoprofile import used_outside
+from mdcs.profiler.autoprofile import link_of_rings, used_outside, with_link
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero, phase
 from mdcs.profiler.link_timing import measure_link
 from mdcs.profiler.memory_bounds import require_model_fits, whole_bytes
@@ -26,7 +25,7 @@ from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.running_steps import RunningSteps, recorder_of
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine
-from mdcs.sizes import MIB
+from mdcs.sizes import MIB, budget_of
 from mdcs.telemetry.memory_meter import current_meter
 
 STEPS = 2
@@ -69,13 +68,16 @@ def plan_of_nothing(
     return on_rank_zero(lambda: make_plan(job, Uniform("fsdp"), Sequential(), budget=limit))
 
 
-def profile_of(steps: RunningSteps, engine: Engine) -> Profile:
-    """Return the profile of what ``steps`` has recorded of this run, with the measured link. Collective."""
+def profile_of(steps: RunningSteps, engine: Engine, budget: int | str | None) -> Profile:
+    """Return the profile of what ``steps`` has recorded of this run, with the measured link. Collective.
+
+    ``budget``: that of :func:`mdcs.autoprofile`.
+    """
     phase("measuring the link")
     link = measure_link(steps.device)
-    own = steps.profile(engine.plan.job.profile, engine.updates.updates)
-    own = dataclasses.replace(own, link=link.link, collectives=link.collectives, spread=own.spread | link.spread)
-    profile = merge_profiles(own)
+    profile = merge_profiles(with_link(steps.profile(engine.plan.job.profile, engine.updates.updates), link))
+    if rings := link_of_rings(profile, budget_of(budget), steps.device):
+        profile = with_link(profile, rings)
     if line := used_outside(profile):
         phase(line)
     return profile

@@ -16,6 +16,7 @@ from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
+from mdcs.profile.algorithms import Collectives
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
 from mdcs.profiler.consensus import (
@@ -29,7 +30,14 @@ from mdcs.profiler.consensus import (
 from mdcs.profiler.contention_fit import STEPS, measure_contention
 from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
-from mdcs.profiler.memory_bounds import profiling_bytes, require_floor, require_model_fits, warn_padding, warn_profiling_memory
+from mdcs.profiler.memory_bounds import (
+    floor_of,
+    profiling_bytes,
+    require_floor,
+    require_model_fits,
+    warn_padding,
+    warn_profiling_memory,
+)
 from mdcs.profiler.model_profile import measure_profile, refuse_meta
 from mdcs.sizes import MIB, Share, budget_of
 
@@ -79,7 +87,8 @@ def autoprofile(
     - ``batches``: example batches of several sizes, as many on every rank: memory is that of the largest, by slot, and time the
       mean.
     - ``depth``: messages in flight. None: as many as are best. On NCCL it is one.
-    - ``algorithm``: name of a family of collective algorithms. None: the fastest.
+    - ``algorithm``: name of a family of collective algorithms. None: the fastest, or on a CPU rings where the budget has no
+      room for the buffers of the fastest; the link is then measured again.
     - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
     - ``iterations``: the most steps of the second phase.
     - ``emulate``: that of :func:`mdcs.parallelize`.
@@ -98,26 +107,26 @@ def autoprofile(
     Raises InfeasibleBudget, see above.
     """
     wanted, until = budget_of(budget), end_of(seconds)
-    limit = None if isinstance(wanted, Share) else wanted
+    device, is_free = units[0].parameters[0][1].device, link is None and algorithm is None
     refuse_meta(model)  # before the link, whose backend has no such device
     steps = steps_of(step, batches)
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
     with on_all_ranks(tells=progress):
         known = profiling_bytes(units)
-        if limit is not None:
-            require_model_fits(units, optimizer, limit, world, master_dtype)
+        if isinstance(wanted, int):
+            require_model_fits(units, optimizer, wanted, world, master_dtype)
             if is_first:
-                warn_profiling_memory(known, limit)
+                warn_profiling_memory(known, wanted)
         if link is None:
             phase("measuring the link", _LINK * seconds)
-            link = measure_link(units[0].parameters[0][1].device, depth=depth, algorithm=algorithm)
+            link = measure_link(device, depth=depth, algorithm=algorithm)
         if processes > 1:
             barrier()  # so that all compute side by side, as in training
         if len(set(all_gather_object(len(steps)))) > 1:
             raise ValueError("ranks were given different numbers of batches")
         phase("measuring the model", _MODEL * seconds)
-        with rank_zeros_random_state(units[0].parameters[0][1].device):
+        with rank_zeros_random_state(device):
 
             def measured_with(each: Callable[[], Tensor], recompute: bool) -> Profile:
                 own = measure_profile(
@@ -131,13 +140,14 @@ def autoprofile(
             if recompute and len(steps) > 1:
                 most = largest(profiles)
                 profiles[most] = measured_with(steps[most], recompute=True)
+        if is_free and (rings := link_of_rings(mix(profiles), wanted, device, depth)):
+            profiles = [with_link(each, rings) for each in profiles]
         profile, middle = mix(profiles), typical(profiles)
         if is_first:
             warn_padding(profile)
         if line := used_outside(profile):
             phase(line)
-        if isinstance(wanted, Share):
-            limit = wanted.of(unsharded_bytes(profile))
+        limit = limit_of(wanted, profile)
         if limit is not None:
             require_floor(profile, limit)
             if is_first and known <= limit:
@@ -157,6 +167,34 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
     if batches is not None and not len(batches):
         raise ValueError("batches must have at least one batch")
     return [step] if batches is None else [partial(step, batch) for batch in batches]
+
+
+def limit_of(budget: int | Share | None, profile: Profile) -> int | None:
+    """Return the budget in bytes."""
+    return budget.of(unsharded_bytes(profile)) if isinstance(budget, Share) else budget
+
+
+def needs_rings(profile: Profile, budget: int | Share | None, device: torch.device) -> bool:
+    """Return whether no plan keeps the budget with gloo's own collectives, and rings, which copy less, need fewer bytes."""
+    if profile.collectives != Collectives("native") or device.type != "cpu":
+        return False
+    limit, floor = limit_of(budget, profile), floor_of(profile)
+    return limit is not None and limit < floor and floor_of(dataclasses.replace(profile, collectives=Collectives("ring"))) < floor
+
+
+def link_of_rings(
+    profile: Profile, budget: int | Share | None, device: torch.device, depth: int | None = 2
+) -> MeasuredLink | None:
+    """Return the link measured with rings if the budget needs them (:func:`needs_rings`), else None. Collective."""
+    if not needs_rings(profile, budget, device):
+        return None
+    phase(f"measuring the link with rings: native collectives need {floor_of(profile)} bytes, above the budget")
+    return measure_link(device, depth=depth, algorithm="ring")
+
+
+def with_link(profile: Profile, link: MeasuredLink) -> Profile:
+    """Return the profile with this link, its collectives and their spread."""
+    return dataclasses.replace(profile, link=link.link, collectives=link.collectives, spread=profile.spread | link.spread)
 
 
 def used_outside(profile: Profile) -> str:

@@ -70,15 +70,16 @@ def require_model_fits(
         raise InfeasibleBudget(budget, least, "the model (parameters and optimizer state alone)", is_bound=True)
 
 
-def require_floor(profile: Profile, budget: int) -> None:
-    """Raise InfeasibleBudget for a budget below the floor of the profile: the rest of it is not worth measuring.
-
-    Units that can recompute do so, if the profile says that they can.
-    """
+def floor_of(profile: Profile) -> int:
+    """Return the floor of the profile in bytes. Units that can recompute do so, if the profile says that they can."""
     can = {option.unit for option in profile.recompute if option.choice == FULL}
     choices = tuple(FULL if u in can else NONE for u in range(len(profile.units)))
-    floor = min(floor_bytes(profile), floor_bytes(Job(profile, recompute=choices)))
-    if budget < floor:
+    return min(floor_bytes(profile), floor_bytes(Job(profile, recompute=choices)))
+
+
+def require_floor(profile: Profile, budget: int) -> None:
+    """Raise InfeasibleBudget for a budget below the floor of the profile: the rest of it is not worth measuring."""
+    if budget < (floor := floor_of(profile)):
         raise InfeasibleBudget(budget, floor, "the model")
 
 

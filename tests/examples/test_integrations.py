@@ -13,16 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.profiler.link_timing import MeasuredLink, measure_link
 from tests.mdcs.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.slow  # their imports take seconds
 QUICK = functools.partial(mdcs.parallelize, seconds=0.5, progress=False, timeout_s=100)
-
-
-def rings(device: torch.device, **asked: Any) -> MeasuredLink:
-    """The link with the family that needs the least memory: with the other, which noise may choose, 80% does not fit."""
-    return measure_link(device, **{**asked, "algorithm": "ring"})
 
 
 def adapters(lora: dict[str, Any]) -> list[tuple[list[float], float]]:
@@ -30,7 +24,8 @@ def adapters(lora: dict[str, Any]) -> list[tuple[list[float], float]]:
 
     folders = [[tempfile.mkdtemp(), tempfile.mkdtemp()]]
     dist.broadcast_object_list(folders)
-    with patch.object(mdcs, "parallelize", QUICK), patch("mdcs.profiler.autoprofile.measure_link", rings):
+    # gloo's own collectives, the first of the two families, look faster: with them 80% does not fit
+    with patch.object(mdcs, "parallelize", QUICK), patch("mdcs.profiler.link_timing._fastest", lambda *_: 0):
         return [train(folder, ours=ours, **lora) for folder, ours in zip(folders[0], (True, False), strict=True)]
 
 

@@ -400,6 +400,25 @@ def test_a_second_start_has_the_profile_of_the_first_and_a_new_plan_has_its_own(
     assert [(known, files) for known, _, files in first] == [(False, 1), (True, 1)] == [(k, n) for k, _, n in second]
 
 
+def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget(monkeypatch, tmp_path):
+    given: list[bool] = []
+
+    def planned(*arguments: Any, profile: mdcs.Profile | None = None, **options: Any) -> mdcs.Plan:
+        given.append(profile is not None)
+        return mdcs.autoplan(*arguments, profile=profile, **options)
+
+    monkeypatch.setattr(in_loop, "autoplan", planned)
+    for exceed in (False, False, True):
+        monkeypatch.setattr(in_loop, "needs_rings", lambda *_, exceed=exceed: exceed)
+        torch.manual_seed(0)
+        model = blocks()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        with mdcs.parallelize(model, optimizer, profiles=tmp_path, seconds=0.2, progress=False):
+            texts(model, 0).backward()
+            optimizer.step()
+    assert given == [False, True, False]
+
+
 def of_several_batches(batches: list[Any] | None) -> tuple[list[float], mdcs.Plan | None]:
     """Three steps of a loop that calls methods; one process."""
     torch.manual_seed(0)

@@ -211,7 +211,7 @@ class Comparison:
             if each.name in self.floors or not each.config.engine.plans:
                 continue
             folder = self.folder / "runs" / f"profile-{_file_name(each.name)}"
-            if reason := jobs.profile(each.config, folder, self.console, known=self.known, worker=self.module):
+            if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known, worker=self.module):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
             self.floors[each.name] = floor_of(each.config, job_of(each.config, profile))

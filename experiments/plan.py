@@ -67,7 +67,7 @@ def main(module: str = jobs.WORKER) -> int:
             if reason:
                 return reason
             config = batch.with_batch(asked, found, folder)
-        reason = jobs.plan(config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
+        reason = jobs.prepare("plan", config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
         if reason:
             return reason
         made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ def main(worker: str = jobs.WORKER) -> int:
     console = new_console()
 
     def measure(config: Config, folder: Path) -> str:
-        if reason := jobs.profile(config, folder, console, worker=worker):
+        if reason := jobs.prepare("profile", config, folder, console, worker=worker):
             return reason
         show(Profile.from_json((folder / "profile.json").read_text(encoding="utf-8")), console)
         console.print(f"the profile is {folder / 'profile.json'}", markup=False, highlight=False, soft_wrap=True)

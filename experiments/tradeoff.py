@@ -125,7 +125,7 @@ def main(module: str = jobs.WORKER) -> int:
 
     def trade(config: Config, folder: Path) -> str:
         configs = compared(config)
-        if reason := jobs.profile(config, folder, console, worker=module):
+        if reason := jobs.prepare("profile", config, folder, console, worker=module):
             return reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))

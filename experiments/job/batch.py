@@ -117,7 +117,7 @@ def _measured(
     asked = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
     for batch in asked:
         place, job = folder / f"profile-{batch}", replace(_sized(config, batch), budget=BudgetConfig())
-        if reason := jobs.profile(job, place, console, known=known, worker=module):
+        if reason := jobs.prepare("profile", job, place, console, known=known, worker=module):
             return {}, f"the profile of batch {batch}: {reason} (its logs are in {place})"
         out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))
     return out, ""

@@ -20,7 +20,6 @@ from experiments.config.started import adapted
 from experiments.job import checkpoints, record
 from experiments.job import run as jobs
 from experiments.job.app import on_rank_zero
-from experiments.job.checkpointing import ways_of
 from experiments.job.profiles import Profiles
 from experiments.job.submission import CONFIG, MEASURE, TRAIN, why_no_profile
 from hydra_plugins import _mdcs_jobs as submitted
@@ -37,7 +36,7 @@ def run(folder: Path, what: str = TRAIN) -> int:
         config = adapted(checks.load(folder / CONFIG), ("cluster.ranks", "cluster.nodes", "cluster.network"))
         rules.check(config)
         if what == MEASURE:
-            reason = jobs.profile(config, folder, Console(), worker=worker)
+            reason = jobs.prepare(MEASURE, config, folder, Console(), worker=worker)
             if not reason:
                 (folder / METRICS).unlink(missing_ok=True)  # written by an attempt that failed
         else:
@@ -59,12 +58,12 @@ def _train(config: Config, folder: Path, worker: str, identity: str | None) -> s
         if config.run.resume is None or checkpoints.any_in(folder):
             config.run.resume = "auto"
         known.adopt(config, folder)
-    shared = list(zip(ways_of(config), submitted.before(folder), strict=False))
-    for way, place in shared:
-        _adopt(known, way, place)
+    shared = submitted.before(folder)
+    for place in shared:
+        _adopt(known, config, place)
     reason = jobs.run(config, folder, Console(), known=known, worker=worker, identity=identity).reason
-    for way, place in shared:
-        known.leave(way, place)
+    for place in shared:
+        known.leave(config, place)
     after = record.read(folder)
     if after is not None and after.state == record.PREEMPTED:
         refused = preemption.requeue()

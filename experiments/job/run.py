@@ -19,7 +19,7 @@ from analysis.events import METRICS, Tail
 from experiments.config import started
 from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpointing, checkpoints, profiles, record
+from experiments.job import checkpoints, profiles, record
 from experiments.job.events import job_event
 from experiments.job.planning import floor_of, job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
@@ -75,15 +75,9 @@ def run(
     if only is not None:
         _require_plan(config)
     checkpoints.require(config, folder)
+    identity = identity or record.identity_of(config)
     try:
         with _claimed(folder):
-            identity = identity or record.identity_of(config)
-            if only != "profile":
-                config, reason = _decided(config, folder, console, known, worker)
-                if reason and only is None:
-                    record.write(folder, identity, record.FAILED, reason)
-                if reason:
-                    return Outcome(False, reason)
             return _run(config, folder.resolve(), console, known, only, kind, worker, start, identity, began)
     except OSError as error:  # the folder cannot be written: no rank has run
         return _failed(error)
@@ -166,46 +160,29 @@ def begin(config: Config, folder: Path, *events: Event) -> None:
         _write(folder, *events)
 
 
-def profile(config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER) -> str:
-    """Write profile.json into the folder, without ranks if it is known. Return the reason of a failure, else "".
+def prepare(
+    only: str, config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER
+) -> str:
+    """Write profile.json into the folder and, for `only="plan"`, plan.json. Return the reason of a failure, else "".
 
-    Raises ConfigError as `run` does, for an engine that makes no plan, and for `model.checkpointing=auto`.
+    No ranks are started if the profile is known. Raises ConfigError as `run` does, and for an engine that makes no plan.
     """
     _require_plan(config)
     _require_batch(config)
-    if config.model.checkpointing == "auto":
-        raise ConfigError("model.checkpointing", "only a plan decides auto; for a profile it must be true or false")
     known = known or Profiles()
     with _claimed(folder):
         if (found := _known_profile(config, folder.resolve(), console, known)) is not None:
-            show_files(found[0], folder, "profile", record.identity_of(config))
-            return ""
-    return run(config, folder, console, known=known, only="profile", worker=worker).reason
-
-
-def plan(config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER) -> str:
-    """Write plan.json into the folder, without ranks if the profile is known. Return the reason of a failure, else "".
-
-    Raises ConfigError as `run` does, and for an engine that makes no plan.
-    """
-    _require_plan(config)
-    _require_batch(config)
-    known = known or Profiles()
-    with _claimed(folder):
-        decided, reason = _decided(config, folder, console, known, worker)
-        if reason:
-            return reason
-        if (found := _known_profile(decided, folder.resolve(), console, known)) is not None:
             resolved, measured = found
-            job = job_of(resolved, measured)
-            try:
-                made = make_plan(resolved, job, floor_of(resolved, job))
-            except ValueError as error:
-                return str(error)
-            write_plan(folder, made)
-            show_files(resolved, folder, "plan", record.identity_of(config))
+            if only == "plan":
+                job = job_of(resolved, measured)
+                try:
+                    made = make_plan(resolved, job, floor_of(resolved, job))
+                except ValueError as error:
+                    return str(error)
+                write_plan(folder, made)
+            show_files(resolved, folder, only, record.identity_of(config))
             return ""
-    return run(decided, folder, console, known=known, only="plan", worker=worker).reason
+    return run(config, folder, console, known=known, only=only, worker=worker).reason
 
 
 def _known_profile(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[Config, Profile] | None:
@@ -218,13 +195,6 @@ def _known_profile(config: Config, folder: Path, console: Console, known: Profil
     begin(resolved, folder)
     (folder / "profile.json").write_text(found.to_json(), encoding="utf-8")
     return resolved, found
-
-
-def _decided(config: Config, folder: Path, console: Console, known: Profiles, worker: str) -> tuple[Config, str]:
-    def plan_way(way: Config, place: Path) -> str:
-        return plan(way, place, console, known=known, worker=worker)
-
-    return checkpointing.decide(config, folder, console, plan_way)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from experiments.config import checks
 from experiments.config.schema import BudgetConfig, Config, ConfigError
 from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
-from experiments.job.checkpointing import ways_of
 from experiments.job.resolved import with_absolute_paths
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
@@ -102,8 +101,8 @@ class Freezer:
         launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
         """
         freeze(config, folder, record.identity_of(config, launcher))
-        first = [self._profile(way, launcher, sweep / PROFILES) for way in ways_of(config)] if profiles.measures(config) else []
-        (folder / submitted.BEFORE).write_text("".join(f"{os.path.relpath(each, folder)}\n" for each in first), encoding="utf-8")
+        first = [os.path.relpath(self._profile(config, launcher, sweep / PROFILES), folder)] if profiles.measures(config) else []
+        (folder / submitted.BEFORE).write_text("".join(f"{each}\n" for each in first), encoding="utf-8")
 
     def _profile(self, config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
         """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""

@@ -68,7 +68,7 @@ class Library(Model):
         else:
             local = Path(self.weights).is_dir()
             model = cls.from_pretrained(self.weights, config=config, local_files_only=local, dtype=torch.float32)
-        if self.checkpointing is True:
+        if self.checkpointing:
             # The first name is newer. Both methods take the keyword arguments of torch.utils.checkpoint first.
             newer = getattr(model, "activation_checkpointing_enable", None)
             (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -95,10 +95,7 @@ class Transformer(Library):
     width: int = option(768, "hidden size", at_least=1)
     heads: int = option(12, "attention heads; divides width", at_least=1)
     dropout: float = option(0.0, "dropout everywhere", at_least=0, below=1)
-    checkpointing: bool | str = option(
-        False, "recompute activations in backward; auto: if that is predicted to be faster within the budget",
-        choices=(True, False, "auto"),
-    )  # fmt: skip
+    checkpointing: bool = option(False, "recompute activations in backward")
 
     def __post_init__(self) -> None:
         super().__post_init__()

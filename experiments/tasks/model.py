@@ -31,11 +31,8 @@ class Model(Checked, ABC):
     norms_fp32: bool = option(False, "norms keep fp32 in run.precision=bf16 or fp16")
 
     @property
-    def checkpointing(self) -> bool | str:
-        """Whether backward recomputes activations. "auto" lets planning decide.
-
-        Families that support recomputation make this an option.
-        """
+    def checkpointing(self) -> bool:
+        """Whether backward recomputes activations. Families that support recomputation make this an option."""
         return False
 
     @property

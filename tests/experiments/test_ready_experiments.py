@@ -100,7 +100,7 @@ def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
             ["model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
              f"profile.path={Path(__file__).with_name('profile.json')}"]
         )  # fmt: skip
-    assert jobs.plan(config, folder, Console(file=io.StringIO())) == ""
+    assert jobs.prepare("plan", config, folder, Console(file=io.StringIO())) == ""
     (folder / "metrics.jsonl").write_text('{"event": "job", "schema": 3, "strategy": "dp"}\n')
     shutil.copytree(folder, tmp_path / "1")
     assert list(layers.by_layer([folder, tmp_path / "1"]).columns) == ["dp fp32, predicted", "dp fp32, predicted, 1"]

@@ -198,20 +198,11 @@ WRONG = {
         "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, sequence,"
         " vocab, tie, weights, layers, width, heads, dropout, checkpointing"
     ),
-    "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
-    "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
-    "model.checkpointing=auto budget.over_floor=0.1": (
-        "budget.over_floor: needs model.checkpointing=true or false, the floor depends on it; got auto"
-    ),
-    "model.checkpointing=auto engine=ddp": (
-        "model.checkpointing: auto needs a plan and a profile that is measured; use true or false"
-    ),
+    "model.checkpointing=auto": "model.checkpointing: must be true or false, got auto",
     "batch.find=most": "batch.find: must be one of largest, fastest; got most",
     "batch.find=largest": "batch.find: largest needs a budget: set budget.gib",
     "batch.find=largest budget.over_floor=0.1":
         "budget.over_floor: needs a batch that is given, the floor depends on it: set budget.gib",
-    "batch.find=largest budget.gib=1 model.checkpointing=auto":
-        "model.checkpointing: must be true or false with batch.find; got auto",
     "batch.at_most=8": "batch.at_most: has no effect without batch.find, got 8",
     "batch.find=fastest budget.gib=1 batch.profiles=[0]": "batch.profiles: must be >= 1, got 0",
     "batch.find=fastest budget.gib=1 batch.profiles=[2] profile=gpt3-1024":

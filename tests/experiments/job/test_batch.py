@@ -65,7 +65,7 @@ def test_the_job_goes_on_with_the_batch_and_its_profile(tmp_path):
     decided = batch.with_batch(config, batches, tmp_path / "job")
     assert (decided.data.batch_size, decided.batch.find) == (11, None)
     rules.check(decided)  # the profile is accepted as one of 11 samples
-    assert jobs.plan(decided, tmp_path / "planned", QUIET) == ""
+    assert jobs.prepare("plan", decided, tmp_path / "planned", QUIET) == ""
     made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
     assert made.prediction == batches.largest.plan.prediction
     assert made.profile.about["calculated"] == "from batches of 4 and 16" and "inputs" not in made.profile.about
@@ -76,7 +76,7 @@ def test_a_batch_with_room_by_recomputation_goes_on_with_all_that_its_profile_kn
     batches, reason, config = found(tmp_path, floor_bytes(of_batch(11)), "recompute=planned", **profiles)
     largest = batches.largest
     assert reason == "" and largest.batch > 11 and "full" in largest.plan.recompute
-    assert jobs.plan(batch.with_batch(config, batches, tmp_path / "job"), tmp_path / "planned", QUIET) == ""
+    assert jobs.prepare("plan", batch.with_batch(config, batches, tmp_path / "job"), tmp_path / "planned", QUIET) == ""
     made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
     assert (made.recompute, made.prediction) == (largest.plan.recompute, largest.plan.prediction)
 
@@ -112,7 +112,7 @@ def test_a_budget_below_one_sample_is_one_error(tmp_path):
 
 def test_programs_that_train_take_a_number(tmp_path):
     config = composed("batch.find=largest", "budget.gib=1")
-    for program in (jobs.run, jobs.profile):
+    for program in (jobs.run, functools.partial(jobs.prepare, "profile")):
         with pytest.raises(ConfigError, match=r"batch\.find: only mdcs plan finds a batch; here data\.batch_size says it"):
             program(config, tmp_path, QUIET)
     assert not list(tmp_path.iterdir())

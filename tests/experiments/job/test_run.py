@@ -61,7 +61,8 @@ def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
 def test_the_profile_that_a_job_names_stays_where_it_is(tmp_path):
     for name in LEFT:
         shutil.copy(PROFILE, tmp_path / name)
-    assert not jobs.profile(composed(f"profile.path={tmp_path / 'profile.json'}"), tmp_path, Console(file=io.StringIO()))
+    job = composed(f"profile.path={tmp_path / 'profile.json'}")
+    assert not jobs.prepare("profile", job, tmp_path, Console(file=io.StringIO()))
     assert (tmp_path / "profile.json").exists()
     assert not any((tmp_path / name).exists() for name in LEFT if name != "profile.json")
 
@@ -72,7 +73,8 @@ def test_a_folder_in_which_a_job_runs_is_refused_and_left_as_it_is(tmp_path):
     with claim(tmp_path):
         shutil.copy(PROFILE, tmp_path / "profile.json")
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-        for start in (run, lambda folder: jobs.plan(composed(f"profile.path={PROFILE}"), folder, Console(file=io.StringIO()))):
+        job, quiet = composed(f"profile.path={PROFILE}"), Console(file=io.StringIO())
+        for start in (run, lambda folder: jobs.prepare("plan", job, folder, quiet)):
             with pytest.raises(ConfigError, match=f"hydra.run.dir: {tmp_path} is in use by a job of process {os.getpid()} "):
                 start(tmp_path)
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before

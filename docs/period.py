@@ -16,13 +16,13 @@ if __name__ == "__main__":  # from any folder and without being installed
 
 import mdcs
 from analysis.pictures import save
-from analysis.pictures.gantt import Panel, draw, panels
+from analysis.pictures.gantt import Panel, draw
 from analysis.questions import count
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.sizes import GIB
-from mdcs.telemetry.timeline import PREDICTED_RANK, RankTimeline, Timeline
+from mdcs.telemetry.timeline import PREDICTED_RANK, RankTimeline
 
 MODEL = Transformer(layers=8, width=4096, heads=32, sequence=2048, vocab=50257, batch=2)
 GPU = Device(peak_flops=312e12, efficiency=0.5, memory_rate=1.6e12)
@@ -45,9 +45,7 @@ def panel(job: mdcs.Job, over_floor: float) -> Panel:
     assert predicted is not None and predicted.peak_bytes <= budget
     strategies = ", ".join(f"{many} × {name}" for name, many in Counter(map(str, plan.strategies)).most_common())
     words = f"budget {budget / GIB:.1f} GiB (least possible + {over_floor:.0%}): {strategies}; {predicted.step_s * 1e3:.0f} ms"
-    names = tuple(plan.period.name(q) for q in range(plan.period.length))
-    timeline = Timeline(replay.period_s, names, (RankTimeline(PREDICTED_RANK, tuple(replay.intervals)),))
-    return panels(timeline)[0]._replace(headline=words)
+    return Panel(RankTimeline(PREDICTED_RANK, tuple(replay.intervals)), replay.period_s, words)
 
 
 def main() -> None:

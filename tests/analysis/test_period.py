@@ -11,4 +11,4 @@ from mdcs.profile.analytic import analytic_profile
 def test_the_drawn_plan_of_the_larger_budget_is_the_faster_one():
     job = mdcs.Job(analytic_profile(MODEL, GPU, CLUSTER, depth=2))
     tight, roomy = panel(job, 0.02), panel(job, 0.4)
-    assert tight.headline.startswith("budget 6.7 GiB (least possible + 2%): 7 × fsdp") and roomy.period < tight.period
+    assert tight.headline.startswith("budget 6.7 GiB (least possible + 2%): 7 × fsdp") and roomy.period_s < tight.period_s

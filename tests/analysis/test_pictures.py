@@ -22,7 +22,6 @@ from analysis.pictures import (
     style,
     tradeoff_curve,
 )
-from analysis.pictures.memory_by_slot import stack
 from analysis.pictures.style import shortened
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
@@ -227,7 +226,7 @@ def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
         figure.axes[0].get_title("left")
         == f"peak {max(totals):.4g} MiB measured, {max(expected):.4g} MiB predicted"
     )
-    top_of_stack, outline, dashed = [each for each in figure.axes[0].patches if isinstance(each, StepPatch)][-3:]
+    top_of_stack, outline, dashed = figure.axes[0].findobj(StepPatch)[-3:]
     assert np.allclose(top_of_stack.get_data().values, totals)
     assert np.allclose(outline.get_data().values, totals)
     assert np.allclose(dashed.get_data().values, expected)
@@ -251,10 +250,11 @@ def test_the_stack_ends_at_the_total_and_slots_that_recompute_are_marked():
     """Categories are told at their highest, and 2 + 2 MiB were never 4 at once."""
     sizes = {"parameters": 2 * 2**20, "activations": 2 * 2**20, "total": 3 * 2**20}
     timeline = Timeline(1.0, ("B:a.0", "B:a.1"), (), (SlotMemory("B:a.0", sizes), SlotMemory("B:a.1", sizes)))
-    shown = stack(timeline, {"a.1"})
-    assert (shown.layers, shown.total) == ({"parameters": [2, 2], "activations": [1, 1]}, [3, 3])
-    assert shown.labels == ["B:0", "B:1 ↻"]
-    assert legend_of(drawn(memory_over_period(timeline, recomputed={"a.1"})))[-1] == "recomputes"
+    figure = drawn(memory_over_period(timeline, recomputed={"a.1"}))
+    parameters, activations, _ = figure.axes[0].findobj(StepPatch)
+    assert list(parameters.get_data().values) == [2, 2] and list(activations.get_data().values) == [3, 3]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["B:0", "B:1 ↻"]
+    assert legend_of(figure)[-1] == "recomputes"
 
 
 def test_a_timeline_without_memory_or_ranks_is_refused():

@@ -1,6 +1,6 @@
 """Read what runs and sweeps wrote, compare prediction with measurement, draw it.
 
-`python -m analysis FOLDER` writes the table and all pictures of a sweep or a run, `python -m analysis report FOLDER` one page.
+`python -m analysis FOLDER` writes the table and all pictures of a sweep or a run, and one page of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Table, pictures and trace of a sweep or a run; report, notebooks and trace are commands within.
+"""Table, pictures, page and trace of a sweep or a run; notebooks, layers and wandb are commands within.
 
     mdcs report SOURCE     # or python -m analysis SOURCE
 """
@@ -13,19 +13,17 @@ from pathlib import Path
 
 from analysis.executed import run_notebooks
 from analysis.layers import write_layers
-from analysis.load import load_run
 from analysis.page import write_page
-from analysis.report import write_report, write_trace
+from analysis.report import write_report
 from analysis.sources import WANDB, runs
 from analysis.table import print_table
 from analysis.wandb_report import write_report as write_wandb_report
 
 _SOURCE = "a sweep's or a run's folder (runs are found at any depth), or wandb:ENTITY/PROJECT[/GROUP]"
 _COMMANDS = {
-    "": "Print the table of a sweep (or a run) and write table.csv, its pictures and the trace of its fastest run.",
-    "report": "Write a sweep as one HTML page that needs no network: best plans, curves, all runs, timelines, memory.",
+    "": "Print the table of a sweep (or a run) and write it as table.csv; write its pictures, report.html (table and pictures on "
+    "one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev.",
     "notebooks": "Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files.",
-    "trace": "Write a run's period, predicted and measured, as a trace for https://ui.perfetto.dev.",
     "layers": "Print the memory of each layer for all runs of a sweep side by side, and draw it.",
     "wandb": "Write a sweep's report on W&B's server, with predictions beside measurements, and print its address.",
 }
@@ -55,9 +53,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.epilog = "Other commands. " + " ".join(others)
     source, output = {
         "": (_SOURCE, "the folder to write (default: the source; of W&B's runs, here)"),
-        "report": (_SOURCE, "the file to write (default: report.html in the folder)"),
         "notebooks": (f"{_SOURCE}; default: a small sweep of the tests", "the folder to write (default: results/notebooks)"),
-        "trace": ("the run's folder", "the file to write (default: RUN/trace.json)"),
         "layers": ("the folder of a sweep or a run", ""),
         "wandb": ("a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
     }[command]
@@ -75,24 +71,16 @@ def _run(command: str, source: str, output: Path | None) -> Iterator[str]:
             runs(source)  # what is no source at all is told once, not by every notebook
         for path, reason in run_notebooks(source, output or Path("results/notebooks")):
             yield f"left out {path.name}: {reason}" if reason else f"wrote {path}"
-        return
-    if command == "wandb":
+    elif command == "wandb":
         yield write_wandb_report(source)
-        return
-    folder = Path() if source.startswith(WANDB) else Path(source)  # to write
-    written: list[Path] = []
-    if command == "report":
-        title = source if source.startswith(WANDB) else folder.resolve().name
-        written = [write_page(runs(source), output or folder / "report.html", title)]
-    elif command == "trace":
-        written = [write_trace(load_run(source), output or folder / "trace.json")]
     elif command == "layers":
-        written = write_layers(Path(source))
+        yield from (f"wrote {path}" for path in write_layers(Path(source)))
     else:
-        frame = runs(source)
+        frame, remote = runs(source), source.startswith(WANDB)
         print_table(frame)
-        written = write_report(frame, output or folder)
-    yield from (f"wrote {path}" for path in written)
+        folder = output or (Path() if remote else Path(source))
+        page = write_page(frame, folder / "report.html", source if remote else Path(source).resolve().name)
+        yield from (f"wrote {path}" for path in [*write_report(frame, folder), page])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from analysis.pictures.style import save
 from analysis.settings import is_seed
 from analysis.table import write_csv
 from analysis.trace import chrome_trace
-from mdcs.telemetry.timeline import Timeline
 
 
 def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
@@ -43,9 +42,8 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
         if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
             run = load_run(best["folder"])
             title = " · ".join([workload.title, ask.label(best), ask.budget_words(best["budget_bytes"])])
-            if period := list(period_of(run, title, best["budget_bytes"])):
-                pictures += period
-                written.append(write_trace(run, out / f"trace{suffix}.json"))
+            pictures += period_of(run, title, best["budget_bytes"])
+            written += _write_trace(run, out / f"trace{suffix}.json")
         written += [save(figure, out / f"{name}{suffix}.png") for name, figure in pictures]
     return written
 
@@ -72,28 +70,14 @@ def period_of(run: Run, title: str, budget_bytes: float) -> Iterator[tuple[str, 
         yield "memory", memory_over_period(with_memory, budget, title, run.recomputed)
 
 
-def merged_timeline(run: Run) -> Timeline:
-    """The run's measured period with the prediction as one more rank, or whichever of both there is.
-
-    Raises FileNotFoundError if the run has neither.
-    """
+def _write_trace(run: Run, path: Path) -> Iterator[Path]:
+    """Write the run's period as a Chrome trace, with the prediction as one more rank, if any was recorded."""
     measured, predicted = run.timeline(), run.predicted_timeline()
-    if measured is not None and predicted is not None:
-        ranks = (*(r for r in predicted.ranks if r.rank not in {m.rank for m in measured.ranks}), *measured.ranks)
-        return replace(measured, ranks=ranks, memory=measured.memory or predicted.memory)
-    found = measured or predicted
-    if found is None:
-        raise FileNotFoundError(f"{run.folder} has neither timeline.json nor predicted_timeline.json")
-    return found
-
-
-def write_trace(run: Run, path: str | Path) -> Path:
-    """Write the run's period as a Chrome trace. Raises FileNotFoundError if none was recorded."""
-    path = Path(path)
-    text = json.dumps(chrome_trace(merged_timeline(run)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    if shown := measured or predicted:
+        if measured is not None and predicted is not None:
+            shown = replace(measured, ranks=(*predicted.ranks, *measured.ranks), memory=measured.memory or predicted.memory)
+        path.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
+        yield path
 
 
 def _slug(words: str) -> str:

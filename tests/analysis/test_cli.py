@@ -17,6 +17,7 @@ def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
         "timeline.png",
         "memory.png",
         "trace.json",
+        "report.html",
     }
     assert "memory_aware" in capsys.readouterr().out
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
@@ -44,13 +45,13 @@ def test_a_sweep_in_which_all_failed_still_has_its_table(run_writer, capsys):
     run_writer("0", ending="infeasible")
     assert main([str(run_writer.sweep)]) == 0
     assert "infeasible" in capsys.readouterr().out
-    assert {path.name for path in run_writer.sweep.iterdir()} == {"0", "table.csv"}
+    assert {path.name for path in run_writer.sweep.iterdir()} == {"0", "table.csv", "report.html"}
 
 
-def test_the_trace_of_one_run(run_writer, tmp_path):
+def test_the_trace_of_one_run(run_writer):
     folder = run_writer("0", timelines=True)
-    assert main(["trace", str(folder), "-o", str(tmp_path / "t.json")]) == 0
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert main([str(folder)]) == 0
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     timeline = json.loads((folder / "timeline.json").read_text())
     first = timeline["ranks"][0]["intervals"][0]
     traced = next(e for e in events if e["name"] == first["name"] and e["pid"] == 2)
@@ -62,12 +63,9 @@ def test_the_trace_of_one_run(run_writer, tmp_path):
     [
         (["{empty}"], "has no runs"),
         (["{empty}/nowhere"], "is not a folder"),
-        (["reprot", "{run}"], "reprot is neither a folder nor a command; did you mean report?"),
+        (["layer", "{run}"], "layer is neither a folder nor a command; did you mean layers?"),
         (["notebooks", "{empty}"], "has no runs"),
-        (["trace", "{empty}"], "is not a run"),
-        (["trace", "wandb:some/runs"], "wandb:some/runs is not a run"),
         (["layers", "wandb:some/runs"], "wandb:some/runs has no run with a plan"),
-        (["trace", "{run}"], "neither timeline.json nor predicted_timeline.json"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_on_stderr(arguments, complaint, tmp_path, run_writer, capsys):

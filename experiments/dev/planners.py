@@ -8,7 +8,6 @@ layers may recompute their activations, and the plan decides which do. No ranks,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -21,11 +20,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from analysis.table import new_console, new_table
+from experiments import flags
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -138,7 +135,7 @@ def gaps(units: list[int], recompute: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="mdcs dev planners", description=(__doc__ or "").partition("\n")[0])
+    parser = flags.parser("dev planners", __doc__)
     parser.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     parser.add_argument("--recompute", action="store_true", help="let plans decide what is recomputed")
     asked = parser.parse_args()

@@ -9,7 +9,6 @@ search does. Rates are of CPU time, the best of several rounds.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -19,11 +18,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from analysis.table import new_console, new_table
+from experiments import flags
 from experiments.dev.planners import chain
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
@@ -37,7 +34,7 @@ STRATEGIES = (Strategy.zero2, Strategy.sdp, Strategy.fsdp)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="mdcs dev replays", description=(__doc__ or "").partition("\n")[0])
+    parser = flags.parser("dev replays", __doc__)
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
     asked = parser.parse_args()

@@ -1,6 +1,6 @@
 """Show the jobs of a sweep that was submitted, and the output of their ranks.
 
-    mdcs jobs FOLDER                # number and state of each job, one line each
+    mdcs jobs FOLDER                # each job's number, state and folder, with its step or why it has failed
     mdcs jobs FOLDER --log 3:1      # the last lines of rank 1 of the run in FOLDER/3 (without :1 those of rank 0)
     mdcs jobs FOLDER --log 3 -f     # and what it writes from now on
 """
@@ -15,7 +15,9 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from experiments import flags
+from experiments.job.submission import why_failed
 from hydra_plugins import _mdcs_jobs as jobs
+from launch import status
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not found:
         return _refuse(f"{asked.folder}: no job was submitted from here")
     if asked.log is None:
-        print(jobs.table(found, jobs.states([*found.values()])))
+        states = jobs.states([*found.values()])
+        for folder, state, line in zip(found, states, jobs.table(found, states).splitlines(), strict=True):
+            note = why_failed(folder, waited=True) if not state else _step(folder) if state == "running" else ""
+            print(f"{line}: {note}" if note else line)
         return 0
     run, _, rank = asked.log.partition(":")
     if (job := found.get(asked.folder / run)) is None:
@@ -40,6 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(f"--log: rank {rank} of job {run} has written nothing so far, in {asked.folder / run} and {job.logs}")
     sys.stdout.flush()
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if asked.follow else []), *map(str, logs)])
+
+
+def _step(folder: Path) -> str:
+    said = status.read(folder, 0)
+    return f"step {said.step} ({said.phase})" if said is not None else ""
 
 
 def _refuse(reason: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import time
@@ -35,7 +36,8 @@ class Job:
 
 
 def write(folder: Path, job: Job) -> None:
-    """Record the job of a folder."""
+    """Record the job of a folder, which has just been submitted."""
+    _queue.cache_clear()  # SLURM's last answer does not have it
     (folder / FILE).write_text(json.dumps(asdict(job)), encoding="utf-8")
 
 
@@ -65,7 +67,7 @@ def exit_code(folder: Path) -> int | None:
 
 
 def states(jobs: Sequence[Job]) -> list[str]:
-    """State of each job, in one call of squeue: PENDING with SLURM's reason, RUNNING and so on; empty if it has ended.
+    """State of each job, in one call of squeue: "pending (REASON)", "running" and so on; empty if it has ended.
 
     "unknown" where SLURM does not answer.
     """
@@ -86,19 +88,22 @@ def failure(folder: Path) -> str:
     if job is None or code == 0:
         return ""
     how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
-    if code is None and job.executor == "slurm" and (why := said("sacct", "-n", "-X", "-P", "-o", "State", "-j", job.number)):
-        how += f": SLURM says {why.strip()}"  # empty without accounting
+    if code is None and job.executor == "slurm":  # the controller forgets a job after minutes; there may be no accounting
+        asked = ("squeue", "-h", "-t", "all", "-o", "%T"), ("sacct", "-n", "-X", "-P", "-o", "State")
+        if why := next(filter(None, (said(*each, "-j", job.number) for each in asked)), ""):
+            how = f"has ended: SLURM says {why.strip()}"
     return f"job {job.number} {how}; the output of its ranks is in {job.logs}"
 
 
 def table(made: Mapping[Path, Job], states: Sequence[str]) -> str:
     """A line per job: number, state, folder. A job that has ended has its exit code."""
-    rows = []
-    for (folder, job), state in zip(made.items(), states, strict=True):
-        code = exit_code(folder)
-        ended = "ended" if code is None else "ok" if code == 0 else f"failed ({code})"
-        rows.append(f"  {job.number:12} {state.lower() or ended:10} {folder}")
-    return "\n".join(rows)
+    shown = [state or _ended(exit_code(folder)) for folder, state in zip(made, states, strict=True)]
+    width = max(map(len, shown), default=0)
+    return "\n".join(f"  {job.number:12} {how:{width}} {folder}" for (folder, job), how in zip(made.items(), shown, strict=True))
+
+
+def _ended(code: int | None) -> str:
+    return "ended" if code is None else "ok" if code == 0 else f"failed ({code})"
 
 
 def largest_array() -> int:
@@ -117,7 +122,7 @@ def _queue(second: int) -> dict[str, str] | None:
     if listed is None:
         return None
     rows = (line.split("|") for line in listed.splitlines())
-    return {job: state + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows}
+    return {job: state.lower() + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows}
 
 
 def _process(number: str) -> str:
@@ -125,12 +130,13 @@ def _process(number: str) -> str:
         state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return ""
-    return "" if state == "Z" else "RUNNING"
+    return "" if state == "Z" else "running"
 
 
 def said(*command: str) -> str | None:
     """Output of one of SLURM's commands; None if there is none or it fails."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}  # these select jobs
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -229,7 +229,7 @@ class _Call:
             self.freeze(config, folder, launcher, session.sweep)
         else:
             if state := _mdcs_jobs.state(folder):
-                raise ConfigError("hydra.sweep.dir", f"{folder} has a job that is {state.lower()}")
+                raise ConfigError("hydra.sweep.dir", f"{folder} has a job that is {state}")
             more = [f"cluster.ranks={config.cluster.ranks}"] if starts_its_ranks(launcher) else []
             mdcs_slurm.rerun(folder, settings, *more)
         return JobResult(record.SUBMITTED, overrides, "" if settings.launcher.wait else record.SUBMITTED, folder)

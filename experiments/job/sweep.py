@@ -110,7 +110,7 @@ class Session:
         folder, ended = self.sweep / name, before.state in (record.OK, record.FAILED)
         if not ended and (state := _mdcs_jobs.state(folder)):
             submitted = JobResult(record.SUBMITTED, asked, record.SUBMITTED, folder, kept=True)
-            self._keep(submitted, f"{name}: submitted before and {state.lower()}")
+            self._keep(submitted, f"{name}: submitted before and {state}")
             return None
         if config.sweep.force:
             return name

@@ -1,7 +1,7 @@
 """Stands in for `experiments.job.worker`: reads the config and writes the files of a run, without training.
 
-The config's `run.name` can hold what goes wrong: `early` (before the profile), `raise`, `kill`, `nothing` (no summary), `slow`,
-`full` (the disk is, when rank 0 fails at step 2) and `stays` (so afterwards).
+The config's `run.name` can hold what goes wrong: `early` (before the profile), `raise`, `breaks` (at step 2, on the last
+rank), `kill`, `nothing` (no summary), `slow`, `full` (the disk is, when rank 0 fails at step 2) and `stays` (so afterwards).
 """
 
 import contextlib
@@ -49,6 +49,8 @@ for step in range(1, config.run.steps + 1) if trains else ():
     status.set(step=step, phase="step")
     if "kill" in what and rank == 1 and step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "breaks" in what and rank == config.cluster.ranks - 1 and step == 2:
+        raise RuntimeError("the stub breaks as told")
     if "full" in what and rank == 0 and step == 2:
         fill(keep="stays" in what)
         raise RuntimeError("the stub fails on a full disk")

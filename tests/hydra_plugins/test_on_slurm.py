@@ -74,7 +74,7 @@ def has_stepped(folder: Path) -> bool:
 
 
 def test_a_job_that_fails_is_cancelled_or_loses_a_node_fails_and_no_other_does(tmp_path):
-    names = ("raise", "fine", "slow", "slower")
+    names = ("breaks", "fine", "slow", "slower")
     running = start(tmp_path, f"run.name={','.join(names)}", "run.steps=500", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     until(lambda: has_stepped(tmp_path / "sweep/2"), running, 400.0)
     inside(tmp_path, running, "scancel", "2_2")  # 1 is the job that measures their profile
@@ -83,8 +83,11 @@ def test_a_job_that_fails_is_cancelled_or_loses_a_node_fails_and_no_other_does(t
         os.kill(pid, signal.SIGKILL)
     out, err = running.communicate(timeout=300)
     assert running.returncode == 1, (out, err)
-    reason = "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told"
+    reason = "rank 3 failed at step 2: RuntimeError: the stub breaks as told"
     assert f"failed: {reason} (its logs are in {tmp_path / 'sweep/0'})" in err
+    assert all((tmp_path / "sweep/submitted/2_0" / f"rank-{rank}.log").exists() for rank in range(4))
+    logs = [(tmp_path / "sweep/0" / f"rank{rank}.log").read_text() for rank in range(4)]
+    assert ["Traceback" in log and "the stub breaks as told" in log for log in logs] == [False, False, False, True]
     assert last_event(tmp_path / "sweep/0")["reason"] == reason
     assert last_event(tmp_path / "sweep/1")["event"] == "summary"
     for job in "23":

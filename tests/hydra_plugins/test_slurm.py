@@ -55,9 +55,13 @@ def test_what_cannot_be_is_one_line_with_its_key(asked, line):
 def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
     _mdcs_jobs._queue.cache_clear()
     program(tmp_path, monkeypatch, "squeue", "printf '7_0|PENDING|Priority\\n7_3|RUNNING|None\\n'")
-    for number, state in (("7_0", "PENDING (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "RUNNING")):
+    for number, state in (("7_0", "pending (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "running")):
         _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", number, "logs"))
         assert _mdcs_jobs.state(tmp_path) == state
+    program(tmp_path, monkeypatch, "squeue", "[[ -z $SQUEUE_STATES ]] && printf '8|PENDING|Priority\\n'")
+    monkeypatch.setenv("SQUEUE_STATES", "all")
+    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", "8", "logs"))
+    assert _mdcs_jobs.state(tmp_path) == "pending (Priority)"  # submitted within a second after SLURM was asked
     program(tmp_path, monkeypatch, "squeue", "exit 1")
     _mdcs_jobs._queue.cache_clear()
     assert _mdcs_jobs.state(tmp_path) == "unknown"
@@ -110,6 +114,12 @@ def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_pa
     assert (tmp_path / "logs/7_0/rank-0.log").read_text() == "job a b\n"
     _mdcs_jobs.write(folders[1], _mdcs_jobs.Job("slurm", "7_1", "logs/7_1"))
     assert _mdcs_jobs.failure(folders[1]) == "job 7_1 has ended with exit code 3; the output of its ranks is in logs/7_1"
+
+
+def test_of_a_job_that_was_ended_from_outside_slurm_says_how(tmp_path, monkeypatch):
+    program(tmp_path, monkeypatch, "squeue", "[[ $* = '-h -t all -o %T -j 7_1' ]] && echo CANCELLED")
+    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", "7_1", "logs/7_1"))
+    assert _mdcs_jobs.failure(tmp_path) == "job 7_1 has ended: SLURM says CANCELLED; the output of its ranks is in logs/7_1"
 
 
 def program(folder: Path, monkeypatch, name: str, does: str) -> None:
@@ -276,7 +286,7 @@ def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path):
     while not ranks[0].exists():
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "RUNNING"
+    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "running"
     running.terminate()
     assert "interrupted" in running.communicate(timeout=60)[1] and running.returncode == 130
     pids = [said.pid for rank in (0, 1) if (said := status.read(tmp_path / "sweep/0", rank)) is not None]
@@ -289,7 +299,7 @@ def test_jobs_that_nobody_waits_for_need_not_have_begun(tmp_path):
         done = sweep(tmp_path, *LOCAL[:-1], "run.name=slow", "hydra.launcher.wait=false", stdout=said, stderr=said)
         done.wait(100)
     job = _mdcs_jobs.read(tmp_path / "sweep/0")
-    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "RUNNING"
+    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "running"
     os.killpg(int(job.number), signal.SIGKILL)
     assert done.returncode == 0 and "1 jobs in " in (tmp_path / "said").read_text()
     assert json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"][0]["status"] == "submitted"
@@ -336,9 +346,15 @@ def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capf
         _mdcs_jobs.write(folder, _mdcs_jobs.Job("slurm", number, str(tmp_path / "submitted" / number)))
     (tmp_path / "2" / _mdcs_jobs.EXIT_CODE).write_text("0")
     (tmp_path / "3" / _mdcs_jobs.EXIT_CODE).write_text("1")
+    record.write(tmp_path / "3", "", record.FAILED, "rank 1 failed")
+    status.write(tmp_path / "0", status.Status(0, 1, 12, "backward", 0.0))
     assert jobs.main([str(tmp_path)]) == 0
-    said = [line.split()[:-1] for line in capfd.readouterr().out.splitlines()]
-    assert said == [["7_0", "running"], ["7_1", "pending", "(priority)"], ["7_2", "ok"], ["7_3", "failed", "(1)"]]
+    assert capfd.readouterr().out.replace(f"{tmp_path}/", "").splitlines() == [
+        "  7_0          running            0: step 12 (backward)",
+        "  7_1          pending (Priority) 1",
+        "  7_2          ok                 2",
+        "  7_3          failed (1)         3: rank 1 failed",
+    ]
     assert (tmp_path / "asked").read_text() == "x\n"  # one question for all
 
     assert jobs.main([str(tmp_path), "--log", "9"]) == 2 and "no job 9; jobs: 0, 1, 2, 3" in capfd.readouterr().err

@@ -243,9 +243,6 @@ class RunConfig:
 class SweepConfig:
     """How a repeated sweep treats the runs in its folder. A single job may not set these keys."""
 
-    resume: str = option(
-        "auto", "a sweep's folder, to go on in; auto: hydra.sweep.dir, with the time in it of the newest sweep asked alike"
-    )
     force: bool = option(False, "run every job, in a new folder if hydra.sweep.dir has the time in it")
     retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")
     fail_fast: bool = option(False, "run no more jobs once one has failed")

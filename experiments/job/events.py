@@ -7,9 +7,11 @@ import importlib.metadata
 import os
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -110,7 +112,7 @@ def start_event(
     """
     begins = {
         "event": "start", "time": time.time(), "congestion_control": network.congestion_control(), "parameters": parameters,
-        **(throughput.about() if throughput else {}),
+        **({"flops": throughput.flops} if throughput and throughput.flops else {}),
     }  # fmt: skip
     if plan is None:
         return begins
@@ -195,6 +197,21 @@ def summary_event(
         "fits": None if peak is None or budget is None else peak <= budget,
         "doubt": "" if workload.plan is None else doubt(workload.plan, middle),
     }  # fmt: skip
+
+
+def departures(records: Sequence[Record]) -> dict[str, Any]:
+    """The departures of these steps from their plan, for the summary; empty if there is none.
+
+    - departures: in words, the most frequent first: "2 of 100 steps left out layers.3".
+    - departures_cost_s (s): what departing steps took beyond the median of the others; None if all departed.
+    """
+    counts = Counter(what for record in records for what in record.departures)
+    if not counts:
+        return {}
+    departing, others = ([r.times.step_s for r in records if bool(r.departures) is departs] for departs in (True, False))
+    cost_s = sum(departing) - len(departing) * statistics.median(others) if others else None
+    words = [f"{count} of {len(records)} steps {what}" for what, count in counts.most_common()]
+    return {"departures": words, "departures_cost_s": cost_s}
 
 
 def doubt(plan: mdcs.Plan, measured_s: float) -> str:

@@ -69,7 +69,7 @@ def _train(config: Config, folder: Path, worker: str, identity: str | None) -> s
         refused = preemption.requeue()
         reason += f"; {refused or 'queued again'}"
         if refused:
-            record.write(folder, after.identity, record.FAILED, reason, ranks=config.cluster.processes)
+            record.write(folder, after.identity, record.FAILED, reason)
     return reason
 
 

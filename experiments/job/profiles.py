@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 from pathlib import Path
 
 from experiments.config.identity import identity
@@ -52,11 +50,8 @@ class Profiles:
     def leave(self, config: Config, folder: Path) -> None:
         """Copy the profile of an equal job, if it is known, into the folder for other programs, unless it has one."""
         found, target = self.find(config), folder / "profile.json"
-        if found is None or target.exists():
-            return
-        part = folder / f"profile.json.{os.getpid()}"
-        shutil.copyfile(found, part)
-        part.replace(target)
+        if found is not None and not target.exists() and (profile := cache.read(found)) is not None:
+            cache.keep(profile, target)
 
     def keep(self, config: Config, folder: Path) -> None:
         """Remember the profile that a job has measured and left in its folder, if the file can be read."""

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from experiments.job.departed import Departed
 from launch import status
 from launch.status import Status
 
@@ -24,7 +23,6 @@ class JobProgress:
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
         self._phase, self._step = "", 0
-        self._departed = Departed()
         self._bar: Progress | None = None
         if console.is_terminal:
             words, shown = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[shown]"))
@@ -69,9 +67,7 @@ class JobProgress:
         if event.get("event") != "step":
             return
         self._step = int(event["step"])
-        if (seconds := event.get("step_s")) is not None:
-            self._departed.add(seconds, event.get("departures") or {})
-        shown = ", ".join(filter(None, (describe(event), self._departed.line())))
+        shown = describe(event)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._step, shown=shown)
         elif self._step in (1, self._steps) or self._step % max(1, self._steps // _LINES) == 0:
@@ -93,4 +89,4 @@ def describe(step: Mapping[str, Any]) -> str:
             parts.append(f"{word} {seconds * 1e3:.0f} ms")
     if (ratio := step.get("overlap_ratio")) is not None:
         parts.append(f"overlap {ratio:.0%}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *step.get("departures", ())])

@@ -1,4 +1,4 @@
-"""status.json of a run: the identity of its job, its state, and how it ended. `experiments.job.earlier` reads it."""
+"""status.json of a run: the identity of its job, its state, and how it ended. `experiments.job.sweep` reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from experiments.config.checks import as_mapping
 from experiments.config.identity import code_of
 from experiments.config.schema import Config
 from experiments.job import profiles
-from launch import status
 from mdcs.planner.recompute import KEEP
 
 FILE = "status.json"
@@ -39,7 +38,6 @@ class Record:
     - identity: of its job (`identity_of`).
     - state: submitted, running, ok, failed, interrupted or preempted. A killed run stays running.
     - reason: one line; empty if ok.
-    - ranks: the last status of each rank (`launch.status`).
     - time (s): unix time.
     - doubt: reason why the predictions of a run that is ok are not reliable.
     """
@@ -47,7 +45,6 @@ class Record:
     identity: str
     state: str
     reason: str = ""
-    ranks: tuple[dict[str, Any], ...] = ()
     time: float = field(default_factory=time.time)
     doubt: str = ""
 
@@ -80,10 +77,9 @@ def _hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: int = 0, doubt: str = "") -> None:
-    """Write the record into the folder, atomically, with the last status of ranks 0 … `ranks` - 1."""
-    said = (status.read(folder, rank) for rank in range(ranks))
-    record = Record(identity, state, reason, tuple(dataclasses.asdict(each) for each in said if each is not None), doubt=doubt)
+def write(folder: Path, identity: str, state: str, reason: str = "", *, doubt: str = "") -> None:
+    """Write the record into the folder, atomically."""
+    record = Record(identity, state, reason, doubt=doubt)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{FILE}.part"
     part.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1), encoding="utf-8")
@@ -96,6 +92,7 @@ def read(folder: Path) -> Record | None:
         said = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if said.pop("schema") != SCHEMA:
             return None
-        return Record(**said | {"ranks": tuple(said["ranks"])})
+        said.pop("ranks", None)  # of older versions
+        return Record(**said)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -129,7 +129,7 @@ def _run(
             state = record.PREEMPTED if "preempted" in last or outcome.lost and preemption.expected() else _state(outcome)
             doubt = last.get("summary", {}).get("doubt", "")
             with _warned(f"how the job has ended is not in its {record.FILE}"):
-                record.write(folder, identity, state, outcome.reason, ranks=config.cluster.processes, doubt=doubt)
+                record.write(folder, identity, state, outcome.reason, doubt=doubt)
         if not outcome.ok:
             where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
             failure = {"event": "failure", "status": "failed", **where, "time": time.time()}

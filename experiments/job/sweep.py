@@ -1,10 +1,12 @@
 """The jobs of a sweep: which of them run, and in which folders.
 
-A repeated sweep runs only the jobs that have not ended well.
+A repeated sweep goes on in its folder, and runs only the jobs that have not ended well.
 """
 
 from __future__ import annotations
 
+import glob
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,14 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from analysis.settings import short
 from experiments.config.schema import Config, ConfigError
 from experiments.job import record
-from experiments.job.earlier import Earlier, folder_of
+from experiments.job.record import Record
 from hydra_plugins import _mdcs_jobs
+from hydra_plugins.mdcs_slurm import MEASURED
 from launch.claim import Occupied, claim
 from mdcs.planner.registry import decides_schedule
+
+_ASKED = "multirun.yaml"  # Hydra writes it for every sweep
+_TIME = re.compile(r"\$\{now:[^}]*\}")
+_NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
+_OF_THE_QUESTION = ("hydra.sweeper", "hydra/launcher", *(f"hydra.launcher.{name}" for name in MEASURED))
+"""Hydra's own keys that make a sweep another one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Session:
     - sweep: the sweep's folder.
     - accepted: configs of the sweep's valid jobs, including jobs that its folder has already run.
     - asked: overrides of the accepted jobs.
+    - earlier: runs that the sweep's folder had, by identity: the run's folder in it, and the run's record.
     """
 
     results: list[JobResult] = field(default_factory=list)
@@ -58,22 +69,28 @@ class Session:
     asked: list[tuple[str, ...]] = field(default_factory=list)
     claimed: ExitStack = field(default_factory=ExitStack)
     """Holds the lock of the sweep's folder: no other sweep may number jobs there meanwhile."""
-    earlier: Earlier | None = None
+    earlier: dict[str, tuple[str, Record]] = field(default_factory=dict)
+    _subdir: str = ""
+    """The config's pattern for the folders of jobs."""
+    _taken: set[str] = field(default_factory=set)
+    """Folders of jobs, in the sweep's folder."""
 
     def begin(self, config: DictConfig, *, continues: bool) -> str | None:
         """Begin a sweep. Return the folder in which it continues, None for the one that its config gives.
 
         continues: jobs that the folder already has runs of may be left out.
         """
-        found = folder_of(config) if continues else None
+        found = earlier_folder(config) if continues else None
         self.sweep = (found or Path(str(config.hydra.sweep.dir))).resolve()
         try:
             self.claimed.enter_context(claim(self.sweep))
         except Occupied as error:
             raise ConfigError("hydra.sweep.dir", str(error)) from error
         if continues:
-            named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-            self.earlier = Earlier(self.sweep, str(named["subdir"]))
+            self._subdir = _patterns(config)["subdir"]
+            made = {path: record.read(path) for path in _runs_in(self.sweep)}
+            self.earlier = {said.identity: (str(path.relative_to(self.sweep)), said) for path, said in made.items() if said}
+            self._taken = {name for name, _ in self.earlier.values()}
         if found is None:
             return None
         print(f"going on in {found} (sweep.force=true begins anew)", flush=True)
@@ -102,11 +119,11 @@ class Session:
             return None
         self.accepted.append(config)
         self.asked.append(asked)
-        if self.earlier is None or self.sweep is None or on_earlier is None:
+        if self.sweep is None or on_earlier is None:
             return ""
-        if (found := self.earlier.find(identity)) is None:
-            return self.earlier.place(len(self.accepted) - 1)
-        name, before = found
+        if identity not in self.earlier:
+            return self._new_place()
+        name, before = self.earlier[identity]
         folder, ended = self.sweep / name, before.state in (record.OK, record.FAILED)
         if not ended and (state := _mdcs_jobs.state(folder)):
             submitted = JobResult(record.SUBMITTED, asked, record.SUBMITTED, folder, kept=True)
@@ -119,6 +136,16 @@ class Session:
             self._keep(JobResult(before.state, asked, before.reason, folder, kept=True), f"{name}: {before.state}")
             return None
         print(f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})", flush=True)
+        return name
+
+    def _new_place(self) -> str:
+        """A folder that no other job has, by the number of the job. Empty: the folder that the config gives."""
+        number = len(self.accepted) - 1
+        if not self.earlier or not _NUMBER.search(self._subdir):
+            return ""
+        while (name := _NUMBER.sub(str(number), self._subdir)) in self._taken:
+            number += 1
+        self._taken.add(name)
         return name
 
     def _keep(self, result: JobResult, state: str) -> None:
@@ -149,3 +176,47 @@ def sweep_name(folder: Path) -> str:
     """The name of a sweep in its runs: its folder, relative to the working directory if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else folder.name
+
+
+def earlier_folder(config: DictConfig) -> Path | None:
+    """The folder in which a sweep continues; None for `hydra.sweep.dir`.
+
+    A `hydra.sweep.dir` that contains the time gives every sweep a new folder. There, the newest folder counts whose
+    sweep had the same overrides and has runs.
+    """
+    pattern = _patterns(config)["dir"].replace("${paths.root}", str(config.paths.root))
+    if config.sweep.force is True or not _TIME.search(pattern):
+        return None
+    found = map(Path, glob.glob("*".join(map(glob.escape, _TIME.split(pattern)))))
+    asked, question = {path: path / _ASKED for path in found if (path / _ASKED).is_file()}, _question(config)
+    for folder in sorted(asked, key=lambda path: -asked[path].stat().st_mtime):
+        try:
+            same = _question(OmegaConf.load(asked[folder])) == question
+        except (OSError, OmegaConfBaseException, AttributeError):
+            continue
+        if same and _runs_in(folder):
+            return folder.resolve()
+    return None
+
+
+def _patterns(config: DictConfig) -> dict[str, str]:
+    """`dir` and `subdir` of hydra.sweep as they are in the config, before the time and the job's number are put in."""
+    named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    return {key: str(value) for key, value in named.items()}
+
+
+def _question(config: Any) -> tuple[str, set[str]]:
+    """What a sweep was asked: the name of its config, and the overrides that its jobs depend on."""
+    task, hydras = ([str(each) for each in said] for said in (config.hydra.overrides.task, config.hydra.overrides.hydra))
+    said = [*task, *(each for each in hydras if _is_of(each, _OF_THE_QUESTION))]
+    return str(config.hydra.job.config_name), {each for each in said if not each.lstrip("+").startswith("sweep.")}
+
+
+def _is_of(override: str, keys: Sequence[str]) -> bool:
+    """Whether an override sets one of the keys, or a key below one of them."""
+    key = override.partition("=")[0].lstrip("+~")
+    return any(key == each or key.startswith(f"{each}.") for each in keys)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.rglob(record.FILE))

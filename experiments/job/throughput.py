@@ -21,15 +21,13 @@ class Throughput:
 
     - samples: of all ranks.
     - tokens: of all ranks; None for models that do not read tokens.
-    - flops: of forward and backward on one rank, without recomputation; None where they are not known or not asked for.
-    - counted: how the FLOPs were found, in words.
+    - flops: of forward and backward on one rank, without recomputation; None where they cannot be counted or are not asked for.
     - peak: of one device, FLOPs/s; None where it is not given.
     """
 
     samples: int
     tokens: int | None = None
     flops: float | None = None
-    counted: str = ""
     peak: float | None = None
 
     def in_step(self, seconds: float) -> dict[str, float]:
@@ -40,16 +38,11 @@ class Throughput:
             **({} if self.flops is None or self.peak is None else {"mfu": self.flops / seconds / self.peak}),
         }
 
-    def about(self) -> dict[str, Any]:
-        """The FLOPs, for the event of the beginning."""
-        return {} if self.flops is None else {"flops": self.flops, "flops_counted": self.counted}
-
 
 def throughput_of(workload: Workload) -> Throughput:
     """The throughput of a workload whose model no engine has wrapped yet.
 
-    FLOPs are counted if `cluster.peak_tflops` says what to compare them with: three times those of a forward pass. Of a
-    model whose forward cannot be counted they are 6 · parameters · tokens.
+    FLOPs are counted if `cluster.peak_tflops` says what to compare them with: three times those of a forward pass.
     """
     config, samples = workload.config, workload.samples_per_step
     each = config.data.tokens(workload.task.inputs)
@@ -59,13 +52,10 @@ def throughput_of(workload: Workload) -> Throughput:
     peak = config.cluster.peak_tflops * 1e12
     batch = next(config.data.batches(workload.task.inputs, rank=workload.rank, world=workload.world))
     try:
-        per_batch = 3.0 * forward_flops(workload.model, workload.task.loss, batch, workload.dtype)
-        return Throughput(samples, tokens, per_batch * config.run.accumulation, "3 x forward, by torch's flop_counter", peak)
+        forward = forward_flops(workload.model, workload.task.loss, batch, workload.dtype)
     except Exception:  # the model's own code, on tensors without values
-        if tokens is None:
-            return Throughput(samples)
-        parameters = sum(p.numel() for p in workload.model.parameters())
-        return Throughput(samples, tokens, 6.0 * parameters * tokens / workload.world, "6 x parameters x tokens", peak)
+        return Throughput(samples, tokens)
+    return Throughput(samples, tokens, 3.0 * forward * config.run.accumulation, peak)
 
 
 def forward_flops(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], dtype: torch.dtype) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,6 @@ from analysis.events import METRICS, last_attempt, read_events
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
-from experiments.job.departed import Departed
 from experiments.job.stopping import Stop
 from experiments.job.throughput import throughput_of
 from experiments.job.tracking import JsonLines
@@ -85,18 +86,16 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         status.set(phase="finishing")
         checkpoints.finish()
         kept += tell(flush=True)
-        departed = Departed()
-        for record in kept:
-            departed.add(record.times.step_s, record.departures)
+        departures = events.departures(kept)
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before collectives that take bytes, too
-        loss = mean_over_ranks(workload, float(losses[run.steps]))
-        summary = events.summary_event(workload, kept, loss, highest_peak(workload, engine), floor, processor, throughput)
+        loss, peak = over_ranks(workload, float(losses[run.steps]), engine.peak_bytes())
+        summary = events.summary_event(workload, kept, loss, peak, floor, processor, throughput)
         engine.write(folder)
     gc.enable()
     if metrics:
         began = last_attempt(read_events(folder / METRICS))[0]["began"]
-        metrics.write(summary | departed.summary() | of_engine | {"first_step_s": None if first is None else first - began})
+        metrics.write(summary | departures | of_engine | {"first_step_s": None if first is None else first - began})
         metrics.close()
 
 
@@ -129,16 +128,9 @@ def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step
         metrics.write({"event": "eval", "step": step, "loss": float(total[0] / total[1])})
 
 
-def mean_over_ranks(workload: Workload, value: float) -> float:
-    """Mean of a value over all ranks. Used after training only: within a step it would be one more message."""
-    total = torch.tensor(value, dtype=torch.float64, device=workload.device)
-    dist.all_reduce(total)
-    return float(total) / workload.processes
-
-
-def highest_peak(workload: Workload, engine: Engine) -> int | None:
-    """Highest peak of all ranks in bytes; None if a rank does not measure memory. Called by all ranks."""
-    peaks: list[int | None] = [None] * workload.processes
-    dist.all_gather_object(peaks, engine.peak_bytes())
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) if len(known) == len(peaks) else None
+def over_ranks(workload: Workload, loss: float, peak: int | None) -> tuple[float, int | None]:
+    """Mean loss and highest peak in bytes of all ranks; no peak if a rank measures no memory. Called after training only."""
+    told: list[Any] = [None] * workload.processes
+    dist.all_gather_object(told, (loss, peak))
+    losses, peaks = zip(*told, strict=True)
+    return statistics.fmean(losses), None if None in peaks else max(peaks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.config.checks import compose_config, composing
 from experiments.job import record
-from experiments.job.events import command_began, doubt, job_event, provenance, start_event
+from experiments.job.events import command_began, departures, doubt, job_event, provenance, start_event
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
@@ -63,3 +64,15 @@ def test_a_start_tells_parameters_rate_and_what_is_recomputed() -> None:
     assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (12, 0.5, ["a", "b"])
     told = start_event(real, make_plan(profile, Uniform("dp"), Wfbp()), None, parameters=7)
     assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (7, pytest.approx(8), [])
+
+
+def test_departing_steps_are_counted_and_cost_what_they_take_beyond_the_median_of_the_others() -> None:
+    def told(*steps: tuple[float, dict[str, int]]) -> dict[str, object]:
+        return departures([SimpleNamespace(times=SimpleNamespace(step_s=seconds), departures=what) for seconds, what in steps])
+
+    assert told((1.0, {}), (1.2, {}), (9.0, {}), (2.0, {"left out a": 2}), (0.7, {"left out a": 1, "ran b once more": 1})) == {
+        "departures": ["2 of 5 steps left out a", "1 of 5 steps ran b once more"],
+        "departures_cost_s": pytest.approx(2.7 - 2 * 1.2),
+    }
+    assert told((1.0, {"left out a": 1})) == {"departures": ["1 of 1 steps left out a"], "departures_cost_s": None}
+    assert told((1.0, {})) == {}

@@ -8,11 +8,15 @@ import torch
 from experiments.job import training
 
 
-def test_the_summary_s_loss_is_the_mean_over_ranks(monkeypatch):
-    """Three ranks, of which the others' losses add up to 4.5."""
-    monkeypatch.setattr(training.dist, "all_reduce", lambda total: total.add_(4.5))
-    workload = SimpleNamespace(device=torch.device("cpu"), processes=3)
-    assert training.mean_over_ranks(workload, 1.5) == 2.0
+def test_the_summary_has_the_mean_loss_and_the_highest_peak_of_all_ranks(monkeypatch):
+    """Three ranks; no peak where one of them measures no memory."""
+
+    def over(*ranks):
+        monkeypatch.setattr(training.dist, "all_gather_object", lambda told, own: told.__setitem__(slice(None), [own, *ranks]))
+        return training.over_ranks(SimpleNamespace(processes=3), 1.5, 10)
+
+    assert over((2.5, 30), (2.0, 20)) == (2.0, 30) and over((2.5, 30), (2.0, None)) == (2.0, None)
+
 
 
 class OnDevice(torch.Tensor):

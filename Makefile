@@ -39,8 +39,9 @@ results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, an
 	$(RUN) experiments/results.py
 
 gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, overlap (under ten minutes)
-	$(RUN) -m pytest -m gpu -o addopts= tests/mdcs/runtime/test_cuda.py
-	$(RUN) experiments/gpu.py
+	$(RUN) -m torch.utils.collect_env
+	$(RUN) -m pytest -m gpu -rP tests/mdcs/runtime/test_cuda.py tests/mdcs/gpu
+	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(RUN) -m pytest -m gpu -rP tests/mdcs/gpu -k allocator
 
 # The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE =

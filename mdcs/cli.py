@@ -26,7 +26,6 @@ PROGRAMS = {
     "jobs": "experiments/jobs.py",
     "export": "experiments/export.py",
     "collectives": "experiments/collectives.py",
-    "gpu": "experiments/gpu.py",
     "outside": "experiments/outside.py",
     "results": "experiments/results.py",
     "scale": "experiments/scale.py",

@@ -1,4 +1,4 @@
-"""The training loops of ``mdcs gpu``: a GPT-2 with fp32 masters, by engine."""
+"""Training loops of a GPT-2 with fp32 masters, by engine."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ class Scale:
     rounds: int = 3
     steps: int = 4
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
 
 FULL = Scale(torch.device("cuda", 0))
+SMALL = Scale(torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, world=4, rounds=1, steps=2)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def tokens_of(scale: Scale) -> Tensor:
 def alone(scale: Scale) -> Iterator[None]:
     """Give the block a process group that has only this process."""
     with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if scale.device.type == "cuda" else "gloo"
+        backend = "nccl" if scale.on_gpu else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
@@ -203,7 +208,7 @@ class Job:
 
     def profile(self, link: mdcs.Link, world: int) -> mdcs.Profile:
         """Measure the profile for a world behind a link."""
-        backend = "nccl" if self.scale.device.type == "cuda" else "gloo"
+        backend = "nccl" if self.scale.on_gpu else "gloo"
         return mdcs.measure_profile(
             self.model, self.units, self.loss, self.optimizer, world=world, link=link, master_dtype=torch.float32,
             collectives=Collectives.default(backend),

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 """A run: a row of :mod:`analysis.load`."""
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Median, least and greatest over rounds."""
 
     median: float
@@ -29,62 +27,38 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
 
-@dataclass(frozen=True)
-class Line:
-    """An engine under a budget.
-
-    Times are those of :class:`mdcs.plan.times.StepTimes`. ratio: its step time as a multiple of the base's. predicted_s: that of
-    its plan. bound_s: no plan of its job, budget and recomputation is faster. processor_s: what a rank's threads compute in a
-    step.
-    fits: whether no rank of any run held more than the budget; None where memory was not measured.
-    """
-
-    engine: str
-    fits: bool | None
-    step_s: Spread
-    ratio: Spread | None
-    predicted_s: float | None
-    bound_s: float | None
-    processor_s: float | None
-    compute_s: float | None
-    communication_s: float | None
-    exposed_s: float | None
-    stalled_s: float | None
-    overlap_ratio: float | None
-    sent_bytes: float | None
-    messages: float | None
-    peak_bytes: float | None
-
-
 _MEDIANS = {name: name for name in ("bound_s", "processor_s", "compute_s", "communication_s", "exposed_s", "stalled_s",
                                     "overlap_ratio")}  # fmt: skip
 _MEDIANS |= {"predicted_s": "predicted_step_s", "sent_bytes": "bytes_total", "messages": "messages_total"}
 
 
-def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int | None]) -> list[Line]:
-    """A line per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing.
+def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int | None]) -> list[dict[str, Any]]:
+    """Lines of comparison.json, one per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing.
 
     limits: the budget of each engine in bytes; None, or no entry: no limit.
+
+    Beside medians of columns of the rows, of which `bound_s` says that no plan of the job, budget and recomputation is faster:
+
+    - step_s: spread of its step times; ratio: that of its step times as multiples of the base's.
+    - fits: whether no rank of any run held more than the budget; None where memory was not measured.
     """
     made = []
     for engine, rows in runs.items():
         steps, peaks = [float(row["step_s"]) for row in rows], [row["peak_bytes"] for row in rows]
-        of_base = [float(row["step_s"]) for row in runs.get(base, ())]
-        ratios = [own / other for own, other in zip(steps, of_base, strict=False)]
-        peak = None if any(p is None for p in peaks) else max(peaks)
+        ratios = [own / float(of_base["step_s"]) for own, of_base in zip(steps, runs.get(base, ()), strict=False)]
+        peak = None if None in peaks else max(peaks)
         limit = limits.get(engine)
-        fits = True if limit is None else None if peak is None else peak <= limit
         made.append(
-            Line(
-                engine=engine,
-                fits=fits,
-                step_s=Spread.of(steps),
-                ratio=Spread.of(ratios) if ratios else None,
+            {
+                "engine": engine,
+                "fits": True if limit is None else None if peak is None else peak <= limit,
+                "step_s": Spread.of(steps)._asdict(),
+                "ratio": Spread.of(ratios)._asdict() if ratios else None,
                 **{name: _median(rows, column) for name, column in _MEDIANS.items()},
-                peak_bytes=peak,
-            )
+                "peak_bytes": peak,
+            }
         )
-    return sorted(made, key=lambda line: line.step_s.median)
+    return sorted(made, key=lambda line: line["step_s"]["median"])
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:

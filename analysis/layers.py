@@ -24,7 +24,7 @@ def write_layers(folder: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} has no run with a plan")
     frame, table = by_layer(found), folder / "memory_by_layer.csv"
-    title = " · ".join(["memory by layer", *(workload.title for workload, _ in ask.workloads(load_sweep(folder))[:1])])
+    title = " · ".join(["memory by layer", *(workload for workload, _ in ask.workloads(load_sweep(folder))[:1])])
     frame.to_csv(table)
     show(frame)
     return [table, style.save(picture(frame, title), table.with_suffix(".png"))]
@@ -70,10 +70,7 @@ def picture(frame: pd.DataFrame, title: str = "memory by layer") -> Figure:
 
 def show(frame: pd.DataFrame) -> None:
     """Print the table, and the peak of each run."""
-    table = new_table("memory by layer, MiB per rank", ("unit", *map(str, frame.columns)), left=("unit",))
-    for unit, row in frame.iterrows():
-        table.add_row(str(unit), *(f"{value:.1f}" for value in row))
-    table.add_section()
-    table.add_row("peak", *(f"{value:.1f}" for value in frame.max()))
-    console = new_console(highlight=False, markup=False)
-    console.print(table)
+    lines = [*frame.iterrows(), ("peak", frame.max())]
+    rows = [(str(unit), *(f"{value:.1f}" for value in row)) for unit, row in lines]
+    headings = ("unit", *map(str, frame.columns))
+    new_console(highlight=False, markup=False).print(new_table("memory by layer, MiB per rank", headings, ("unit",), rows=rows))

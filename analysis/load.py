@@ -129,29 +129,22 @@ class Run:
         return row
 
     def _measured(self) -> dict[str, Any]:
-        """Medians over the measured steps, replaced by the summary's values where it has them."""
+        """Medians over the measured steps; from the summary what it knows of all ranks, or better."""
         steps, summary = self.measured_steps, self.summary
-        known = {key for key in steps if steps[key].notna().any()}
-        values: dict[str, Any] = {key: float(steps[key].median()) for key in (*TIMES, *RATES, "processor_s") if key in known}
-        if "step_s" in known:
-            values["step_s_p10"], values["step_s_p90"] = (float(steps["step_s"].quantile(q)) for q in (0.1, 0.9))
-        if "peak_bytes" in known:
-            values["peak_bytes"] = float(steps["peak_bytes"].max())
+        numbers = steps.reindex(columns=[*TIMES, *RATES, "processor_s", "peak_bytes"]).astype(float)
+        values: dict[str, Any] = numbers.median().to_dict() | {"peak_bytes": numbers["peak_bytes"].max()}
+        values |= {"step_s_p10": numbers["step_s"].quantile(0.1), "step_s_p90": numbers["step_s"].quantile(0.9)}
         if "loss" in self.steps and len(self.steps):
             values["loss"] = self.steps["loss"].iloc[-1]
-        if spread := summary.get("step_s"):
-            values |= {"step_s": spread["median"], "step_s_p10": spread["p10"], "step_s_p90": spread["p90"]}
-        measured_memory = (summary.get("memory") or {}).get("measured") or {}
-        told = {**summary, "peak_bytes": summary.get("peak_bytes") or measured_memory.get("total")}
-        said = (*TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s", "peak_bytes", "fits")
+        told = {"peak_bytes": ((summary.get("memory") or {}).get("measured") or {}).get("total"), **summary}
+        said = ("extra_communication_s", "loss", *RATES, "peak_bytes", "fits")
         values |= {key: told[key] for key in said if told.get(key) is not None}
-        counts = {key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")}
         for key in ("bytes", "messages"):
-            by_kind = summary.get(key) or counts[key]
+            by_kind = summary.get(key) or (steps[key].iloc[-1] if key in steps and len(steps) else None)
             if isinstance(by_kind, Mapping):
                 values |= {f"{key}_{kind}": by_kind.get(kind, 0) for kind in KINDS}
                 values[f"{key}_total"] = sum(by_kind.values())
-        return values
+        return {key: value for key, value in values.items() if pd.notna(value)}
 
 
 def load_run(folder: str | Path) -> Run:

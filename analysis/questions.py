@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pandas as pd
 
 from analysis.load import WORKLOAD
@@ -11,53 +9,35 @@ from analysis.settings import is_seed, short, value
 from mdcs.sizes import GIB, MIB
 
 
-class Workload(NamedTuple):
-    """Settings that must be equal for step times to be comparable."""
-
-    model: str
-    world: int
-    emulated: bool  # the link
-    emulated_ranks: bool
-    shaped_gbit: float | None
-    parameters: float | None = None  # of the model; None: not known
-    link_gbit: tuple[float, float] | None = None  # rates of a rank's link, as set or as measured, least and greatest
-
-    @property
-    def title(self) -> str:
-        size = "" if self.parameters is None else f", {count(self.parameters)} parameters"
-        ranks = "1 rank" if self.world == 1 else f"{self.world} {'emulated ' if self.emulated_ranks else ''}ranks"
-        link = "emulated link" if self.emulated else ""
-        rates = self.link_gbit if self.shaped_gbit is None else (self.shaped_gbit, self.shaped_gbit)
-        if rates is not None and self.world > 1:
-            low, high = rates
-            rate = f"{low:.3g}" if high <= 1.05 * low else f"{low:.2g} to {high:.2g}"
-            link = f"{link or 'link'} {'shaped to' if self.shaped_gbit else 'of'} {rate} Gbit/s"
-        return " · ".join(filter(None, [self.model + size, ranks, link]))
-
-
-def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
-    """The sweep's rows by workload, the one with most rows first.
+def workloads(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Title and rows of each workload (runs whose step times can be compared), the one with most rows first.
 
     Runs that failed too early to know their workload go with the only one there is, or are left out.
     """
     known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
-    one_process = known["emulated_ranks"].eq(True)  # a run that does not say has real ones
-    groups = [
-        (
-            Workload(
-                str(model), int(world), bool(emulated), bool(alone), None if pd.isna(rate) else float(rate),
-                rows["parameters"].max() if rows["parameters"].notna().any() else None,
-                (rows["link_gbit"].min(), rows["link_gbit"].max()) if rows["link_gbit"].notna().any() else None,
-            ),
-            rows,
-        )
-        for (model, world, emulated, alone, rate), rows in known.groupby(
-            ["model", "world", "emulated", one_process, "shaped_gbit"], dropna=False
-        )
-    ]  # fmt: skip
+    real = known["emulated_ranks"].ne(True).rename("emulated_ranks")  # also of a run that does not say
+    by = [real if column == "emulated_ranks" else known[column] for column in WORKLOAD]
+    groups = [(_title(rows), rows) for _, rows in known.groupby(by, dropna=False)]
     if len(groups) == 1:
         return [(groups[0][0], frame)]
     return sorted(groups, key=lambda group: -len(group[1]))
+
+
+def _title(rows: pd.DataFrame) -> str:
+    """A workload in words: its model, ranks and link."""
+    first = rows.iloc[0]
+    model, link = str(first["model"]), "emulated link" if first["emulated"] else ""
+    if rows["parameters"].notna().any():
+        model += f", {count(rows['parameters'].max())} parameters"
+    emulated = "emulated " if rows["emulated_ranks"].eq(True).all() else ""
+    ranks = "1 rank" if first["world"] == 1 else f"{first['world']:.0f} {emulated}ranks"
+    shaped = pd.notna(first["shaped_gbit"])
+    rates = rows["shaped_gbit" if shaped else "link_gbit"].dropna()  # as set, or as measured
+    if len(rates) and first["world"] > 1:
+        low, high = rates.min(), rates.max()
+        rate = f"{low:.3g}" if high <= 1.05 * low else f"{low:.2g} to {high:.2g}"
+        link = f"{link or 'link'} {'shaped to' if shaped else 'of'} {rate} Gbit/s"
+    return " · ".join(filter(None, [model, ranks, link]))
 
 
 def count(number: float) -> str:

@@ -34,14 +34,14 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     out = Path(out)
     written = [write_csv(frame, out / "table.csv")]
     for number, (workload, rows) in enumerate(ask.workloads(frame)):
-        suffix = "" if number == 0 else f"-{_slug(workload._replace(parameters=None, link_gbit=None).title)}"
+        suffix = "" if number == 0 else f"-{_slug(workload)}"
         pictures = list(curves_of(rows))
         if pictures:
             pictures.append(("tradeoff", overview(rows)))
         best = ask.best_run(rows)
         if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
             run = load_run(best["folder"])
-            title = " · ".join([workload.title, ask.label(best), ask.budget_words(best["budget_bytes"])])
+            title = " · ".join([workload, ask.label(best), ask.budget_words(best["budget_bytes"])])
             pictures += period_of(run, title, best["budget_bytes"])
             written += _write_trace(run, out / f"trace{suffix}.json")
         written += [save(figure, out / f"{name}{suffix}.png") for name, figure in pictures]

@@ -63,7 +63,7 @@ def print_table(frame: pd.DataFrame, file: IO[str] | None = None) -> None:
 
 def titled(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """The runs of each workload with its title, and last those of which none is known."""
-    groups = [(workload.title, rows) for workload, rows in ask.workloads(frame)]
+    groups = ask.workloads(frame)
     left_out = frame.loc[~frame.index.isin([i for _, rows in groups for i in rows.index])]
     return [*groups, ("workload not known", left_out)] if len(left_out) else groups
 

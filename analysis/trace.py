@@ -71,27 +71,14 @@ def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
 
 
 def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
-    pid = _process(timeline.ranks[0].rank) if timeline.ranks else 1
+    """Counters at the start of each slot, as the first rank computed it; none of slots that it did not record."""
+    if not timeline.ranks:
+        return []
+    starts = {interval.name: interval.start for interval in reversed(timeline.ranks[0].lane("compute"))}
     return [
-        {"ph": "C", "name": f"memory, {source} (bytes)", "pid": pid, "ts": start * 1e6,
+        {"ph": "C", "name": f"memory, {source} (bytes)", "pid": _process(timeline.ranks[0].rank), "ts": starts[slot.slot] * 1e6,
          "args": {category: size for category, size in sizes.items() if category != "total"}}
         for source in ("predicted", "measured")
-        for slot, start in zip(timeline.memory, memory_times(timeline), strict=True)
-        if (sizes := getattr(slot, source))
+        for slot in timeline.memory
+        if slot.slot in starts and (sizes := getattr(slot, source))
     ]  # fmt: skip
-
-
-def memory_times(timeline: Timeline) -> tuple[float, ...]:
-    """Return the start of each entry of `timeline.memory`, in seconds.
-
-    Entries are matched to the first rank's compute intervals by position if there are as many, else by name. If neither
-    works, the entries are spread evenly over the period.
-    """
-    count = len(timeline.memory)
-    compute = timeline.ranks[0].lane("compute") if timeline.ranks else ()
-    if len(compute) == count:
-        return tuple(i.start for i in compute)
-    by_name = {i.name: i.start for i in reversed(compute)}
-    if all(m.slot in by_name for m in timeline.memory):
-        return tuple(by_name[m.slot] for m in timeline.memory)
-    return tuple(timeline.period_s * index / count for index in range(count))

@@ -316,7 +316,7 @@ class Comparison:
             "budget_bytes": limit, "over_floor": None if budget is None else budget.over_floor,
             "bounds": {} if shared is None else {"traffic": shared[0], "structural": shared[1]},
             "ideal_ddp_s": None if plan is None else ideal_ddp_s(plan.job.profile, plan.micro_steps),
-            "lines": [dataclasses.asdict(line) for line in lines(rows, self.base, limits)],
+            "lines": lines(rows, self.base, limits),
         }  # fmt: skip
 
     def _bounds(self, plan: mdcs.Plan) -> tuple[float, float]:

@@ -291,7 +291,7 @@ def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
             for entry, row in zip(of_plane, rows, strict=True)
         ]  # fmt: skip
         workload = workloads(analysis.table_of(rows))[0][0]
-        title = f"{workload.title} · {label} · {budget_words(of_plane[0].point.budget)}"
+        title = f"{workload} · {label} · {budget_words(of_plane[0].point.budget)}"
         suffix = f"-{len(files)}" if files else ""
         if any(point["predicted_step_s"] is not None for point in points):
             files.append(save(three_shares(pd.DataFrame(points), title), folder / f"plane{suffix}.png"))

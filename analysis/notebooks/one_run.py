@@ -27,7 +27,7 @@ row = recorded.iloc[0]
 run = analysis.load_run(row["folder"])
 measured, predicted = run.timeline(), run.predicted_timeline()
 workload = questions.workloads(recorded.head(1))[0][0]
-title = " · ".join([workload.title, questions.label(row), questions.budget_words(row["budget_bytes"])])
+title = " · ".join([workload, questions.label(row), questions.budget_words(row["budget_bytes"])])
 title
 
 # %% [markdown]

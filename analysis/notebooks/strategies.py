@@ -19,7 +19,7 @@ EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"
 frame = analysis.runs(os.environ.get("RUNS", EXAMPLE))
 workload, rows = questions.workloads(frame)[0]
 measured = questions.measured(rows)
-workload.title
+workload
 
 # %% [markdown]
 # ## Step time

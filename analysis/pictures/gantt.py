@@ -41,9 +41,9 @@ def gantt(
 
 def _headline(rank: RankTimeline, period_s: float) -> str:
     times = step_times(rank.intervals, 0.0, period_s)
-    exposed = "–" if times.exposed_s is None else f"{times.exposed_s * 1e3:.0f} ms"
+    stalled, exposed = ("–" if part is None else f"{part * 1e3:.0f} ms" for part in (times.stalled_s, times.exposed_s))
     return (
-        f"{rank.label}:  period {period_s * 1e3:.0f} ms, stalled {times.stalled_s * 1e3:.0f} ms, of it exposed {exposed};"
+        f"{rank.label}:  period {period_s * 1e3:.0f} ms, stalled {stalled}, of it exposed {exposed};"
         f" overlap ratio {times.overlap_ratio:.2f}"
     )
 

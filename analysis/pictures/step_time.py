@@ -31,7 +31,7 @@ def overview(frame: pd.DataFrame) -> Figure:
     """Left the trade-off curve over schedule_share, right step time over memory; one of them if the sweep varies
     only one, and step time over another number if it varies that alone. Raises ValueError if there is nothing to draw.
     """
-    workload, rows = _workload(frame)
+    title, rows = _workload(frame)
     curves = ask.share_curves(rows)
     if not curves:
         only_a_setting = not ask.has_memory_axis(rows) and ask.setting_axis(rows) is not None
@@ -40,7 +40,7 @@ def overview(frame: pd.DataFrame) -> Figure:
         return tradeoff_curve(rows)
 
     looks, curve = style.looks(rows), curves[0]
-    figure = style.new_figure(12, 5.8, workload.title)
+    figure = style.new_figure(12, 5.8, title)
     grid = figure.add_gridspec(3, 2, height_ratios=(2.2, 1, 1))
     left = figure.add_subplot(grid[0, 0])
     panels = [left, *(figure.add_subplot(grid[i, 0], sharex=left) for i in (1, 2))]
@@ -62,9 +62,9 @@ def step_time_over_memory(frame: pd.DataFrame) -> Figure:
     A point is the best schedule_share of a budget. Runs that failed, are infeasible or incomplete are named below. Raises
     ValueError if there is nothing to draw.
     """
-    workload, rows = _workload(frame)
+    title, rows = _workload(frame)
     looks = style.looks(rows)
-    figure = style.new_figure(8.2, 4.4, workload.title)
+    figure = style.new_figure(8.2, 4.4, title)
     points = over_memory(figure.subplots(), rows, looks, 8.2)
     named = [*style.series_handles(looks, points["label"]), *handles(rows), *_memory_handles()]
     style.legend_below(figure, named, notes=_missing_notes(rows))
@@ -79,7 +79,7 @@ def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figur
 
     Raises ValueError if there is nothing to draw, or no number was swept.
     """
-    workload, rows = _workload(frame)
+    title, rows = _workload(frame)
     key = key or ask.setting_axis(rows)
     if key is None or not ask.numbers(ask.drawn(rows)[key]).notna().any():
         raise ValueError("no swept number to draw step times over")
@@ -94,7 +94,7 @@ def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figur
     all_looks = style.looks(rows)
     looks = {label: all_looks[ask.label(of.iloc[0])] for label, of in shown.groupby("label")}
 
-    figure = style.new_figure(8.2, 4.4, _title(workload, shown))
+    figure = style.new_figure(8.2, 4.4, _title(title, shown))
     axes = figure.subplots()
     words_of_star = _draw(axes, shown, points.assign(predicted_at=points["at"]), looks, "at", by_budget=True)
     axes.margins(x=0.06, y=0.1)
@@ -229,16 +229,16 @@ def _name_budgets(axes: Axes, points: pd.DataFrame, time: str) -> None:
         )  # fmt: skip
 
 
-def _workload(frame: pd.DataFrame) -> tuple[ask.Workload, pd.DataFrame]:
-    for workload, rows in ask.workloads(frame):
+def _workload(frame: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    for title, rows in ask.workloads(frame):
         if len(ask.drawn(rows)):
-            return workload, rows
+            return title, rows
     raise ValueError("no step times to draw: nothing was predicted, and no run was measured to its end")
 
 
-def _title(workload: ask.Workload, rows: pd.DataFrame) -> str:
+def _title(workload: str, rows: pd.DataFrame) -> str:
     budgets = rows["budget_bytes"].unique()
-    return f"{workload.title} · {ask.budget_words(budgets[0]) if len(budgets) == 1 else 'several budgets'}"
+    return f"{workload} · {ask.budget_words(budgets[0]) if len(budgets) == 1 else 'several budgets'}"
 
 
 def handles(rows: pd.DataFrame) -> list[Line2D]:

@@ -141,7 +141,9 @@ def interface(place: Place) -> tuple[str, str]:
     except OSError as error:
         raise NoPlace(f"no way leads to {place.address}: {error.strerror}") from error
     if own.startswith("127.") and place.hosts > 1:
-        raise NoPlace(f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share")
+        shared = f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share"
+        what = "--master-addr" if place.starter == "torchrun" else "/etc/hosts"
+        raise NoPlace(f"{shared}: give an address of its network in {what}, also where all of them run on one machine")
     return next((name for _, name in socket.if_nameindex() if _address(name) == own), ""), own
 
 

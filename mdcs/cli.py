@@ -1,7 +1,7 @@
 """The command ``mdcs``: runs the programs of a checkout by name, from any folder.
 
     mdcs train strategy=greedy scheduler=fusion budget.gib=0.5
-    torchrun --nproc-per-node 4 -m experiments curve strategy=greedy  # or --no-python mdcs curve
+    torchrun --no-python --nproc-per-node 4 mdcs curve strategy=greedy
 
 The wheel has the library alone, so the command needs the checkout that mdcs was installed from with ``pip install -e``.
 """

@@ -38,7 +38,7 @@ from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import budget_words, workloads
 from analysis.table import milliseconds, new_console, new_table
-from experiments.config.budgets import on_front
+from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
@@ -197,7 +197,7 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
             points = tradeoff.plane(make, budget, asked.plane)
             stop = tradeoff.best(points)
             out += [Entry(planner, p, "plane", p is stop and p.plan is not None) for p in points]
-    budgets = [on_front(budget).bytes(planner.floor) for budget in asked.budgets]
+    budgets = [Budget.parse(budget).bytes(planner.floor) for budget in asked.budgets]
     return out + [Entry(planner, p, "front") for p in tradeoff.front(make, filter(None, budgets), of)]
 
 

@@ -1,4 +1,4 @@
-"""Parse budgets: `10%` beyond the floor, `300MiB` or `1.5GiB` per rank, or `none`."""
+"""Parse budgets: `10%` over the floor, `300MiB` or `1.5GiB` per rank, or `none`. A number needs its unit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mdcs.sizes import GIB, MIB
 
-_WORDS = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?(%|MiB|GiB|)")
+_WORDS = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?(%|MiB|GiB)")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Parse a budget; a plain number is in GiB. Raises ValueError."""
+        """Parse a budget. Raises ValueError."""
         if text == "none":
             return cls()
         if words := _WORDS.fullmatch(text):
@@ -33,7 +33,7 @@ class Budget:
                 return cls(over_floor=value / 100)
             if unit != "%" and 0 < value < math.inf:
                 return cls(gib=value * MIB / GIB if unit == "MiB" else value)
-        raise ValueError(f"a budget is 300MiB, 1.5GiB, a share of the floor beyond it (10%) or none; got {text}")
+        raise ValueError(f"a budget is 10% (over the floor), 300MiB, 1.5GiB or none, with its unit; got {text}")
 
     def bytes(self, floor: int) -> int | None:
         """Bytes of the budget per rank, given the floor in bytes; None without a limit."""
@@ -51,18 +51,3 @@ class Budget:
         """The config overrides that set this budget."""
         values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
         return [f"{key}={value}" for key, value in values.items() if value is not None]
-
-
-def on_front(value: object) -> Budget:
-    """A budget of `tradeoff.budgets`. A plain number is a share of the floor on top of the floor.
-
-    Raises ValueError, also for a budget without a limit.
-    """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"a share of the floor beyond it must be >= 0, got {value:g}")
-        return Budget(over_floor=float(value))
-    budget = Budget.parse(str(value))
-    if budget == Budget():
-        raise ValueError("the front is over budgets, got none")
-    return budget

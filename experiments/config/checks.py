@@ -27,7 +27,7 @@ from experiments.config.measured import with_profile
 from experiments.config.rules import check
 from experiments.config.schema import NOT_OF_A_JOB, OPTION_GROUPS, Config, ConfigError, register, schema
 from experiments.config.started import adapted
-from experiments.config.targets import make, plain
+from experiments.config.targets import TARGET, make, plain
 from mdcs.planner.recompute import KEEP
 from mdcs.planner.registry import decides_schedule
 
@@ -102,7 +102,9 @@ def from_composed(
     for group in OPTION_GROUPS:
         given = getattr(config, group)
         left_out = not given and group in _MAY_BE_LEFT_OUT
-        setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, (choices or {}).get(group)))
+        choice = (choices or {}).get(group)
+        retargeted = choice != "own" and any(each.startswith(f"{group}.{TARGET}=") for each in said or ())
+        setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, choice, retargeted=retargeted))
     assert isinstance(config, Config)
     if decides_schedule(config.strategy):
         config.scheduler = None

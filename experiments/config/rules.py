@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.config.budgets import Budget, on_front
+from experiments.config.budgets import Budget
 from experiments.config.identity import CODE, hosts_identity, job_identity
 from experiments.config.schema import (
     OPTION_GROUPS,
@@ -41,6 +41,7 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
      "needs recompute=planned, got {c.recompute.name}"),
     ("budget.reserve_mib", lambda c: c.budget.gib is not None and c.budget.reserve_mib >= c.budget.gib * 1024,
      "must be below the budget of {c.budget.gib:g} GiB, got {value}"),
+    ("tradeoff.budgets", lambda c: "none" in c.tradeoff.budgets, "are those of the front, each a limit; got none"),
     ("tradeoff.plane", lambda c: 0 < c.tradeoff.plane < 3, "must be 0 or >= 3, got {value}"),
     # the other ranks wait for the solver, at most timeout_s
     ("strategy.seconds", lambda c: getattr(c.strategy, "seconds", 0) > c.cluster.timeout_s / 2,
@@ -113,11 +114,10 @@ def check(config: Config) -> None:
         if wrong(config):
             value: Any = functools.reduce(getattr, key.split("."), config)
             raise ConfigError(key, words.format(c=config, value=shown(value)))
-    for key, parse, asked in (("tradeoff.budgets", on_front, config.tradeoff.budgets),
-                              ("compare.budgets", Budget.parse, config.compare.budgets)):  # fmt: skip
+    for key, asked in (("tradeoff.budgets", config.tradeoff.budgets), ("compare.budgets", config.compare.budgets)):
         try:
             for each in asked:
-                parse(each)
+                Budget.parse(each)
         except ValueError as error:
             raise ConfigError(key, str(error)) from error
     _check_data(config)

@@ -257,8 +257,8 @@ class TradeoffConfig:
     schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")
     shares: int = option(17, "values of budget.schedule_share on the curve, from 0 to 1", at_least=3)
     sweep: bool = option(True, "plan the whole curve; false: only what the search for the stop point asks for")
-    budgets: list[Any] = option(
-        [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: shares of the floor beyond it, or bytes (300MiB, 1.5GiB)"
+    budgets: list[str] = option(
+        ["0%", "5%", "10%", "20%", "40%", "80%"], "budgets of the front: 10% over the floor, 300MiB, 1.5GiB"
     )
     plane: int = option(
         0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane",

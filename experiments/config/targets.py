@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib
 import types
 import typing
 from collections.abc import Mapping
@@ -20,7 +19,10 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.config import files
+from experiments.config.files import CONF
 from experiments.config.schema import ConfigError
+from experiments.tasks.own import KINDS, class_of, located
 from mdcs.options import OptionError, check_value, options, shown
 
 TARGET = "_target_"
@@ -32,19 +34,21 @@ _METHODS = {
 """Methods by group; an object of the group must have at least one of them."""
 
 
-def make(group: str, given: Any, choice: str | None = None) -> Any:
+def make(group: str, given: Any, choice: str | None = None, *, retargeted: bool = False) -> Any:
     """Make the object that a group's mapping describes. Raises ConfigError.
 
-    choice: the option's name, for errors.
+    choice: the option's name, for errors. retargeted: `_target_` is another than that of the option.
     """
     if not isinstance(given, dict) or TARGET not in given:
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
     cls = load(group, str(given[TARGET]), given)
-    declared = options(cls)
+    if retargeted and hasattr(cls, "builder") and (CONF / group / f"{choice}.yaml").exists():
+        raise ConfigError(f"{group}.{TARGET}", f"{given[TARGET]} does not take the keys of {group}={choice}: add {group}=own")
+    declared, of = options(cls), f"{group}={choice}" if choice and not retargeted else cls.__name__
     values = {str(key): value for key, value in given.items() if key != TARGET}
     for name in values:
         if name not in declared:
-            raise _unknown_key(f"{group}.{name}", list(declared), f"{group}={choice}" if choice else cls.__name__)
+            raise _unknown_key(f"{group}.{name}", list(declared), of)
     values = {name: _typed(f"{group}.{name}", cls, name, value) for name, value in values.items()}
     if missing := [name for name, field in declared.items() if "needed" in field.metadata and name not in values]:
         raise ConfigError(f"{group}.{missing[0]}", f"is an argument that {given[TARGET]} needs")
@@ -59,7 +63,7 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
     except (TypeError, ValueError) as error:
         raise ConfigError(group, str(error)) from error
     if not getattr(made, "name", ""):
-        raise ConfigError(group, f"{TARGET} {given[TARGET]} has no name, for tables")
+        raise ConfigError(f"{group}.{TARGET}", f"{given[TARGET]} has no name, for tables")
     return made
 
 
@@ -69,42 +73,38 @@ def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({}
     For a model, data or an optimizer, any other callable is one that makes it (:mod:`experiments.tasks.own`). given: the
     config's mapping.
     """
-    module, _, name = target.rpartition(".")
+    key = f"{group}.{TARGET}"
     try:
-        found = _at(module, name)
+        found = located(target)
     except ModuleNotFoundError as error:
-        raise ConfigError(group, f"{TARGET} {target}: no module {error.name}; is it installed, or on PYTHONPATH?") from error
-    except Exception as error:  # the module is foreign code: its import may raise anything
-        raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    if found is None:
-        raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
-    if group in ("model", "data", "optimizer") and callable(found) and not dataclasses.is_dataclass(found):
-        from experiments.tasks.own import class_of
-
+        raise ConfigError(key, f"{error}; {_hint(group, target)}") from error
+    except ValueError as error:
+        raise ConfigError(key, str(error)) from error
+    if group in KINDS and callable(found) and not dataclasses.is_dataclass(found):
         try:
             return class_of(group, found, target, {name: each for name, each in given.items() if name != TARGET})
+        except OptionError as error:
+            raise ConfigError(f"{group}.{error.option}", error.complaint) from error
         except (TypeError, ValueError) as error:
-            raise ConfigError(group, f"{TARGET} {target}: {error}") from error
+            raise ConfigError(key, f"{target}: {error}") from error
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        raise ConfigError(group, f"{TARGET} {target} is no dataclass")
+        kind = "no dataclass" if group not in KINDS else f"a {type(found).__name__}, not a class or a function"
+        raise ConfigError(key, f"{target} is {kind}")
     if not any(hasattr(found, method) for method in _METHODS[group]):
-        raise ConfigError(group, f"{TARGET} {target} has no method {' or '.join(_METHODS[group])}")
+        raise ConfigError(key, f"{target} has no method {' or '.join(_METHODS[group])}")
     try:
         _schema(found)
     except (OmegaConfBaseException, NameError) as error:
-        raise ConfigError(group, f"{TARGET} {target}: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(key, f"{target}: {str(error).partition(chr(10))[0]}") from error
     return found
 
 
-def _at(module: str, name: str) -> Any:
-    """The object of this name in a module, or in a class of a module; None if the module has no such name."""
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        outer, _, inner = module.rpartition(".")
-        if error.name != module or not outer or not hasattr(importlib.import_module(outer), inner):
-            raise
-        return getattr(getattr(importlib.import_module(outer), inner), name, None)
+def _hint(group: str, target: str) -> str:
+    """What to do about a module that is missing: the class of today, if a class of conf/ has the same name."""
+    name = target.rpartition(".")[2]
+    known = {str(files.values(path).get(TARGET)) for path in sorted((CONF / group).glob("[!_]*.yaml"))}
+    now = next((each for each in sorted(known) if each.rpartition(".")[2] == name), None)
+    return "is it installed, or on PYTHONPATH?" if now is None else f"did you mean {now}?"
 
 
 def plain(made: Any) -> dict[str, Any] | None:

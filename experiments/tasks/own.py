@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hydra.errors import HydraException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.tasks.data import Data
-from experiments.tasks.inputs import Inputs
+from experiments.tasks.inputs import Inputs, Tokens
 from experiments.tasks.model import Model
 from experiments.tasks.optimizers import Optimizer
 from experiments.tasks.samples import Samples, Stream
@@ -54,9 +57,9 @@ class Own(Checked):
         for field in dataclasses.fields(self):
             for target in _targets(getattr(self, field.name)):
                 try:
-                    get_object(target)
-                except (ImportError, AttributeError, ValueError) as error:
-                    raise OptionError(field.name, f"has _target_={target}: {' '.join(str(error).split())}") from error
+                    located(target)
+                except (ModuleNotFoundError, ValueError) as error:
+                    raise OptionError(field.name, f"has _target_={error}") from error
 
     def arguments(self) -> dict[str, Any]:
         """The options that are arguments of the callable, as they are configured."""
@@ -92,14 +95,20 @@ class OwnModel(Own, Model):
             raise OptionError("loss", f"must be null or a mapping with _target_, got {self.loss}")
         try:
             _ = self.inputs
+        except OmegaConfBaseException as error:
+            raise OptionError(f"reads.{error.full_key}", str(error).partition("\n")[0]) from error
         except (HydraException, TypeError, ValueError) as error:
             raise OptionError("reads", f"makes no inputs: {' '.join(str(error.__cause__ or error).split())}") from error
 
     @property
     def inputs(self) -> Inputs:
-        tokens = {} if "_target_" in self.reads else {"_target_": "experiments.tasks.inputs.Tokens", "sequence": 64}
-        made: Inputs = instantiate(tokens | self.reads)
-        return made
+        made: Any
+        if "_target_" in self.reads:
+            made = instantiate(self.reads)
+        else:
+            tokens = OmegaConf.structured(Tokens(sequence=64), flags={"readonly": False})
+            made = OmegaConf.to_object(OmegaConf.merge(tokens, self.reads))
+        return cast(Inputs, made)
 
     def make(self) -> Task:
         """Make the task with what the callable returns: a module, or a whole task."""
@@ -199,6 +208,28 @@ class OwnOptimizer(Own, Optimizer):
 KINDS: dict[str, type[Own]] = {"model": OwnModel, "data": OwnData, "optimizer": OwnOptimizer}
 
 
+def located(target: str) -> Any:
+    """The object that a `_target_` names: package.module.name, or package.module.Class.name.
+
+    Raises ModuleNotFoundError for a module that is missing, and ValueError for whatever else goes wrong, both with one line.
+    """
+    module, _, name = target.rpartition(".")
+    if not module or not name:
+        raise ValueError(f"must be package.module.name, got {target or 'nothing'}")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        outer, _, cls = module.rpartition(".")
+        if error.name != module or not outer or not hasattr(importlib.import_module(outer), cls):
+            raise ModuleNotFoundError(f"{target}: no module {error.name}") from error
+        owner = getattr(importlib.import_module(outer), cls)
+    except Exception as error:  # the module is foreign code: its import may raise anything
+        raise ValueError(f"{target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not hasattr(owner, name):
+        raise ValueError(f"{target}: {module} has no {name}")
+    return getattr(owner, name)
+
+
 def _targets(value: Any) -> Iterator[str]:
     """Yield all `_target_` in a value, however nested."""
     if isinstance(value, Mapping):
@@ -218,10 +249,12 @@ def class_of(group: str, builder: Callable[..., Any], target: str, given: Mappin
     for one without a default.
     """
     more = {*given} & {*_SPECIAL}
+    if not isinstance(positional := given.get("_args_") or [], list):
+        raise OptionError("_args_", f"must be a list of arguments in their order, got {shown(positional)}")
     parameters = inspect.signature(builder).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         more = {*given} - {each.name for each in parameters}
-    return _class_of(group, builder, target, frozenset(more), len(given.get("_args_") or ()))
+    return _class_of(group, builder, target, frozenset(more), len(positional))
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def ranks(monkeypatch, tmp_path):
     return calls, wrong
 
 
-BUDGETS = "a budget is 300MiB, 1.5GiB, a share of the floor beyond it (10%) or none"
+BUDGETS = "a budget is 10% (over the floor), 300MiB, 1.5GiB or none, with its unit"
 CANDIDATES = yaml.safe_load((CONF / "compare/engines.yaml").read_text())["vary"]
 
 
@@ -112,7 +112,7 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
 def test_a_candidate_of_one_s_own_stands_beside_the_others(ranks, monkeypatch, capsys):
     plan = "+compare.vary.plan='strategy=fsdp scheduler=wfbp,dear'"
     names = only("ddp", "fsdp2", "plan wfbp")
-    assert asked(monkeypatch, "compare.rounds=3", names, "compare.budgets=[0.005,none]", plan) == 0
+    assert asked(monkeypatch, "compare.rounds=3", names, "compare.budgets=[0.005GiB,none]", plan) == 0
     document = json.loads(Path("results/compare/comparison.json").read_text())
     limited, unlimited = document["budgets"]
     assert limited["budget_bytes"] == int(0.005 * 2**30) and unlimited["budget_bytes"] is None
@@ -202,7 +202,7 @@ def test_losses_that_differ_are_an_error(ranks, monkeypatch, capsys):
 
 
 def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, capsys):
-    assert asked(monkeypatch, "compare.rounds=1", only("ddp"), "compare.budgets=[0.0000001]") == 0
+    assert asked(monkeypatch, "compare.rounds=1", only("ddp"), "compare.budgets=[0.0000001GiB]") == 0
     assert "left out: mdcs @ 1e-07 GiB: the smallest feasible budget is " in capsys.readouterr().out
 
 

@@ -39,14 +39,14 @@ MISTAKES = [  # what any option may say is in config/test_config.py; one of a ki
     ("strategy.n=0", "strategy.n: must be >= 1, got 0"),
     ("scheduler.ahaed=2", "scheduler.ahaed: no such key of scheduler=late; did you mean scheduler.ahead?"),
     ("model.waist=64", "model.waist: must be < width=64, got 64"),
-    ("scheduler._target_=stranger.broken.A", "scheduler: _target_ stranger.broken.A: ZeroDivisionError: division by zero"),
+    ("scheduler._target_=stranger.broken.A", "scheduler._target_: stranger.broken.A: ZeroDivisionError: division by zero"),
     (
         "strategy=nth",
         f"strategy: no such option nth; options: {', '.join(sorted({*groups()['strategy'], 'every_nth'}))}",
     ),
-    ("scheduler._target_=stranger.odd.Nameless", "scheduler: _target_ stranger.odd.Nameless has no name, for tables"),
-    ("scheduler._target_=stranger.odd.Untyped", "scheduler: _target_ stranger.odd.Untyped: name 'Nowhere' is not defined"),
-    ("strategy._target_=stranger.planners.Late", "strategy: _target_ stranger.planners.Late has no method choose or plan"),
+    ("scheduler._target_=stranger.odd.Nameless", "scheduler._target_: stranger.odd.Nameless has no name, for tables"),
+    ("scheduler._target_=stranger.odd.Untyped", "scheduler._target_: stranger.odd.Untyped: name 'Nowhere' is not defined"),
+    ("strategy._target_=stranger.planners.Late", "strategy._target_: stranger.planners.Late has no method choose or plan"),
 ]
 
 
@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path, overrides, line)
 
 def test_a_package_that_is_not_there_is_one_line(tmp_path):
     done = train(tmp_path, *CHOSEN, *SMALL, installed=False)
-    line = "model: _target_ stranger.model.Hourglass: no module stranger; is it installed, or on PYTHONPATH?\n"
+    line = "model._target_: stranger.model.Hourglass: no module stranger; is it installed, or on PYTHONPATH?\n"
     assert (done.returncode, done.stderr) == (2, line)
 
 

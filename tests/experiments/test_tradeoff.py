@@ -16,7 +16,7 @@ from tests.experiments import one_process
 
 PROFILE = Path(__file__).with_name("profile.json")
 SMALL = (
-    "hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[0.0,0.3]", "run.steps=3",
+    "hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[0%,30%]", "run.steps=3",
     "run.warmup_steps=1", "strategy=greedy", "scheduler=dear", f"profile.path={PROFILE}",
 )  # fmt: skip
 

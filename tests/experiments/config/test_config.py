@@ -132,11 +132,11 @@ WRONG = {
     "strategy=random strategy.seed=null": "strategy.seed: must be an integer, got null",
     "strategy=random strategy.seed=-1": "strategy.seed: must be >= 0, got -1",
     "strategy=null": f"strategy: no such option null; options: {', '.join(files.groups()['strategy'])}",
-    "strategy._target_=mine.Best": "strategy: _target_ mine.Best: no module mine; is it installed, or on PYTHONPATH?",
-    "strategy._target_=mdcs.options.option": "strategy: _target_ mdcs.options.option is no dataclass",
-    "strategy._target_=mdcs.options.Best": "strategy: _target_ mdcs.options.Best: mdcs.options has no class Best",
+    "strategy._target_=mine.Best": "strategy._target_: mine.Best: no module mine; is it installed, or on PYTHONPATH?",
+    "strategy._target_=mdcs.options.option": "strategy._target_: mdcs.options.option is no dataclass",
+    "strategy._target_=mdcs.options.Best": "strategy._target_: mdcs.options.Best: mdcs.options has no Best",
     "scheduler._target_=mdcs.planner.strategies.greedy.Greedy": (
-        "scheduler: _target_ mdcs.planner.strategies.greedy.Greedy has no method schedule"
+        "scheduler._target_: mdcs.planner.strategies.greedy.Greedy has no method schedule"
     ),
     "scheduler=fusion scheduler.bucket_mib=0": "scheduler.bucket_mib: must be > 0, got 0",
     "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
@@ -191,6 +191,12 @@ WRONG = {
     "optimizer.fused=true optimizer.foreach=true": "optimizer.foreach: and fused exclude each other, got both",
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model=own": "model._target_: has no default: give it a value",
+    "model=own model._target_=": "model._target_: must be package.module.name, got nothing",
+    "model=own model._target_=torch.nn": "model._target_: torch.nn is a module, not a class or a function",
+    "optimizer._target_=torch.optim.RMSprop":
+        "optimizer._target_: torch.optim.RMSprop does not take the keys of optimizer=adam: add optimizer=own",
+    "model._target_=mdcs.gone.Vit":
+        "model._target_: mdcs.gone.Vit: no module mdcs.gone; did you mean experiments.tasks.library.Vit?",
     "budget.gib=???": "budget.gib: has no default: give it a value",
     "data=own data._target_=builtins.list data.collate=3": "data.collate: must be null or a mapping with _target_, got 3",
     "model.layers=0": "model.layers: must be >= 1, got 0",
@@ -462,7 +468,8 @@ def test_a_profile_of_a_class_that_has_another_name_now_is_to_be_measured_anew(t
         composed(f"profile.path={path}")
     assert str(error.value) == (
         f"profile.path: {path} was measured with other code than is here: leave it out to measure anew"
-        " (model: _target_ experiments.tasks.gpt2.Gpt2: no module experiments.tasks.gpt2; is it installed, or on PYTHONPATH?)"
+        " (model._target_: experiments.tasks.gpt2.Gpt2: no module experiments.tasks.gpt2;"
+        " did you mean experiments.tasks.library.Gpt2?)"
     )
 
 

@@ -96,9 +96,11 @@ def test_a_loss_may_be_partial():
     [
         ("build", ["model.widht=8"], "model.widht: no such key of model=own; did you mean model.width?"),
         ("build", [], f"model.width: is an argument that {HERE}.build needs"),
-        ("nothing", [], f"model: _target_ {HERE}.nothing: {HERE} has no class nothing"),
-        ("named", [], f"model: _target_ {HERE}.named: its argument name has a name that all models use"),
-        ("build", ["model.width=8", "model.reads.sequnce=3"], "model.reads: makes no inputs: "),
+        ("nothing", [], f"model._target_: {HERE}.nothing: {HERE} has no nothing"),
+        ("named", [], f"model._target_: {HERE}.named: its argument name has a name that all models use"),
+        ("build", ["model._args_=3"], "model._args_: must be a list of arguments in their order, got 3"),
+        ("build", ["model.width=8", "model.reads.sequnce=3"], "model.reads.sequnce: Key 'sequnce' not in 'Tokens'"),
+        ("build", ["model.width=8", "model.reads.sequence=abc"], "model.reads.sequence: Value 'abc' of type 'str' could not"),
         ("build", ["model.width=8", "model.reads=3"], "model.reads: must be keys and values, e.g. {sequence: 128}; got 3"),
         ("build", ["model.width=8", "model.reads=[1]"], "model.reads: has another type, got [1]"),
     ],
@@ -146,13 +148,13 @@ def reading(inputs):
         (["model.loss=nonsense"], "build", "model.loss: must be null or a mapping with _target_, got nonsense"),
         (["model.loss={_target_: no.such}"], "build", "model.loss: has _target_=no.such: "),
         (["model.activation._target_=torch.nn.Gelu"], "build", "model.activation: has _target_=torch.nn.Gelu: "),
-        ([], "reading", f"model: _target_ {HERE}.reading: its argument inputs has a name that all models use"),
+        ([], "reading", f"model._target_: {HERE}.reading: its argument inputs has a name that all models use"),
     ],
 )
-def test_what_is_named_and_is_not_there_is_one_line_before_anything_starts(overrides, target, line):
+def test_what_is_named_and_is_not_there_is_one_line_before_anything_starts(overrides, target, line, caplog):
     with pytest.raises(ConfigError) as caught:
         model("model.width=8", *overrides, target=target) if target == "build" else model(target=target)
-    assert str(caught.value).startswith(line)
+    assert str(caught.value).startswith(line) and not caplog.records
 
 
 part = partial(build, 8)

@@ -1,8 +1,8 @@
-"""Engines side by side, a row of panels per budget: step time with its bounds, overlap, peak memory."""
+"""Engines side by side, a panel per budget: where step time went, its bounds, and what else was measured in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +14,13 @@ from analysis.pictures import style
 from analysis.questions import count
 from mdcs.sizes import MIB
 
-_COMPUTE, _EXPOSED, _IDLE, _STALLED, _WHOLE, _OVERLAP = "#A9CFE8", "#D55E00", "#F3E3A6", "#EBA97E", "#B9B9B9", "#009E73"
+_PARTS: dict[str, dict[str, Any]] = {
+    "compute": {"fc": "#A9CFE8"},
+    "exposed communication": {"fc": "#D55E00", "hatch": "////"},
+    "idle: neither": {"fc": "#F3E3A6", "hatch": "...."},
+    "exposed or idle": {"fc": "#EBA97E", "hatch": "xxxx"},
+    "not told apart by the engine": {"fc": "#B9B9B9"},
+}
 _BOUNDS = {"traffic": ":", "structural": "--"}
 
 
@@ -31,92 +37,56 @@ def engine_comparison(document: Mapping[str, Any]) -> Figure:
     size = f", {count(document['parameters'])} parameters" if document["parameters"] else ""
     link = f" · link of {document['shaped_link']}" if document["shaped_link"] else ""
     rounds = "1 round" if document["rounds"] == 1 else f"medians of {document['rounds']} rounds"
-    title = f"{document['model']}{size} · {ranks}{link} · {rounds}"
-    figure = style.new_figure(10.5, sum(heights) + 0.6, title)
-    panels = figure.subplots(len(budgets), 3, squeeze=False, sharex="col", width_ratios=(5, 2, 3), height_ratios=heights)
-    for row, budget in zip(panels, budgets, strict=True):
-        _draw_steps(row[0], budget)
-        _draw_bars(row[1], budget["lines"], "overlap_ratio", 1, _OVERLAP)
-        row[1].set_xlim(0, 1)
-        _draw_bars(row[2], budget["lines"], "peak_bytes", MIB, _COMPUTE)
-        if budget["budget_bytes"] is not None:
-            row[2].axvline(budget["budget_bytes"] / MIB, color=_EXPOSED, lw=1.4)
-        row[2].set_xlim(left=0)
-        row[0].set_title(f"{_words(budget)}: time per iteration")
-        row[1].set_title("overlap ratio")
-        row[2].set_title("peak memory per rank")
-    for axes, unit in zip(panels[-1], ("ms", "", "MiB"), strict=True):
-        axes.set_xlabel(unit)
-    style.legend_below(figure, _handles(), notes=_notes(document))
+    figure = style.new_figure(9.2, sum(heights) + 0.6, f"{document['model']}{size} · {ranks}{link} · {rounds}")
+    panels = figure.subplots(len(budgets), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axes, budget in zip(panels, budgets, strict=True):
+        _draw(axes, budget)
+    longest = max(line["step_s"]["high"] for budget in budgets for line in budget["lines"])
+    panels[-1].set_xlim(0, longest * 1e3 * 1.6)  # with room for the words
+    panels[-1].set_xlabel("ms per iteration")
+    handles = [
+        *(Patch(ec="white", label=name, **look) for name, look in _PARTS.items()),
+        Line2D([], [], color=style.INK, lw=1.2, marker="|", ms=5, label="least to greatest"),
+        *(Line2D([], [], color=style.INK, ls=dashes, lw=1.2, label=f"{name} bound") for name, dashes in _BOUNDS.items()),
+    ]
+    style.legend_below(figure, handles, notes=_notes(document))
     return figure
 
 
-def _words(budget: Mapping[str, Any]) -> str:
-    if budget["budget_bytes"] is None:
-        return "no limit"
-    over = budget["over_floor"]
-    return f"{budget['budget_bytes'] / MIB:.1f} MiB" + ("" if over is None else f" (floor + {over:.0%})")
-
-
-def _rows(axes: Axes, lines: Sequence[Mapping[str, Any]], *, named: bool = False) -> list[tuple[int, Mapping[str, Any], float]]:
-    """(position, line, opacity), the fastest engine on top."""
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", visible=True)
-    axes.set_ylim(len(lines) - 0.4, -0.6)
-    axes.set_yticks(range(len(lines)), [line["engine"] for line in lines] if named else [""] * len(lines))
-    axes.tick_params(axis="y", length=0)
-    return [(at, line, 0.3 if line["fits"] is False else 1.0) for at, line in enumerate(lines)]
-
-
-def _draw_steps(axes: Axes, budget: Mapping[str, Any]) -> None:
-    for at, line, alpha in _rows(axes, budget["lines"], named=True):
-        step = line["step_s"]
-        whole, low, high = (step[key] * 1e3 for key in ("median", "low", "high"))
-        left = 0.0
-        for milliseconds, colour in _parts(line, whole):
-            axes.barh(at, milliseconds, 0.66, left=left, color=colour, alpha=alpha)
+def _draw(axes: Axes, budget: Mapping[str, Any]) -> None:
+    for at, line in enumerate(budget["lines"]):
+        alpha, left = 0.3 if line["fits"] is False else 1.0, 0.0
+        for name, milliseconds in _parts(line).items():
+            axes.barh(at, milliseconds, 0.66, left=left, ec="white", lw=0, alpha=alpha, **_PARTS[name])
             left += milliseconds
+        low, high = line["step_s"]["low"] * 1e3, line["step_s"]["high"] * 1e3
         axes.plot([low, high], [at, at], color=style.INK, lw=1.2, marker="|", ms=5, alpha=alpha)
-        ratio = "" if line["ratio"] is None else f"{line['ratio']['median']:.2f} ×"
-        words = "does not fit" if line["fits"] is False else ratio
-        axes.annotate(words, (high, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=style.INK)
+        words = ["does not fit" if line["fits"] is False else "" if line["ratio"] is None else f"{line['ratio']['median']:.2f} ×"]
+        words += [] if line["overlap_ratio"] is None else [f"overlap ratio {line['overlap_ratio']:.2f}"]
+        words += [] if line["peak_bytes"] is None else [f"peak {line['peak_bytes'] / MIB:.1f} MiB"]
+        axes.annotate(", ".join(filter(None, words)), (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
     for name, seconds in budget["bounds"].items():
         axes.axvline(seconds * 1e3, color=style.INK, ls=_BOUNDS[name], lw=1.2)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.12)
+    limit, over = budget["budget_bytes"], budget["over_floor"]
+    floor = "" if over is None else f" (floor + {over:.0%})"
+    axes.set_title("no limit" if limit is None else f"budget {limit / MIB:.1f} MiB{floor}")
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+    axes.set_ylim(len(budget["lines"]) - 0.4, -0.6)  # the fastest on top
+    axes.set_yticks(range(len(budget["lines"])), [line["engine"] for line in budget["lines"]])
+    axes.tick_params(axis="y", length=0)
 
 
-def _parts(line: Mapping[str, Any], whole: float) -> list[tuple[float, str]]:
-    """Return where the step's milliseconds went, as far as the engine tells them apart, with the colour of each."""
+def _parts(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return where the step's milliseconds went, as far as the engine tells them apart."""
+    whole = line["step_s"]["median"] * 1e3
     if line["stalled_s"] is None:
-        return [(whole, _WHOLE)]
+        return {"not told apart by the engine": whole}
     stalled = min(line["stalled_s"] * 1e3, whole)
     if line["exposed_s"] is None:
-        return [(whole - stalled, _COMPUTE), (stalled, _STALLED)]
+        return {"compute": whole - stalled, "exposed or idle": stalled}
     exposed = min(line["exposed_s"] * 1e3, stalled)
-    return [(whole - stalled, _COMPUTE), (exposed, _EXPOSED), (stalled - exposed, _IDLE)]
-
-
-def _draw_bars(axes: Axes, lines: Sequence[Mapping[str, Any]], key: str, unit: float, colour: str) -> None:
-    """A bar per engine of what a line has under `key`."""
-    for at, line, alpha in _rows(axes, lines):
-        if line[key]:
-            axes.barh(at, line[key] / unit, 0.66, color=colour, alpha=alpha)
-        else:
-            axes.text(0.02, at, "not known" if line[key] is None else "0", va="center", fontsize=7.5, color=style.GREY)
-
-
-def _handles() -> list[Any]:
-    return [
-        Patch(color=_COMPUTE, label="compute"),
-        Patch(color=_EXPOSED, label="exposed communication"),
-        Patch(color=_IDLE, label="idle: neither"),
-        Patch(color=_STALLED, label="exposed or idle"),
-        Patch(color=_WHOLE, label="not told apart by the engine"),
-        Line2D([], [], color=style.INK, lw=1.2, marker="|", ms=5, label="least to greatest"),
-        *(Line2D([], [], color=style.INK, ls=dashes, lw=1.2, label=f"{name} bound") for name, dashes in _BOUNDS.items()),
-        Line2D([], [], color=_EXPOSED, lw=1.4, label="budget"),
-    ]
+    return {"compute": whole - stalled, "exposed communication": exposed, "idle: neither": stalled - exposed}
 
 
 def _notes(document: Mapping[str, Any]) -> str:

@@ -79,10 +79,13 @@ def draw(panels: Sequence[Panel], title: str, recomputed: Collection[str] = ()) 
     axes[-1].set_xlim(min(0.0, *(interval.start * 1e3 for interval in every)), end * 1.005)
     kinds = {interval.kind for interval in every}
     handles: list[Patch | Line2D] = [
-        Patch(color=colour, label=style.KIND_WORDS[kind]) for kind, colour in style.KIND_COLOURS.items() if kind in kinds
-    ]
+        Line2D([], [], color=colour, lw=4, solid_capstyle="butt", label=style.KIND_WORDS[kind]) if kind.startswith("AG")
+        else Patch(fc=colour, ec="white", lw=0, hatch=_hatch(kind), label=style.KIND_WORDS[kind])
+        for kind, colour in style.KIND_COLOURS.items() if kind in kinds
+    ]  # fmt: skip
     if any(interval.kind == "B" and interval.unit in recomputed for interval in every):
-        handles.append(Patch(fc=style.KIND_COLOURS["B"], ec="white", hatch="////", label="backward with recomputation"))
+        label, hatch = "backward with recomputation", _hatch("B", recomputes=True)
+        handles.append(Patch(fc=style.KIND_COLOURS["B"], ec="white", hatch=hatch, label=label))
     handles.append(Line2D([], [], color=style.INK, lw=0.9, ls=":", label="end of the period"))
     style.legend_below(figure, handles)
     return figure
@@ -95,13 +98,17 @@ def _draw(axes: Axes, interval: Interval, row: int, end: float, names: dict[str,
     size = f", {interval.bytes / MIB:.3g} MiB" if interval.bytes else ""
     told = f"{kind} {interval.unit}{' with recomputation' * recomputes}{size}: {length:.4g} ms, from {start:.4g}"
     edge = 0 if length < 0.002 * end else 0.5 if names else 0.2  # which would cover the thinnest bars
-    axes.barh(
-        row, length, 0.84, start, color=style.KIND_COLOURS.get(interval.kind, "#BBBBBB"), edgecolor="white", lw=edge,
-        hatch="////" if recomputes else None, gid=style.told(told),
-    )  # fmt: skip
+    colour, height = style.KIND_COLOURS.get(interval.kind, "#BBBBBB"), 0.5 if interval.kind.startswith("AG") else 0.84
+    hatch = _hatch(interval.kind, recomputes=recomputes)
+    axes.barh(row, length, height, start, color=colour, edgecolor="white", lw=edge, hatch=hatch, gid=style.told(told))
     # About 140 letters of this size fit across the axes.
     unit, room = names.get(interval.unit, ""), length / end * 140 - 1
     if text := next((words for words in (f"{kind} {unit}", unit) if unit and len(words) < room), ""):
-        colour = "white" if interval.kind in ("RS", "AG_F", "update") else style.INK
-        ground = {"fc": style.KIND_COLOURS["B"], "ec": "none", "pad": 0.8} if recomputes else None  # over the hatch
-        axes.text(start + length / 2, row + 0.03, text, ha="center", va="center", fontsize=7, color=colour, bbox=ground)
+        ink = "white" if interval.kind in ("RS", "AG_F", "update") else style.INK
+        ground = {"fc": colour, "ec": "none", "pad": 0.8} if hatch else None
+        axes.text(start + length / 2, row + 0.03, text, ha="center", va="center", fontsize=7, color=ink, bbox=ground)
+
+
+def _hatch(kind: str, *, recomputes: bool = False) -> str | None:
+    """Tell kinds apart without colours: all-reduces are hatched, all-gathers are low, others differ in brightness."""
+    return "////" if recomputes else "xxxx" if kind == "AR" else None

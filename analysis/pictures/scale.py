@@ -13,11 +13,16 @@ from matplotlib.patches import Patch, Rectangle
 from analysis.pictures import style
 from mdcs.sizes import GIB
 
-_COLOURS = {
-    "sharding": "#56B4E9", "scheduling": "#CC79A7", "recomputation": "#E69F00", "only together": "#009E73", "1.0 ×": "#DDDDDD",
+_DECIDES = {
+    "sharding": ("#56B4E9", "sharding"), "scheduling": ("#CC79A7", "schedule"), "recomputation": ("#E69F00", "recompute"),
+    "only together": ("#5FBF9F", "together"), "1.0 ×": ("#DDDDDD", ""),
 }  # fmt: skip
-_STRATEGIES = {"fsdp": "#0072B2", "sdp": "#56B4E9", "hsdp": "#D55E00", "hsdp_no_reshard": "#E69F00"}
-_MARKS = {"none": "o", "selective": "s", "full": "^"}
+"""Colour, and the word in a cell."""
+_STRATEGIES = {"fsdp": ("#0072B2", "o"), "sdp": ("#56B4E9", "s"), "hsdp": ("#D55E00", "^"), "hsdp_no_reshard": ("#E69F00", "D")}
+_FILLS: dict[str, dict[str, Any]] = {
+    "none": {"fillstyle": "full"}, "selective": {"fillstyle": "left", "mfcalt": "white"}, "full": {"mfc": "white"},
+}  # fmt: skip
+"""Of what is recomputed."""
 
 
 @style.styled
@@ -33,9 +38,10 @@ def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], s
                 if not point["base"]:
                     axes.text(x, y, "–", ha="center", va="center", color=style.GREY)
                     continue
-                axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=_COLOURS[decides(point)]))
+                colour, word = _DECIDES[decides(point)]
+                axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour))
                 gained = point["base"]["step_s"] / point["all"]["step_s"]
-                axes.text(x, y, f"{gained:.2f}", ha="center", va="center", fontsize=8)
+                axes.text(x, y, f"{gained:.2f}\n{word}".strip(), ha="center", va="center", fontsize=6.5)
         axes.grid(visible=False)
         axes.set_xlim(-0.5, len(curves) - 0.5)
         axes.set_ylim(-0.5, len(budgets) - 0.5)
@@ -45,7 +51,7 @@ def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], s
         axes.set_ylabel("GiB of a device")
         axes.set_title(f"{model}, {curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters")
     notes = "numbers: gain of all together, as a multiple; –: nothing fits"
-    style.legend_below(figure, [Patch(color=colour, label=name) for name, colour in _COLOURS.items()], notes)
+    style.legend_below(figure, [Patch(color=colour, label=name) for name, (colour, _) in _DECIDES.items()], notes)
     return figure
 
 
@@ -63,8 +69,8 @@ def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
         right = max(budgets) * 1.04
         for each in curve["alike"]:
             if each["bytes"] / GIB <= right:
-                colour, mark = _STRATEGIES[each["strategy"]], _MARKS[each["recompute"]]
-                axes.plot(each["bytes"] / GIB, each["step_s"], mark, color=colour, ms=6, alpha=0.85)
+                colour, mark = _STRATEGIES[each["strategy"]]
+                axes.plot(each["bytes"] / GIB, each["step_s"], mark, color=colour, ms=6, **_FILLS[each["recompute"]])
         steps = [point["all"]["step_s"] if point["base"] else math.nan for point in curve["points"]]
         axes.plot(budgets, steps, color=style.INK, marker=".", lw=1.4)
         axes.axhline(curve["compute_s"], color=style.GREY, ls=":", lw=1)
@@ -76,8 +82,9 @@ def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
         axes.set_ylabel("s per step")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     handles = [Line2D([], [], color=style.INK, marker=".", label="mdcs, by budget")]
-    handles += [Line2D([], [], color=colour, marker="o", ls="", label=name) for name, colour in _STRATEGIES.items()]
-    handles += [Line2D([], [], color=style.GREY, marker=mark, ls="", label=f"recompute: {name}") for name, mark in _MARKS.items()]
+    handles += [Line2D([], [], color=colour, marker=mark, ls="", label=name) for name, (colour, mark) in _STRATEGIES.items()]
+    grey: dict[str, Any] = {"color": style.GREY, "marker": "o", "ls": ""}
+    handles += [Line2D([], [], label=f"recompute: {name}", **grey, **fill) for name, fill in _FILLS.items()]
     handles += [Line2D([], [], color=style.GREY, ls=":", lw=1, label="computing alone, nothing recomputed")]
     style.legend_below(figure, handles)
     return figure

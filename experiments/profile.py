@@ -106,6 +106,7 @@ def interference_table(profile: Profile) -> Table:
         ["computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}"],
         ["a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs"],
         ["and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms"],
+        ["a message that finds the link idle waits for the last rank", f"{c.skew_seconds * 1e6:.0f} µs"],
         ["computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs"],
         ["between backward and forward the loop takes", f"{c.turn_seconds * 1e3:.1f} ms"],
     ]

@@ -133,16 +133,17 @@ def fit_contention(
 ) -> Profile:
     """Return the profile with the contention whose replays of ``plans`` come nearest to ``seen``.
 
-    1. Slots are scaled to the compute seconds ``alone``.
-    2. Lines over the bytes of a message give its processor time and its time in flight beside compute.
+    1. Nothing overlaps in the first plan: its compute gives the seconds of the slots. Its messages find the link idle;
+       what they take beyond α + β·bytes is the skew, the wait for the rank that comes last.
+    2. Lines over the bytes of a message give its processor time, and its time in flight beside compute without skew.
     3. Compute loses ``lost`` (0 to 1) of the processor time, of copies and of updates. This fraction, a factor of the
        time in flight, the delay after a wait and the time between backward and forward are varied until the replayed
        steps fit. Far guesses need clear evidence (ridge regression).
 
-    ``calibration_runs`` of the result says how well the profile predicts the plans.
+    ``alone``: compute without messages. ``calibration_runs`` of the result says how well the profile predicts the plans.
     """
-    slots = sum(slot.seconds for slot in profile.slots)
-    scale = alone.computing / slots if slots else 1.0
+    first, slots_s = seen[0], sum(slot.seconds for slot in profile.slots)
+    scale = first.computing / slots_s if slots_s else 1.0
     profile = dataclasses.replace(
         profile, slots=tuple(dataclasses.replace(slot, seconds=slot.seconds * scale) for slot in profile.slots)
     )
@@ -150,16 +151,25 @@ def fit_contention(
     counts = [max(1, len(plan.messages)) for plan in plans]
     used = [max(0.0, s.processor - alone.processor - _work(plan)) for plan, s in zip(plans, seen, strict=True)]
     of_message, of_byte = nonneg_line_fit([(b / n, u / n) for b, n, u in zip(sizes, counts, used, strict=True)], relative=True)
-    flights = [(b / n, s.communicating / n) for b, n, s in zip(sizes, counts, seen, strict=True)]
-    in_flight, in_flight_per_byte = nonneg_line_fit(flights[1:], relative=True)  # the first plan's messages run beside no compute
+
+    plain = [_replay(plan, profile, Contention()).communicating for plan in plans]
+    skew = Contention(skew_seconds=max(0.0, first.communicating - plain[0]) / counts[0])
+    skewed = [_replay(plan, profile, skew) for plan in plans]
+    flights = [
+        (b / n, max(0.0, s.communicating - (told.communicating - without)) / n)
+        for b, n, s, told, without in zip(sizes, counts, seen, skewed, plain, strict=True)
+    ]
+    in_flight, in_flight_per_byte = nonneg_line_fit(flights[1:], relative=True)  # the first plan's run beside no compute
 
     def contention(values: Sequence[float]) -> Contention:
         share, stretch, dispatch_s, turn_s = values
-        return Contention(
-            share * of_message, share * of_byte, share, stretch * in_flight, stretch * in_flight_per_byte, dispatch_s, turn_s
-        )
+        return dataclasses.replace(
+            skew, compute_per_message=share * of_message, compute_per_byte=share * of_byte, compute_per_work=share,
+            message_seconds=stretch * in_flight, seconds_per_byte=stretch * in_flight_per_byte,
+            dispatch_seconds=dispatch_s, turn_seconds=turn_s,
+        )  # fmt: skip
 
-    turn = max(0.0, seen[0].waiting - _replay(plans[0], profile, Contention()).waiting)
+    turn = max(0.0, first.waiting - skewed[0].waiting)
     guess = [lost, 1.0, 0.0, turn / 2]
     scales = [0.5 * lost, 0.5, 1e-3, max(turn / 2, 1e-3)]
     values = _nearest(guess, scales, lambda v: _error(profile, plans, seen, contention(v)))

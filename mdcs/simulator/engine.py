@@ -108,6 +108,7 @@ def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) ->
         contended=contention != _NOTHING,
         dispatch_s=float(contention.dispatch_seconds),
         turn_s=float(contention.turn_seconds),
+        skew_s=float(contention.skew_seconds),
         rest=0 if held is None else held.rest_bytes,
         cap=-1 if budget is None or held is None else budget - job.reserve,
     )

@@ -45,6 +45,7 @@ class PeriodArrays(NamedTuple):
     contended: bool  # whether the profile has contention
     dispatch_s: float  # delay between the end of a message and the compute that waits for it
     turn_s: float  # time of the training loop between backward and forward
+    skew_s: float  # most that a message which finds the link idle waits for the last rank
     rest: int  # bytes held between steps
     cap: int  # bytes that admission allows; -1: no limit
 
@@ -172,7 +173,8 @@ def retime_while_compute_blocked(c: PeriodArrays, m: MessageArrays, t: ReplayArr
                 began = max(began, t.done[g - c.depth])
             if m.waits_for[i] >= 0:
                 began = max(began, t.done[g - i + m.waits_for[i]])
-        last_start, last_finish = began, max(began + m.alpha[i], last_finish + m.gap[i]) + transfer
+        skew = min(c.skew_s, max(0.0, began - last_finish))
+        last_start, last_finish = began, max(began + skew + m.alpha[i], last_finish + m.gap[i]) + transfer
         last_landed = max(last_finish, last_landed if c.apart else last_done) + m.copy[i]
         last_done = max(last_landed, last_done) + m.update[i]
         t.start[g], t.finish[g], t.landed[g], t.done[g] = last_start, last_finish, last_landed, last_done
@@ -266,7 +268,7 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
     alpha, gap, transfer, copy, update = m.alpha, m.gap, m.transfer, m.copy, m.update
     held, freed, transient = m.held, m.freed, m.transient
     n, turn, depth, cap, slowdown, contended = len(alpha), c.turn, c.depth, c.cap, c.slowdown, c.contended
-    dispatch_s, turn_s = c.dispatch_s, c.turn_s
+    dispatch_s, turn_s, skew_s = c.dispatch_s, c.turn_s, c.skew_s
     for k in range(len(count)):
         count[k] = 0
     if cap >= 0 and n > 0:
@@ -319,6 +321,8 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
                 if p > 0 and waits_for[i] >= 0 and done[base + waits_for[i]] > last_start:
                     last_start = done[base + waits_for[i]]
                 ready, free = last_start + alpha[i], last_finish + gap[i]
+                if skew_s > 0 and last_start > last_finish:
+                    ready += min(skew_s, last_start - last_finish)
                 last_finish = (ready if ready > free else free) + transfer[i]
                 free = last_landed if apart else last_done
                 last_landed = (last_finish if last_finish > free else free) + copy[i]

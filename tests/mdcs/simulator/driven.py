@@ -58,7 +58,9 @@ class DrivenReplay:
             self.queue.start()
             cost = self.costs[index % self.queue.n]
             self.starts[index] = self.now
-            self.ends[index] = self.link_end = max(self.now + cost.alpha, self.link_end + cost.gap) + cost.transfer
+            skew = min(self.plan.profile.contention.skew_seconds, max(0.0, self.now - self.link_end))
+            begin = max(self.now + skew + cost.alpha, self.link_end + cost.gap)
+            self.ends[index] = self.link_end = begin + cost.transfer
             self.unpacked = max(self.link_end, self.unpacked if self.queue.has_own_updates else self.updated) + cost.copy
             self.dones[index] = self.updated = max(self.unpacked, self.updated) + cost.update
             heapq.heappush(self._events, (self.unpacked, next(self._number), self.queue.land))

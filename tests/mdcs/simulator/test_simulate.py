@@ -226,6 +226,16 @@ def test_a_message_beside_computing_has_a_least_time_and_one_that_is_waited_for_
     assert spans(first, "compute")["B:a"] == (4.5, 6.5)
 
 
+@pytest.mark.parametrize(("skew", "waits"), [(0.5, 0.5), (5.0, 4.0)])
+def test_a_message_that_finds_the_link_idle_waits_for_the_last_rank(skew: float, waits: float) -> None:
+    plan = planned(PROFILE, "zero2", Wfbp())
+    skewed = of_job(plan, profile=replace(PROFILE, contention=Contention(skew_seconds=skew)))
+    before, after = spans(plan, "message"), spans(skewed, "message")
+    # The link is idle during F:a, F:b and B:b, 4 s. RS:b ends this; the others follow without a pause.
+    assert before["RS:b"] == (2, 4)
+    assert after == {name: (begin + waits * (name != "RS:b"), end + waits) for name, (begin, end) in before.items()}
+
+
 def test_the_loop_takes_time_between_backward_and_forward() -> None:
     plan = planned(PROFILE, "dp", Wfbp())
     later = of_job(plan, profile=replace(PROFILE, contention=Contention(turn_seconds=10.0)))

@@ -9,7 +9,6 @@ The parent process writes the resolved config once (`save`), and every rank read
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,17 +37,6 @@ def composing(folder: Path = CONF) -> Iterator[None]:
     register()
     with initialize_config_dir(str(folder), version_base="1.3"):
         yield
-
-
-def run_composing(program: Callable[[], int]) -> int:
-    """Run a program that composes configs. Return its exit code, or 2 after one line on stderr when a config is wrong.
-    """
-    try:
-        with composing():
-            return program()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
 
 
 def compose_config(

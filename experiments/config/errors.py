@@ -23,12 +23,17 @@ from hydra_plugins import mdcs_slurm
 from mdcs.plan.strategy import RENAMED
 
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
-_PRESENT = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
-_MERGED = re.compile(r"Error merging override \+*([^=]+)=(.*)")
-_PRESENT_OPTION = re.compile(r"Multiple values for ([^ ]+)\.")
 _OPTION = re.compile(r"Could not find '([^']+)'")
-_PRIMARY = re.compile(r"Cannot find primary config '([^']+)'")
 _VALUE = re.compile(r"[Vv]alue '(.*)' (?:of type|is not a valid)")
+_WORDS = {
+    r"Cannot find (primary config) '([^']+)'": "no such config: {1}; without this flag it is conf/config.yaml",
+    r"Could not delete[^']*'([^']+)'": "cannot be deleted; set it to null where that is allowed",
+    r"Could not append to config\. An item is already at '([^']+)'": "is set already: leave out the +",
+    r"Multiple values for ([^ ]+)\.": "is set already: leave out the +",
+    r"Ambiguous value for argument '([^=']+)=(.*)'": "is one value, got {1}: to run one job for each, add -m",
+    r"Error merging override \+*([^=]+)=(.*)": "has another type, got {1}",  # a list for keys and values, or the other way about
+}
+"""Hydra's words, of which the first group is the key, and ours."""
 
 
 def explain(
@@ -46,28 +51,18 @@ def explain(
         return ConfigError(cause.full_key, "has no default: give it a value")
     if isinstance(error, MissingConfigException) and (option := _OPTION.search(str(error))):
         return _unknown_option(option.group(1), error.options)
-    if primary := _PRIMARY.search(str(error)):
-        return ConfigError("--config-name", f"no such config: {primary.group(1)}; without this flag it is conf/config.yaml")
     if isinstance(error, OverrideParseException):
         key, equals, _ = error.override.partition("=")
         if not (key and equals):
             return ConfigError(key or "=", "is not KEY=VALUE, without spaces around the =")
         reason = next((line for line in str(error).splitlines() if not line.startswith("Error parsing")), "")
         return ConfigError(key, f"cannot be read ({reason.strip()}), got {error.override}")
-    if str(error).startswith("Could not delete"):
-        return ConfigError(
-            str(error).split("'")[1], "cannot be deleted; set it to null where that is allowed"
-        )
-    if present := _PRESENT.search(str(error)) or _PRESENT_OPTION.search(str(error)):
-        return ConfigError(present.group(1), "is set already: leave out the +")
+    for pattern, words in _WORDS.items():
+        if found := re.search(pattern, str(error)):
+            key = "--config-name" if found[1] == "primary config" else found[1]
+            return ConfigError(key, words.format(*found.groups()))
     if unknown := _UNKNOWN.search(str(error)):
         return unknown_key(_as_asked(unknown.group(1), overrides))
-    if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*)'", str(error)):
-        return ConfigError(
-            ambiguous.group(1), f"is one value, got {ambiguous.group(2)}: to run one job for each, add -m"
-        )
-    if merged := _MERGED.match(str(error)):  # a list for keys and values, or the other way about
-        return ConfigError(merged.group(1), f"has another type, got {merged.group(2)}")
     if "Config group override must be" in str(error):  # names neither the group nor the value
         known = groups(overrides)
         for group, _, name in (override.partition("=") for override in overrides):

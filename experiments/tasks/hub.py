@@ -29,14 +29,14 @@ class Named(Data):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, name in {"path": self.path, "tokenizer": self.tokenizer}.items():
-            if name is not None and _is_local(name) and not Path(name).exists():
+            if name is not None and is_local(name) and not Path(name).exists():
                 raise OptionError(key, f"no such file or folder: {name}")
 
     def require_vocabulary(self, needed: int, vocabulary: int) -> None:
         """Raise ValueError for a model whose vocabulary has not all tokens. A tokenizer of the hub is not asked yet."""
         if self.tokenizer is None:
             super().require_vocabulary(needed, vocabulary)
-        elif _is_local(self.tokenizer):
+        elif is_local(self.tokenizer):
             self.require_tokenizer(vocabulary)
 
     def require_tokenizer(self, vocabulary: int) -> None:
@@ -45,7 +45,7 @@ class Named(Data):
             super().require_vocabulary(len(tokenizer(self.tokenizer)), vocabulary)
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Whether a name is that of a file or folder here, which need not exist."""
     return Path(name).suffix in _READERS or name.startswith(("/", ".", "~")) or Path(name).exists()
 
@@ -88,6 +88,6 @@ def tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=_is_local(name))
+        return AutoTokenizer.from_pretrained(name, local_files_only=is_local(name))
     except Exception as error:  # as above
         raise OptionError("tokenizer", f"{name} cannot be read: {' '.join(str(error).split())}") from error

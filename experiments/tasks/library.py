@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from experiments.tasks.hub import is_local
 from experiments.tasks.inputs import Pairs
 from experiments.tasks.model import ImageModel, Model, TextModel
 from mdcs.options import OptionError, option, shown
@@ -37,14 +36,17 @@ class Library(Model):
         super().__post_init__()
         if self.weights is None:
             return
+        import transformers
+
+        kind: Any = getattr(transformers, self.cls).config_class
         try:
-            there = json.loads(_config_of(self.weights).read_text(encoding="utf-8"))
+            there = kind.from_pretrained(self.weights, local_files_only=is_local(self.weights))
         except (OSError, ValueError) as error:
             told = f"must be a folder with a model's config.json, or a name on the hub, got {self.weights}"
             raise OptionError("weights", told) from error
         for name, value in self.numbers().items():
-            if name in there and there[name] != value:
-                raise OptionError("weights", f"{self.weights} has {name}={shown(there[name])}, the model {shown(value)}")
+            if (found := getattr(there, name, value)) != value:
+                raise OptionError("weights", f"{self.weights} has {name}={shown(found)}, the model {shown(value)}")
 
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
@@ -66,22 +68,13 @@ class Library(Model):
         if self.weights is None:
             model = cls(config)
         else:
-            local = Path(self.weights).is_dir()
+            local = is_local(self.weights)
             model = cls.from_pretrained(self.weights, config=config, local_files_only=local, dtype=torch.float32)
         if self.checkpointing:
             # The first name is newer. Both methods take the keyword arguments of torch.utils.checkpoint first.
             newer = getattr(model, "activation_checkpointing_enable", None)
             (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return Task(model, cross_entropy, (self.block,), self.inputs)
-
-
-def _config_of(weights: str) -> Path:
-    """The config.json of a folder, or of a model on the hub, which is kept in its cache. Raises OSError or ValueError."""
-    if Path(weights).is_dir() or weights.startswith(("/", ".", "~")):
-        return Path(weights) / "config.json"
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(weights, "config.json"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +109,9 @@ class Transformer(Library):
 class TextTransformer(Transformer, TextModel):
     """A transformer with the head of a language model: predicts the next token."""
 
+    def numbers(self) -> dict[str, Any]:
+        return {**super().numbers(), "max_position_embeddings": self.sequence, "vocab_size": self.vocab}
+
     def arguments(self) -> dict[str, Any]:
         no_special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # padding would not be trained
         cache = {"use_cache": False}  # it would hold every layer's keys and values until the end of forward
@@ -128,12 +124,6 @@ class Gpt2(TextTransformer):
 
     cls, block = "GPT2LMHeadModel", "GPT2Block"
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-
-    def numbers(self) -> dict[str, Any]:
-        return {
-            "n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.sequence,
-            "vocab_size": self.vocab,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +144,7 @@ class Llama(TextTransformer):
     def numbers(self) -> dict[str, Any]:
         return {
             **super().numbers(), "num_key_value_heads": self.kv_heads, "intermediate_size": self.inner,
-            "vocab_size": self.vocab, "max_position_embeddings": self.sequence, "tie_word_embeddings": self.tie,
+            "tie_word_embeddings": self.tie,
         }  # fmt: skip
 
 
@@ -165,7 +155,7 @@ class Bert(TextTransformer):
     cls, block, masked = "BertForMaskedLM", "BertLayer", True
 
     def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "max_position_embeddings": self.sequence, "vocab_size": self.vocab + 1}
+        return {**super().numbers(), "vocab_size": self.vocab + 1}
 
     def make(self) -> Task:
         """Make the task, without a parameter that has no use of its own."""

@@ -59,9 +59,10 @@ class Model(Checked, ABC):
 
         The global generator is left unchanged. Under `with torch.device("meta")` the model has shapes but no memory.
         """
-        from experiments.tasks.task import seeded
+        import torch
 
-        with seeded(seed):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every accelerator
             task = self.make()
         task.model.train()
         return task

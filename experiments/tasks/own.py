@@ -42,14 +42,12 @@ _PLAIN = (str, int, float, bool, types.NoneType)
 class Own(Checked):
     """Options that are the arguments of a callable. Subclasses are made by `class_of`.
 
-    - given: arguments that the programs pass, the first of them by position.
     - unknown: arguments whose default is no plain value; null leaves them out.
     """
 
     _group: ClassVar[str]
     target: ClassVar[str]
     builder: ClassVar[Callable[..., Any]]
-    passed: ClassVar[tuple[str, ...]] = ()
     unknown: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -60,6 +58,11 @@ class Own(Checked):
                     located(target)
                 except (ModuleNotFoundError, ValueError) as error:
                     raise OptionError(field.name, f"has _target_={error}") from error
+
+    def _require_target(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not (isinstance(value, Mapping) and "_target_" in value):
+            raise OptionError(name, f"must be null or a mapping with _target_, got {shown(value)}")
 
     def arguments(self) -> dict[str, Any]:
         """The options that are arguments of the callable, as they are configured."""
@@ -91,8 +94,7 @@ class OwnModel(Own, Model):
         super().__post_init__()
         if not isinstance(self.reads, Mapping):
             raise OptionError("reads", f"must be keys and values, e.g. {{sequence: 128}}; got {shown(self.reads)}")
-        if self.loss is not None and not (isinstance(self.loss, Mapping) and "_target_" in self.loss):
-            raise OptionError("loss", f"must be null or a mapping with _target_, got {self.loss}")
+        self._require_target("loss")
         try:
             _ = self.inputs
         except OmegaConfBaseException as error:
@@ -136,13 +138,7 @@ class OwnData(Own, Data):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.collate is not None and not (isinstance(self.collate, Mapping) and "_target_" in self.collate):
-            raise OptionError("collate", f"must be null or a mapping with _target_, got {shown(self.collate)}")
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the callable knows held-out samples."""
-        return "held_out" in self.passed
+        self._require_target("collate")
 
     def require(self, inputs: Inputs) -> None:
         """Accept all inputs: only the model can tell whether it reads such batches."""
@@ -263,15 +259,15 @@ def _class_of(group: str, builder: Callable[..., Any], target: str, more: frozen
     used = {"target", "builder", *dir(kind)} - {"checkpointing"}  # which a model may have
     fields: list[Any] = [(name, Any, option(None, f"of {name_of}")) for name in sorted(more - used)]
     parameters = [*inspect.signature(builder).parameters.values()][positional + (group == "optimizer") :]
-    passed = tuple(each.name for each in parameters if group == "data" and each.name == "held_out")
+    evaluates = group == "data" and "held_out" in {each.name for each in parameters}
     types_of, unknown = _types(builder), set()
     for each in parameters:
-        if each.name in passed or each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+        if evaluates and each.name == "held_out" or each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
             continue
         needed = each.default is each.empty
         if each.name in used:
             if needed:
-                raise ValueError(f"its argument {each.name} has a name that {_ALL[group]} use")
+                raise ValueError(f"its argument {each.name} has the name of a key of every {group}")
             continue
         default = None if needed or not _is_plain(each.default) else each.default
         if default is None and each.default is not None:
@@ -279,13 +275,11 @@ def _class_of(group: str, builder: Callable[..., Any], target: str, more: frozen
         of = _checkable(types_of.get(each.name, Any), default)
         fields.append((each.name, of, option(default, f"of {name_of}", **({"needed": True} if needed else {}))))
     space = {
-        "target": target, "builder": staticmethod(builder), "passed": passed, "unknown": frozenset(unknown),
+        "target": target, "builder": staticmethod(builder), "unknown": frozenset(unknown),
         "__module__": getattr(builder, "__module__", __name__), **({} if group == "model" else {"name": name_of}),
+        **({"evaluates": evaluates} if group == "data" else {}),
     }  # fmt: skip
     return dataclasses.make_dataclass(name_of, fields, bases=(kind,), namespace=space, frozen=True, kw_only=True)
-
-
-_ALL = {"model": "all models", "data": "all data sets", "optimizer": "all optimizers"}
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Models of plain torch: the modules are in :mod:`experiments.tasks.modules`, which imports torch."""
+"""A model of plain torch."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.tasks.model import ImageModel, TextModel
+from experiments.tasks.model import ImageModel
 from mdcs.options import option
 
 if TYPE_CHECKING:
@@ -22,24 +23,15 @@ class Mlp(ImageModel):
     width: int = option(256, "hidden size", at_least=1)
 
     def make(self) -> Task:
-        """Make the task. Every layer is a unit."""
-        from experiments.tasks.modules import Perceptron
+        """Make the task. Every linear layer is a unit."""
+        from torch import nn
+
         from experiments.tasks.task import Task, cross_entropy
 
-        module = Perceptron(self.depth, self.width, self.inputs.features, self.classes)
-        return Task(module, cross_entropy, ("Linear",), self.inputs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lstm(TextModel):
-    """A language model of LSTM layers (Hochreiter and Schmidhuber 1997): predicts the next token."""
-
-    layers: int = option(2, "LSTM layers", at_least=1)
-    width: int = option(64, "hidden size", at_least=1)
-
-    def make(self) -> Task:
-        """Make the task. Layers are units; embedding and head lie outside of the layers."""
-        from experiments.tasks.modules import Recurrent
-        from experiments.tasks.task import Task, cross_entropy
-
-        return Task(Recurrent(self.layers, self.width, self.vocab, tie=self.tie), cross_entropy, ("LSTM",), self.inputs)
+        sizes = [self.inputs.features, *[self.width] * (self.depth - 1), self.classes]
+        model = nn.Sequential()
+        for i, pair in enumerate(itertools.pairwise(sizes)):
+            if i:
+                model.add_module(f"relu{i}", nn.ReLU())
+            model.add_module(f"linear{i}", nn.Linear(*pair))
+        return Task(model, cross_entropy, ("Linear",), self.inputs)

@@ -6,8 +6,7 @@ second name of its decoder's bias) are removed, since DDP would wait for a gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,15 +54,3 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Context in which new weights depend only on `seed`. The global generator is left unchanged."""
-    # Seed only the CPU's generator: torch.manual_seed would also reseed every accelerator.
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)

@@ -37,7 +37,7 @@ SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterat
 WORKLOADS = {
     "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "optimizer.schedule=linear", "run.eval_every=2"),
     "clipped mlp": ("model=mlp", "data=digits", "optimizer=sgd", "optimizer.clip_norm=0.5", "run.accumulation=2",
-                    "model.frozen=[layers.1.*]"),
+                    "model.frozen=[linear1.*]"),
     "resnet": ("model=resnet-tiny", "data=synthetic", "optimizer=adamw", "run.precision=fp64", "run.eval_every=3"),
     "timed": ("model=timed", "data=synthetic", "optimizer=adam", "model.layers=3", "model.block_mib=0.05", "model.forward_ms=1",
               "model.backward_ms=2"),

@@ -45,7 +45,7 @@ WORKLOADS = {
                        "model.wrap_min_params=2000", "run.eval_every=3"),
     "pairs": ("model=bert-tiny-pairs", "data=nli", "optimizer=adam", "run.eval_every=2"),
     "frozen fp64 mlp": ("model=mlp", "model.width=64", "data=digits", "optimizer=adam", "model.wrap=leaf",
-                        "model.frozen=[layers.1.*]", "run.precision=fp64", "run.accumulation=2"),
+                        "model.frozen=[linear1.*]", "run.precision=fp64", "run.accumulation=2"),
 }  # fmt: skip
 # The first of each workload measures the profile that the others plan with.
 JOBS = [
@@ -375,7 +375,7 @@ def test_a_rank_with_another_plan_is_named(batch):
 
 def test_a_plan_for_another_model_is_refused(batch):
     said = refusal(batch, "other profile")
-    assert "is of another model: its unit 0 is embed of 1,000 parameters, the model's is layers.0 of 16,640 parameters" in said
+    assert "is of another model: its unit 0 is embed of 1,000 parameters, the model's is linear0 of 16,640 parameters" in said
 
 
 def test_a_pattern_that_freezes_nothing_is_refused(batch):

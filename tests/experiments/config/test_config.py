@@ -231,7 +231,6 @@ WRONG = {
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
     "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
     "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
-    "model=timed data=synthetic model.divisor=2": "model.divisor: has no effect without model.profile, got 2",
     "data=digits": "data: digits gives images, the model reads tokens; use another source, or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
     "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",

@@ -97,7 +97,7 @@ def test_a_loss_may_be_partial():
         ("build", ["model.widht=8"], "model.widht: no such key of model=own; did you mean model.width?"),
         ("build", [], f"model.width: is an argument that {HERE}.build needs"),
         ("nothing", [], f"model._target_: {HERE}.nothing: {HERE} has no nothing"),
-        ("named", [], f"model._target_: {HERE}.named: its argument name has a name that all models use"),
+        ("named", [], f"model._target_: {HERE}.named: its argument name has the name of a key of every model"),
         ("build", ["model._args_=3"], "model._args_: must be a list of arguments in their order, got 3"),
         ("build", ["model.width=8", "model.reads.sequnce=3"], "model.reads.sequnce: Key 'sequnce' not in 'Tokens'"),
         ("build", ["model.width=8", "model.reads.sequence=abc"], "model.reads.sequence: Value 'abc' of type 'str' could not"),
@@ -148,7 +148,7 @@ def reading(inputs):
         (["model.loss=nonsense"], "build", "model.loss: must be null or a mapping with _target_, got nonsense"),
         (["model.loss={_target_: no.such}"], "build", "model.loss: has _target_=no.such: "),
         (["model.activation._target_=torch.nn.Gelu"], "build", "model.activation: has _target_=torch.nn.Gelu: "),
-        ([], "reading", f"model._target_: {HERE}.reading: its argument inputs has a name that all models use"),
+        ([], "reading", f"model._target_: {HERE}.reading: its argument inputs has the name of a key of every model"),
     ],
 )
 def test_what_is_named_and_is_not_there_is_one_line_before_anything_starts(overrides, target, line, caplog):

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import mdcs
-from experiments.tasks.stand_in import Shape, Unit, Use
-from experiments.tasks.waiting import Waiting
+from experiments.tasks.waiting import Block, Clock, Waiting
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profiler import model_profile
 from mdcs.profiler.model_snapshot import preserve_model
@@ -21,8 +20,7 @@ from ..runtime.ranks import Ranks
 
 
 def test_gradients_come_from_the_last_parameter_of_a_unit_to_its_first() -> None:
-    uses = tuple(Use(unit, 0.001, 0.04, 0) for unit in (0, 1))
-    model = Waiting(Shape((Unit("a", 400), Unit("b", 40)), uses), 4)
+    model = Waiting(torch.nn.ModuleList(Block(numel, 4, 0, 0.001, 0.04, Clock(), False) for numel in (400, 40)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units = mdcs.partition(model, mdcs.ByClass(("Block",)))
     profile = mdcs.measure_profile(

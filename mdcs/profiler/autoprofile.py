@@ -130,11 +130,10 @@ def autoprofile(
 
             def measured_with(each: Callable[[], Tensor], recompute: bool) -> Profile:
                 own = measure_profile(
-                    model, units, each, optimizer, world=world, link=link.link,
-                    collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype,
-                    grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
+                    model, units, each, optimizer, world=world, link=link.link, iterations=iterations, about=about,
+                    master_dtype=master_dtype, grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
                 )  # fmt: skip
-                return merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread))
+                return merge_profiles(with_link(own, link))
 
             profiles = [measured_with(each, recompute and len(steps) == 1) for each in steps]
             if recompute and len(steps) > 1:

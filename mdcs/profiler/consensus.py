@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from mdcs.checkpoint.aux_state import random_state, set_random_state
 from mdcs.profile.layout import Section, WholeParameter
-from mdcs.profile.link import Link
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Unit
 from mdcs.profiler.batch_mix import uses
@@ -136,12 +135,11 @@ def rank_zeros_random_state(device: torch.device) -> Iterator[None]:
         set_random_state(own, device)
 
 
-def merge_profiles(profile: Profile, link: Link | None = None) -> Profile:
+def merge_profiles(profile: Profile) -> Profile:
     """Return one profile of all ranks' profiles. Collective.
 
     It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. Where ranks took different
-    branches, its slots are those of the rank that came to most of them. ``link`` replaces the profile's own. Without ranks
-    the profile is returned.
+    branches, its slots are those of the rank that came to most of them. Without ranks the profile is returned.
     """
     profiles = all_gather_object(profile)
     first = max(profiles, key=lambda p: sum(slot.seconds > 0 for slot in p.slots))
@@ -166,7 +164,7 @@ def merge_profiles(profile: Profile, link: Link | None = None) -> Profile:
     options = _merge_options(profiles) if len(alike) == len(profiles) else ()
     host_s = statistics.median(p.execution.host_seconds_per_message for p in profiles)
     return dataclasses.replace(
-        first, units=units, slots=tuple(slots), link=link or first.link, spread=spread, recompute=options,
+        first, units=units, slots=tuple(slots), spread=spread, recompute=options,
         execution=dataclasses.replace(first.execution, host_seconds_per_message=host_s),
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def of_this_rank() -> Profile:
     rank = dist.get_rank()
     profile = chain(100, 200, forward_s=0.1 + 0.2 * rank)
     slots = tuple(replace(slot, live=10 * rank, peak=30 - 10 * rank) for slot in profile.slots)
-    return merge_profiles(replace(profile, slots=slots, spread={"slot 0": (0.1 + rank, 0.2 + rank)}), Link.uniform(1, 50))
+    return merge_profiles(replace(profile, slots=slots, spread={"slot 0": (0.1 + rank, 0.2 + rank)}))
 
 
 def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: Ranks) -> None:
@@ -128,7 +128,6 @@ def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: 
     assert first.slots[0].seconds == pytest.approx(0.2)
     assert (first.slots[0].live, first.slots[0].peak) == (10, 30)
     assert first.spread == {"slot 0": (0.1, 1.2)}
-    assert first.link == Link.uniform(1, 50)
 
 
 def of_another_branch() -> Profile:

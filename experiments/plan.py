@@ -61,13 +61,12 @@ def main(module: str = jobs.WORKER) -> int:
     known, plans, chosen = Profiles(), list[Plan](), list[PlannedBatch | None]()
 
     def plan(config: Config, folder: Path) -> str:
-        in_sweep, asked, found = config.run.sweep is not None, config, None
-        if asked.batch.find is not None:
-            found, reason = batch.find(asked, folder, console, known=known, module=module)
-            if reason:
-                return reason
-            config = batch.with_batch(asked, found, folder)
-        reason = jobs.prepare("plan", config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
+        in_sweep, found = config.run.sweep is not None, None
+        if config.batch.find is not None:
+            found, reason = batch.find(config, folder, console, known=known, module=module)
+        else:
+            quiet = Console(quiet=True) if in_sweep else console
+            reason = jobs.prepare("plan", config, folder, quiet, known=known, worker=module)
         if reason:
             return reason
         made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
@@ -75,9 +74,9 @@ def main(module: str = jobs.WORKER) -> int:
         scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
         if in_sweep:
             plans.append(made)
-            chosen.append(None if found is None else found.wanted(asked))
+            chosen.append(None if found is None else found.wanted(config))
         elif as_json:
-            print(json.dumps(document(made, scheduler) | ({} if found is None else batches_document(found, asked)), indent=1))
+            print(json.dumps(document(made, scheduler) | ({} if found is None else batches_document(found, config)), indent=1))
         else:
             if found is not None:
                 console.print(batches_table(found))

@@ -37,7 +37,7 @@ from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
 from experiments.job.arguments import require_one_job, require_own, submits, unused_of
-from experiments.job.submission import Freezer, config_of, launcher_of, starts_its_ranks, why_failed
+from experiments.job.submission import config_of, freeze, launcher_of, starts_its_ranks, why_failed
 from experiments.job.sweep import JobResult, Session, decides, sweep_name, varied
 from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
 from launch.place import NoPlace, place
@@ -102,7 +102,7 @@ class _Call:
     """One call of a program. Hydra calls `_begin` and `_judge` before a sweep, and `_task` for each job."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.session, self.freeze = program, Session(), Freezer()
+        self.program, self.session = program, Session()
         self.wants_tracebacks = os.environ.get(_FULL) == "1"
 
     def run(self) -> int:
@@ -226,7 +226,7 @@ class _Call:
             return _failed(overrides, reason, folder) if reason else JobResult("ok", overrides, "", folder)
         assert session.sweep is not None
         if self.program.freezes:
-            self.freeze(config, folder, launcher, session.sweep)
+            freeze(config, folder, launcher, session.sweep)
         else:
             if state := _mdcs_jobs.state(folder):
                 raise ConfigError("hydra.sweep.dir", f"{folder} has a job that is {state}")

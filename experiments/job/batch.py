@@ -17,6 +17,7 @@ from experiments.job import profiles
 from experiments.job import run as jobs
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
+from experiments.job.resolved import resolve
 from mdcs.plan.plan import Plan
 from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit, fastest_of
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -57,8 +58,8 @@ def find(
 ) -> tuple[Found, str]:
     """Return the batches within the budget, and the reason if there is none (else empty).
 
-    The folders `largest` and `fastest` of the job's folder get their profiles and plans, and a folder `profile-N` each profile
-    that is measured, of N samples.
+    The job's folder gets the profile and the plan of the batch that is asked for, and its folders `profile-N` the profiles that
+    are measured, of N samples.
     """
     profiled, errors = tuple[int, ...](), dict[int, ScalingError]()
     if config.profile.name == "analytic":
@@ -82,27 +83,20 @@ def find(
         return Found(()), f"batch.find={config.batch.find}: no batch fits, not even of one sample: {error}"
     except ValueError as error:
         return Found(()), str(error)
-    for name, each in ((LARGEST, found.largest), (FASTEST, found.fastest)):
-        _write(config, folder / name, each, profiled)
+    _write(config, folder, found.wanted(config), profiled)
     return found, ""
 
 
-def with_batch(config: Config, found: Found, folder: Path) -> Config:
-    """The config of a job with the batch that it asks for, and its profile from the folder."""
-    batch, profile = found.wanted(config).batch, config.profile
-    if profile.name == "analytic":
-        return replace(config, batch=BatchConfig(), profile=replace(profile, batch=batch))
-    path = str(folder / str(config.batch.find) / "profile.json")
-    return replace(_sized(config, batch), profile=replace(profile, path=path, refresh=False))
-
-
-def _sized(config: Config, batch: int) -> Config:
+def sized(config: Config, batch: int) -> Config:
+    """The config of a job with this batch."""
+    if config.profile.name == "analytic":
+        return replace(config, batch=BatchConfig(), profile=replace(config.profile, batch=batch))
     return replace(config, batch=BatchConfig(), data=replace(config.data, batch_size=batch))
 
 
 def _calculated(config: Config) -> ProfileOf:
     def profile_of(batch: int) -> Profile:
-        profile = profiles.known(replace(config, profile=replace(config.profile, batch=batch)))
+        profile = profiles.known(sized(config, batch))
         assert profile is not None
         return profile
 
@@ -116,7 +110,7 @@ def _measured(
     own, out = config.data.batch_size, dict[int, Profile]()
     asked = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
     for batch in asked:
-        place, job = folder / f"profile-{batch}", replace(_sized(config, batch), budget=BudgetConfig())
+        place, job = folder / f"profile-{batch}", replace(sized(config, batch), budget=BudgetConfig())
         if reason := jobs.prepare("profile", job, place, console, known=known, worker=module):
             return {}, f"the profile of batch {batch}: {reason} (its logs are in {place})"
         out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))
@@ -124,14 +118,15 @@ def _measured(
 
 
 def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[int, ...]) -> None:
-    """Write the plan, and a profile with the identity of the job of this batch."""
-    folder.mkdir(parents=True, exist_ok=True)
-    profile = planned.plan.job.profile
+    """Write the config, the profile and the plan of a job with this batch."""
+    job, profile = sized(config, planned.batch), planned.plan.job.profile
     if profiled:
         from mdcs.model.inputs import INPUTS  # late: importing torch takes seconds
 
         about = {key: value for key, value in profile.about.items() if key != INPUTS}
-        about |= job_identity(_sized(config, planned.batch))
-        about["calculated"] = f"from batches of {' and '.join(map(str, profiled))}"
-        (folder / "profile.json").write_text(replace(profile, about=about).to_json(), encoding="utf-8")
-    write_plan(folder, planned.plan)
+        about |= job_identity(job) | {"calculated": f"from batches of {' and '.join(map(str, profiled))}"}
+        profile = replace(profile, about=about)
+    with jobs.claimed(folder):
+        jobs.begin(resolve(job), folder)
+        (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+        write_plan(folder, planned.plan)

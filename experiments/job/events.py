@@ -56,6 +56,7 @@ def job_event(config: Config, began: float | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@cache
 def command_began() -> float:
     """Unix time at which this process started; off Linux, now."""
     now = time.time()

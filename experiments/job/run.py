@@ -77,7 +77,7 @@ def run(
     checkpoints.require(config, folder)
     identity = identity or record.identity_of(config)
     try:
-        with _claimed(folder):
+        with claimed(folder):
             return _run(config, folder.resolve(), console, known, only, kind, worker, start, identity, began)
     except OSError as error:  # the folder cannot be written: no rank has run
         return _failed(error)
@@ -170,7 +170,7 @@ def prepare(
     _require_plan(config)
     _require_batch(config)
     known = known or Profiles()
-    with _claimed(folder):
+    with claimed(folder):
         if (found := _known_profile(config, folder.resolve(), console, known)) is not None:
             resolved, measured = found
             if only == "plan":
@@ -198,7 +198,8 @@ def _known_profile(config: Config, folder: Path, console: Console, known: Profil
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold the lock of a job's folder. Raises ConfigError if another job is in it."""
     try:
         with claim(folder.resolve()):
             yield

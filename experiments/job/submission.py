@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from experiments.config import checks
 from experiments.config.schema import BudgetConfig, Config, ConfigError
 from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
+from experiments.job.events import command_began
 from experiments.job.resolved import with_absolute_paths
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
@@ -74,49 +74,41 @@ def with_ranks_of(launcher: Mapping[str, Any], config: Config, overrides: Sequen
     return made
 
 
-def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
-    """Write the resolved config for a job that starts later, in another working directory, perhaps on another machine."""
+def freeze(config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
+    """Write what a job needs that starts later, in another working directory, perhaps on another machine.
+
+    A job that needs a profile has to wait for the job that measures it, which is written too. Jobs that are compared are
+    thus planned with the same profile.
+
+    - folder: of the job.
+    - launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
+    - sweep: folder that has the profiles' folders.
+    """
     _leave(config, folder, TRAIN)
-    record.write(folder, identity or record.identity_of(config), record.SUBMITTED)
+    record.write(folder, record.identity_of(config, launcher), record.SUBMITTED)
+    first = [os.path.relpath(_profile(config, launcher, sweep / PROFILES), folder)] if profiles.measures(config) else []
+    (folder / submitted.BEFORE).write_text("".join(f"{each}\n" for each in first), encoding="utf-8")
+
+
+def _profile(config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
+    """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""
+    parts = [profiles.key_of(config, elsewhere=launcher["executor"] != "local"), dict(launcher)]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    found = folder / f"{key}-{command_began():.0f}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
+    found.mkdir(parents=True, exist_ok=True)
+    if (found / "profile.json").exists():
+        (found / submitted.COMMAND).unlink(missing_ok=True)
+    elif not (found / submitted.COMMAND).exists():
+        run = replace(config.run, name="profile", resume=None, save_every=None)
+        any_plan = replace(config, run=run, strategy=Uniform("dp"), scheduler=Wfbp(), budget=BudgetConfig())
+        _leave(any_plan, found, MEASURE)
+    return found
 
 
 def _leave(config: Config, folder: Path, what: str) -> None:
     checks.save(with_absolute_paths(config), folder / CONFIG)
     command = ["-P", "-m", "experiments.job.frozen", str(folder.resolve()), what, *sys.argv]
     (folder / submitted.COMMAND).write_text(shlex.join(command), encoding="utf-8")
-
-
-class Freezer:
-    """Freezes the jobs of one call of a program (:func:`freeze`), and adds a job for each profile that they need.
-
-    Jobs that are compared are thus planned with the same profile.
-    """
-
-    def __init__(self) -> None:
-        self._began = f"{time.time():.0f}"
-
-    def __call__(self, config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
-        """Freeze the job in its folder, which is in `sweep`.
-
-        launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
-        """
-        freeze(config, folder, record.identity_of(config, launcher))
-        first = [os.path.relpath(self._profile(config, launcher, sweep / PROFILES), folder)] if profiles.measures(config) else []
-        (folder / submitted.BEFORE).write_text("".join(f"{each}\n" for each in first), encoding="utf-8")
-
-    def _profile(self, config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
-        """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""
-        parts = [profiles.key_of(config, elsewhere=launcher["executor"] != "local"), dict(launcher)]
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-        found = folder / f"{key}-{self._began}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
-        found.mkdir(parents=True, exist_ok=True)
-        if (found / "profile.json").exists():
-            (found / submitted.COMMAND).unlink(missing_ok=True)
-        elif not (found / submitted.COMMAND).exists():
-            run = replace(config.run, name="profile", resume=None, save_every=None)
-            any_plan = replace(config, run=run, strategy=Uniform("dp"), scheduler=Wfbp(), budget=BudgetConfig())
-            _leave(any_plan, found, MEASURE)
-        return found
 
 
 def run_submitted(configs: Mapping[Path, Config], settings: Any, sweep: Path) -> dict[Path, str]:
@@ -129,11 +121,11 @@ def run_submitted(configs: Mapping[Path, Config], settings: Any, sweep: Path) ->
     """
     if not configs:
         return {}
-    launcher, freeze_in = launcher_of(settings), Freezer()
+    launcher = launcher_of(settings)
     assert launcher is not None
     for folder, config in configs.items():
         folder.mkdir(parents=True, exist_ok=True)
-        freeze_in(config, folder, launcher, sweep)
+        freeze(config, folder, launcher, sweep)
     try:
         mdcs_slurm.submit(mdcs_slurm.MdcsSlurmConf(**settings.launcher), sweep, [*configs], copies=True, resumes=True)
     except ValueError as error:

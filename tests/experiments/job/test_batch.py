@@ -57,27 +57,33 @@ def test_the_largest_batch_is_that_of_the_budget(tmp_path):
     assert (reason, batches.largest.batch, batches.profiled, batches.errors) == ("", 11, (4, 16), {})
     assert batches.largest.plan.prediction.peak_bytes <= budget < floor_bytes(of_batch(12))
     assert batches.wanted(config) is batches.largest
-    assert Plan.from_json((tmp_path / "job/largest/plan.json").read_text()).prediction == batches.largest.plan.prediction
+    assert Plan.from_json((tmp_path / "job/plan.json").read_text()).prediction == batches.largest.plan.prediction
 
 
-def test_the_job_goes_on_with_the_batch_and_its_profile(tmp_path):
-    batches, _, config = found(tmp_path, floor_bytes(of_batch(11)), of_4=of_batch(4), of_16=of_batch(16))
-    decided = batch.with_batch(config, batches, tmp_path / "job")
-    assert (decided.data.batch_size, decided.batch.find) == (11, None)
-    rules.check(decided)  # the profile is accepted as one of 11 samples
-    assert jobs.prepare("plan", decided, tmp_path / "planned", QUIET) == ""
-    made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
+def planned_again(folder: Path) -> Plan:
+    """The plan of the job in this folder, made with the profile that is there."""
+    written = checks.load(folder / "config.yaml")
+    job = dataclasses.replace(written, profile=dataclasses.replace(written.profile, path=str(folder / "profile.json")))
+    rules.check(job)  # the profile is accepted as one of this batch
+    assert jobs.prepare("plan", job, folder.parent / "again", QUIET) == ""
+    return Plan.from_json((folder.parent / "again/plan.json").read_text())
+
+
+def test_the_job_can_go_on_with_the_batch_and_its_profile(tmp_path):
+    batches, _, _ = found(tmp_path, floor_bytes(of_batch(11)), of_4=of_batch(4), of_16=of_batch(16))
+    written = checks.load(tmp_path / "job/config.yaml")
+    assert (written.data.batch_size, written.batch.find) == (11, None)
+    made = planned_again(tmp_path / "job")
     assert made.prediction == batches.largest.plan.prediction
     assert made.profile.about["calculated"] == "from batches of 4 and 16" and "inputs" not in made.profile.about
 
 
 def test_a_batch_with_room_by_recomputation_goes_on_with_all_that_its_profile_knows(tmp_path):
     profiles = {f"of_{n}": recomputable(of_batch(n), 0, freed=20 * n, seconds=0.01) for n in (4, 16)}
-    batches, reason, config = found(tmp_path, floor_bytes(of_batch(11)), "recompute=planned", **profiles)
+    batches, reason, _ = found(tmp_path, floor_bytes(of_batch(11)), "recompute=planned", **profiles)
     largest = batches.largest
     assert reason == "" and largest.batch > 11 and "full" in largest.plan.recompute
-    assert jobs.prepare("plan", batch.with_batch(config, batches, tmp_path / "job"), tmp_path / "planned", QUIET) == ""
-    made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
+    made = planned_again(tmp_path / "job")
     assert (made.recompute, made.prediction) == (largest.plan.recompute, largest.plan.prediction)
 
 
@@ -97,9 +103,9 @@ def test_a_profile_that_is_named_counts_as_proportional(tmp_path):
 
 def test_a_calculated_profile_is_calculated_for_every_batch(tmp_path):
     job = ("profile=gpt3-1024", "strategy=fsdp", "scheduler=sequential", "profile.layers=4")
-    batches, reason, config = found(tmp_path, 20 * 2**30, *job)
+    batches, reason, _ = found(tmp_path, 20 * 2**30, *job)
     assert reason == "" and batches.profiled == () and batches.largest.batch > 1
-    decided = batch.with_batch(config, batches, tmp_path / "job")
+    decided = checks.load(tmp_path / "job/config.yaml")
     assert decided.profile.batch == batches.largest.batch and decided.profile.path is None
 
 
@@ -107,7 +113,7 @@ def test_a_budget_below_one_sample_is_one_error(tmp_path):
     batches, reason, _ = found(tmp_path, 10**4, of_4=of_batch(4), of_16=of_batch(16))
     assert batches == batch.Found(())
     assert reason.startswith("batch.find=largest: no batch fits, not even of one sample: budget.gib: even all")
-    assert reason.count("smallest feasible budget is") == 1 and not (tmp_path / "job/largest").exists()
+    assert reason.count("smallest feasible budget is") == 1 and not (tmp_path / "job/plan.json").exists()
 
 
 def test_programs_that_train_take_a_number(tmp_path):

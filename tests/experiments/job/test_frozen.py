@@ -24,6 +24,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
+SLURM = {"executor": "slurm", "nodes": 1, "ranks_per_node": 2}
 LOST = Outcome(False, "host n1 has not answered for 60 s", 2, 7, lost=True)
 
 
@@ -41,7 +42,7 @@ def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as
 
 
 def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, monkeypatch, config):
-    submission.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path, SLURM, tmp_path)
     monkeypatch.setattr("experiments.config.started.here", Started("srun", 3, 1, "", pytest.fail))
     assert run(tmp_path) == 2
     said = record.read(tmp_path)
@@ -51,7 +52,7 @@ def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, monkeypatch, config):
 def test_a_job_is_recorded_with_the_command_that_has_submitted_it(tmp_path, monkeypatch, config):
     asked = ["experiments/train.py", "-m", "model=mlp", "run.name=it's"]
     monkeypatch.setattr("sys.argv", asked)
-    submission.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path, SLURM, tmp_path)
     python = shlex.split((tmp_path / submitted.COMMAND).read_text())
     assert python == ["-P", "-m", "experiments.job.frozen", str(tmp_path), "train", *asked]
     monkeypatch.setattr("launch.elastic.run", lambda *_, **__: Outcome(False, "as told"))
@@ -72,7 +73,7 @@ def test_a_job_that_has_lost_a_host_is_not_over_where_it_is_to_go_on(tmp_path, m
 def test_a_job_that_has_lost_a_host_is_handed_in_again(tmp_path, monkeypatch, config, capsys):
     monkeypatch.setenv(preemption.REQUEUE, "1")
     monkeypatch.setattr(preemption, "requeue", lambda: "")
-    submission.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path, SLURM, tmp_path)
     assert run(tmp_path, start=lambda *_, **__: LOST) == 1
     assert f"failed: {LOST.reason}; queued again" in capsys.readouterr().err
 
@@ -85,7 +86,7 @@ def test_a_job_that_slurm_starts_again_plans_with_the_profile_that_it_has_measur
     profile, about = Profile.from_json(PROFILE.read_text()), identity(config)
     about |= {} if device == "this" else {"device": device}
     (tmp_path / "profile.json").write_text(dataclasses.replace(profile, about=about).to_json())
-    submission.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path, SLURM, tmp_path)
     assert run(tmp_path) == 1
     resolved = checks.load(tmp_path / "config.yaml")
     found = str(tmp_path / "profile.json") if device == "this" else None
@@ -98,7 +99,7 @@ def test_a_job_that_starts_again_goes_on_with_its_own_checkpoints_once_it_has_so
     (tmp_path / "former").mkdir()
     (tmp_path / "run").mkdir()
     config.run.resume, resumed = "former", []
-    submission.freeze(config, tmp_path / "run")
+    submission.freeze(config, tmp_path / "run", SLURM, tmp_path)
     for step in (0, 1):
         if step:
             (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
@@ -113,13 +114,13 @@ def test_files_are_found_from_the_folder_that_a_job_runs_in(tmp_path, monkeypatc
     with checks.composing():
         config = checks.compose_config(["model=gpt2-tiny", "profile.path=profile.json", "link=emulated"])
     (tmp_path / "run").mkdir()
-    submission.freeze(config, tmp_path / "run")
+    submission.freeze(config, tmp_path / "run", SLURM, tmp_path)
     monkeypatch.chdir("/")
     assert checks.load(tmp_path / "run" / submission.CONFIG).profile.path == str(tmp_path / "profile.json")
 
 
 def test_a_job_whose_folder_is_in_use_leaves_what_is_said_there(tmp_path, config):
-    submission.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path, SLURM, tmp_path)
     with claim(tmp_path):
         assert run(tmp_path) == 2
     assert record.read(tmp_path).state == record.SUBMITTED
@@ -128,22 +129,19 @@ def test_a_job_whose_folder_is_in_use_leaves_what_is_said_there(tmp_path, config
 def test_a_job_that_slurm_does_not_start_again_has_failed(tmp_path, monkeypatch, config):
     monkeypatch.setenv(preemption.REQUEUE, "1")
     monkeypatch.setattr(preemption, "requeue", lambda: "job 3 is over")
-    submission.freeze(config, tmp_path)
+    submission.freeze(config, tmp_path, SLURM, tmp_path)
     assert run(tmp_path, start=lambda *_, **__: LOST) == 1
     said = record.read(tmp_path)
     assert (said.state, said.reason) == (record.FAILED, f"{LOST.reason}; job 3 is over")
 
 
-SLURM = {"executor": "slurm", "nodes": 1, "ranks_per_node": 2}
-
-
 @pytest.fixture
 def sweep(tmp_path, config):
     """A sweep's folder with two jobs that were handed in, and the folder of the one profile that they need."""
-    config.profile.cache, freezer = False, submission.Freezer()
+    config.profile.cache = False
     for name, strategy in (("0", "dp"), ("1", "fsdp")):
         (tmp_path / name).mkdir()
-        freezer(dataclasses.replace(config, strategy=Uniform(strategy)), tmp_path / name, SLURM, tmp_path)
+        submission.freeze(dataclasses.replace(config, strategy=Uniform(strategy)), tmp_path / name, SLURM, tmp_path)
     [first] = {*submitted.before(tmp_path / "0"), *submitted.before(tmp_path / "1")}
     return tmp_path, first
 
@@ -194,7 +192,7 @@ def test_a_profile_of_another_kind_of_node_is_not_planned_with_and_that_is_said(
 def test_a_profile_is_measured_for_what_it_depends_on_and_anew_when_forced(tmp_path, config):
     """Not for every plan, and for none where the engine needs none."""
     def first(launcher=SLURM, **changed):
-        submission.Freezer()(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
+        submission.freeze(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
         return submitted.before(tmp_path)
 
     def sweeping(**changed):

@@ -17,13 +17,14 @@ from analysis.events import METRICS, last_attempt, read_events
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
-from experiments.job.stopping import Stop
 from experiments.job.throughput import throughput_of
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import preemption, status
 
 EVAL_BATCHES = 8
+_STOP_EVERY_S, _STOP_MOST_STEPS = 1.0, 1000
+"""Time and largest number of steps between two exchanges of ranks about stopping."""
 
 
 def train(folder: Path, workload: Workload, floor: int | None) -> None:
@@ -97,6 +98,31 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         began = last_attempt(read_events(folder / METRICS))[0]["began"]
         metrics.write(summary | departures | of_engine | {"first_step_s": None if first is None else first - began})
         metrics.close()
+
+
+class Stop:
+    """Lets the ranks agree, about once a second, that one of them was told to stop a job that continues later.
+
+    All ranks count the same number of steps between two exchanges. The slowest rank's step time decides how many.
+    """
+
+    def __init__(self, step: int) -> None:
+        """Make the process group; all ranks must call this. `step` steps are done already."""
+        self._said = torch.zeros(2, dtype=torch.float64)
+        self._group = dist.new_group(backend="gloo")
+        self._last, self._since, self._next = step, time.monotonic(), step + 1
+
+    def asked(self, step: int) -> bool:
+        """Whether any rank was told to stop. The answer is the same on all ranks."""
+        if step < self._next:
+            return False
+        now = time.monotonic()
+        self._said[0], self._said[1] = float(preemption.asked.is_set()), (now - self._since) / (step - self._last)
+        dist.all_reduce(self._said, op=dist.ReduceOp.MAX, group=self._group)
+        told, step_s = self._said.tolist()
+        steps = min(max(1, int(_STOP_EVERY_S / max(step_s, 1e-6))), _STOP_MOST_STEPS)
+        self._last, self._since, self._next = step, now, step + steps
+        return bool(told)
 
 
 def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine: Engine) -> float | Tensor:

@@ -118,9 +118,8 @@ class Workload:
         """Raise ValueError if the profile's model has other units, for instance because the model's code has changed.
         """
         of_profile = [(unit.name, unit.numel, unit.trainable) for unit in profile.units]
-        packed = [(unit.name, unit.numel, unit.trainable) for unit in self.units]  # as in profiles of older versions
         of_model = [(u.name, sum(aligned(p.numel()) for _, p in u.parameters), u.trainable) for u in self.units]
-        if of_profile in (packed, of_model):
+        if of_profile == of_model:
             return
         pairs = zip_longest(of_profile, of_model)
         number, there, here = next((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])

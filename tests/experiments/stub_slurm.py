@@ -15,6 +15,7 @@ for folder in $(grep -o 'folder=[^ ]*' $here/script.$number | cut -d= -f2); do
 done
 echo $number
 """
+_STEP = {"event": "step", "step": 1, "warmup": False, "step_s": 0.25}
 _SUMMARY = {"event": "summary", "status": "ok", "step_s": dict.fromkeys(("median", "p10", "p90"), 0.25), "peak_bytes": 1}
 
 
@@ -24,5 +25,6 @@ def install(folder: Path, monkeypatch) -> None:
     for name, text in (("sbatch", _SBATCH), ("squeue", "#!/bin/bash\n"), ("scontrol", "#!/bin/bash\n")):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    (folder / "metrics.jsonl").write_text(f"{json.dumps({'event': 'job', 'schema': SCHEMA})}\n{json.dumps(_SUMMARY)}\n")
+    events = {"event": "job", "schema": SCHEMA}, _STEP, _SUMMARY
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)

@@ -1,4 +1,4 @@
-"""Registry of submitted jobs: the job of each run's folder, whether it has ended, and where its ranks' output is."""
+"""Jobs of SLURM: submitted, waited for, and known by the folder of each: its state, and where its ranks' output is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+_POLL_SECONDS, _SHOW_SECONDS = 0.5, 30.0
 
 FILE = "submitted.json"
 COMMAND = "command.txt"
@@ -25,14 +27,44 @@ EXIT_CODE = "exit_code"
 class Job:
     """A submitted job.
 
-    - executor: "slurm", or "local" for a process of this machine.
-    - number: SLURM's number of the job, or the number of the process.
+    - number: SLURM's number of the job.
     - logs: folder with the output of each rank, rank-N.log.
     """
 
-    executor: str
     number: str
     logs: str
+
+
+def submit(script: str, logs: Path, folders: Sequence[Path], made: dict[Path, Job]) -> None:
+    """Submit the script of the jobs in these folders, and add the jobs to `made`. Raises ValueError if sbatch refuses it.
+    """
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise ValueError("hydra/launcher: there is no sbatch here: submit from a login node of a SLURM cluster") from None
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(error.stderr.split())}") from error
+    number = done.stdout.strip().partition(";")[0]
+    numbers = [f"{number}_{i}" for i in range(len(folders))] if len(folders) > 1 else [number]
+    made |= {folder: Job(each, str(logs / each)) for folder, each in zip(folders, numbers, strict=True)}
+    for folder in folders:  # may fail on a full disk: by now `made` has the jobs, which can be cancelled
+        write(folder, made[folder])
+    (logs / f"{number}.sh").write_text(script, encoding="utf-8")
+
+
+def wait(made: Mapping[Path, Job]) -> None:
+    """Wait until every job has ended, and print the jobs' states now and then."""
+    shown, printed, began = 0.0, "", time.monotonic()
+    while True:
+        now = states([*made.values()])
+        text = table(made, now)
+        if text != printed and (not any(now) or time.monotonic() - shown > _SHOW_SECONDS):
+            print(text, flush=True)
+            shown, printed = time.monotonic(), text
+        if not any(now):
+            return
+        waited = time.monotonic() - began  # ask SLURM's controller less often the longer the wait
+        time.sleep(min(max(_POLL_SECONDS, waited / 100), _SHOW_SECONDS / 2))
 
 
 def write(folder: Path, job: Job) -> None:
@@ -71,9 +103,8 @@ def states(jobs: Sequence[Job]) -> list[str]:
 
     "unknown" where SLURM does not answer.
     """
-    queue = _queue(int(time.monotonic())) if any(job.executor == "slurm" for job in jobs) else {}
-    return [_process(job.number) if job.executor == "local" else "unknown" if queue is None else queue.get(job.number, "")
-            for job in jobs]  # fmt: skip
+    queue = _queue(int(time.monotonic()))
+    return ["unknown" if queue is None else queue.get(job.number, "") for job in jobs]
 
 
 def state(folder: Path) -> str:
@@ -88,7 +119,7 @@ def failure(folder: Path) -> str:
     if job is None or code == 0:
         return ""
     how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
-    if code is None and job.executor == "slurm":  # the controller forgets a job after minutes; there may be no accounting
+    if code is None:  # the controller forgets a job after minutes; there may be no accounting
         asked = ("squeue", "-h", "-t", "all", "-o", "%T"), ("sacct", "-n", "-X", "-P", "-o", "State")
         if why := next(filter(None, (said(*each, "-j", job.number) for each in asked)), ""):
             how = f"has ended: SLURM says {why.strip()}"
@@ -123,14 +154,6 @@ def _queue(second: int) -> dict[str, str] | None:
         return None
     rows = (line.split("|") for line in listed.splitlines())
     return {job: state.lower() + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows}
-
-
-def _process(number: str) -> str:
-    try:
-        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    return "" if state == "Z" else "running"
 
 
 def said(*command: str) -> str | None:

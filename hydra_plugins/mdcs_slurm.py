@@ -1,8 +1,8 @@
-"""Hydra launchers for jobs that SLURM runs, or that this machine runs in the background. A sweep is an array of jobs.
+"""A Hydra launcher for jobs that SLURM runs. A sweep is an array of jobs.
 
     mdcs train -m hydra/launcher=mdcs_slurm hydra.launcher.nodes=2 hydra.launcher.ranks_per_node=8 …
 
-Hydra finds them by itself, for any program. Each job is the program with the job's overrides, started once per rank.
+Hydra finds it by itself, for any program. Each job is the program with the job's overrides, started once per rank.
 A program that sets `MdcsLauncher.prepares` says instead what runs: its task function writes the command into the job's
 folder (`_mdcs_jobs.COMMAND`), and the list of jobs that must end before (`_mdcs_jobs.BEFORE`).
 """
@@ -31,7 +31,6 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from hydra_plugins import _mdcs_jobs as jobs
-from hydra_plugins._mdcs_executors import Local, Slurm
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("analysis", "experiments", "hydra_plugins", "launch", "mdcs", "conf")
@@ -42,24 +41,6 @@ LOGS = "submitted"
 
 _GRIDS = ("hydra._internal.core_plugins.basic_sweeper.", "hydra_plugins.mdcs_sweeper.")
 """Sweepers that know all jobs before the first."""
-
-
-@dataclass
-class MdcsLocalConf:
-    """Settings of jobs of this machine. Hydra checks the types, the launcher checks the ranges."""
-
-    _target_: str = "hydra_plugins.mdcs_slurm.MdcsLauncher"
-    executor: str = "local"
-    ranks_per_node: int = 1
-    container: str | None = None
-    python: str | None = None
-    modules: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    setup: list[str] = field(default_factory=list)
-    parallel: int = 16
-    snapshot: bool = True
-    wait: bool = True
-    print_script: bool = False
 
 
 @dataclass
@@ -86,10 +67,18 @@ class SbatchOptions:
 
 
 @dataclass
-class MdcsSlurmConf(SbatchOptions, MdcsLocalConf):
-    """Settings of jobs of SLURM."""
+class MdcsSlurmConf(SbatchOptions):
+    """Settings of the launcher. Hydra checks the types, the launcher checks the ranges."""
 
-    executor: str = "slurm"
+    _target_: str = "hydra_plugins.mdcs_slurm.MdcsLauncher"
+    ranks_per_node: int = 1
+    container: str | None = None
+    python: str | None = None
+    modules: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)
+    parallel: int = 16
+    wait: bool = True
     exclusive: bool = False
     dependency: str | None = None
     sbatch: dict[str, str] = field(default_factory=dict)
@@ -100,25 +89,21 @@ class MdcsSlurmConf(SbatchOptions, MdcsLocalConf):
     grace_s: int = 90
 
 
-for _name, _conf in (("mdcs_slurm", MdcsSlurmConf), ("mdcs_local", MdcsLocalConf)):
-    ConfigStore.instance().store(group="hydra/launcher", name=_name, node=_conf, provider="mdcs")
+ConfigStore.instance().store(group="hydra/launcher", name="mdcs_slurm", node=MdcsSlurmConf, provider="mdcs")
 
-RENAMED = {"cpus_per_node": "cpus_per_task", "mem_gb": "mem", "time_min": "time"}
-"""Options of the former launcher, and what they are called now."""
 _QUEUE = (
     "_target_", "mem", "mem_per_cpu", "mem_per_gpu", "time", "account", "qos", "reservation", "exclude", "dependency", "job_name",
-    "comment", "parallel", "snapshot", "wait", "requeue", "grace_s", "print_script",
+    "comment", "parallel", "wait", "requeue", "grace_s",
 )  # fmt: skip
 _QUEUE_SBATCH = ("begin", "comment", "deadline", "dependency", "job-name", "mail-type", "mail-user", "nice", "priority")
 _SBATCH = tuple(leaf.name for leaf in fields(SbatchOptions))
 MEASURED = tuple(leaf.name for leaf in fields(MdcsSlurmConf) if leaf.name not in _QUEUE)
-"""Settings that change a job's measurements and so its identity. On this machine `parallel` does too."""
+"""Settings that change a job's measurements and so its identity."""
 
 
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a launcher that its jobs' measurements depend on."""
-    names, all_ = (*MEASURED, "parallel") if settings["executor"] == "local" else MEASURED, MdcsSlurmConf(**settings)
-    made = {name: getattr(all_, name) for name in names}
+    made = {name: settings[name] for name in MEASURED}
     return made | {"sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _QUEUE_SBATCH}}
 
 
@@ -132,8 +117,6 @@ def check(asked: MdcsSlurmConf) -> None:
         for text in texts if isinstance(texts, Iterable) else ():
             if "\n" in str(text):
                 raise ValueError(f"{key}: must be one line, got {text!r}")
-    if asked.executor not in ("slurm", "local"):
-        raise ValueError(f"hydra.launcher.executor: must be slurm or local, got {asked.executor}")
     for name, form, what in (("env", r"[A-Za-z_]\w*", "variable"), ("sbatch", r"[a-z][a-z_-]*", "long option of sbatch")):
         for each in getattr(asked, name):
             if not re.fullmatch(form, each):
@@ -214,44 +197,38 @@ def rerun(folder: Path, settings: Any, *more: str) -> None:
 def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], copies: bool, resumes: bool) -> None:
     """Submit the jobs in these folders, and those that must end before. Wait for them if `asked` says so.
 
-    Ctrl-C cancels all of them. SIGTERM ends this program alone, where SLURM has the jobs.
+    Ctrl-C cancels all of them. SIGTERM ends this program alone.
 
     copies: the jobs run a copy of the code as it is now. resumes: see `MdcsLauncher`.
     """
-    code = None if not copies else snapshot(sweep / "code") if asked.snapshot else ROOT
-    logs = sweep / LOGS
+    code, logs, made = snapshot(sweep / "code") if copies else None, sweep / LOGS, dict[Path, jobs.Job]()
     logs.mkdir(parents=True, exist_ok=True)
-    slurm = asked.executor == "slurm"
-    executor = Slurm() if slurm else Local(asked.parallel)
-    most = jobs.largest_array() if slurm and len(folders) > 1 else len(folders)
+    most = jobs.largest_array() if len(folders) > 1 else 1
     first, running = to_end_before(folders)
     for folder in (*first, *folders):
         (folder / jobs.EXIT_CODE).unlink(missing_ok=True)
 
     def start(group: Sequence[Path], after: Sequence[jobs.Job] = ()) -> str:
         for i in range(0, len(group), most):
-            text = script(asked, code, logs, group[i : i + most], after, resumes=resumes)
-            if asked.print_script:
-                print(text, flush=True)
-            executor.start(text, logs, group[i : i + most], after)
-        return ", ".join(executor.made[folder].number for folder in group)
+            part = group[i : i + most]
+            jobs.submit(script(asked, code, logs, part, after, resumes=resumes), logs, part, made)
+        return ", ".join(made[folder].number for folder in group)
 
     def leave(signum: int, frame: FrameType | None) -> NoReturn:
         print(f"ended; the jobs go on: mdcs jobs {sweep}", file=sys.stderr, flush=True)
         sys.exit(128 + signum)
 
-    before = signal.getsignal(signal.SIGTERM)
-    if slurm:
-        signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, leave)
     try:
         if first:
             print(f"submitted first, as the others need its profile: {start(first)}", flush=True)
         needed = [job for folder in (*running, *first) if (job := jobs.read(folder)) is not None]
         print(f"submitted: {start(folders, needed)}; logs are in {logs}", flush=True)
         if asked.wait:
-            executor.wait()
+            jobs.wait(made)
     except (Exception, KeyboardInterrupt):
-        executor.cancel()
+        if made:
+            jobs.said("scancel", *(job.number for job in made.values()))
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -279,24 +256,21 @@ def script(
     code: folder that is on Python's path before all others; `$code` in the commands.
     after: jobs that must end well first. If one does not, SLURM removes these jobs from the queue.
     """
-    slurm, several = asked.executor == "slurm", len(folders) > 1
+    several = len(folders) > 1
+    options = {name.replace("_", "-"): getattr(asked, name) for name in _SBATCH if getattr(asked, name) is not None}
+    options |= {"ntasks-per-node": asked.ranks_per_node, "open-mode": "append"}
+    options |= {"signal": f"USR1@{asked.grace_s}"} if asked.requeue and resumes else {}
+    options |= {"output": logs / ("%A_%a.log" if several else "%j.log"), "requeue" if asked.requeue else "no-requeue": True}
+    options |= {name.replace("_", "-"): value for name, value in asked.sbatch.items()}
+    conditions = [asked.dependency, options.get("dependency"), after and f"afterok:{':'.join(job.number for job in after)}"]
+    if dependency := ",".join(each for each in conditions if each):
+        options |= {"dependency": dependency, "kill-on-invalid-dep": "yes"}
+    options |= {"exclusive": True} if asked.exclusive else {}
+    options |= {"array": f"0-{len(folders) - 1}%{asked.parallel}"} if several else {}
     lines = ["#!/bin/bash"]
-    if slurm:
-        options = {name.replace("_", "-"): getattr(asked, name) for name in _SBATCH if getattr(asked, name) is not None}
-        options |= {"ntasks-per-node": asked.ranks_per_node, "open-mode": "append"}
-        options |= {"signal": f"USR1@{asked.grace_s}"} if asked.requeue and resumes else {}
-        options |= {"output": logs / ("%A_%a.log" if several else "%j.log"), "requeue" if asked.requeue else "no-requeue": True}
-        options |= {name.replace("_", "-"): value for name, value in asked.sbatch.items()}
-        conditions = [asked.dependency, options.get("dependency"), after and f"afterok:{':'.join(job.number for job in after)}"]
-        if dependency := ",".join(each for each in conditions if each):
-            options |= {"dependency": dependency, "kill-on-invalid-dep": "yes"}
-        options |= {"exclusive": True} if asked.exclusive else {}
-        options |= {"array": f"0-{len(folders) - 1}%{asked.parallel}"} if several else {}
-        lines += [f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items()]
-        number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if several else "$SLURM_JOB_ID"
-    else:
-        number = "$$"
-    lines += [f"export {REQUEUE}=1"] if slurm and asked.requeue and resumes else []
+    lines += [f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items()]
+    number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if several else "$SLURM_JOB_ID"
+    lines += [f"export {REQUEUE}=1"] if asked.requeue and resumes else []
     lines += [f"module load {shlex.quote(module)}" for module in asked.modules]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in asked.env.items()]
     if code is not None:
@@ -310,12 +284,11 @@ def script(
         f"--{name.replace('_', '-')}={value}" for name in ("cpus_per_task", "cpu_bind", "gpu_bind")
         if (value := getattr(asked, name)) is not None  # srun does not take over the script's CPUs
     ), *asked.srun_args]  # fmt: skip
-    run = f'{shlex.join(srun)} --output="$logs/rank-%t.log" ' if slurm else ""
     lines += [
         "esac",
         f'logs={shlex.quote(str(logs))}/{number}; mkdir -p "$logs"; rm -f "$folder/{jobs.EXIT_CODE}"',
         "trap : TERM USR1",  # the ranks are told, too, and this script waits for them
-        f'{run}{shlex.join(launch)} "${{command[@]}}"' + ("" if slurm else ' >"$logs/rank-0.log" 2>&1'),
+        f'{shlex.join(srun)} --output="$logs/rank-%t.log" {shlex.join(launch)} "${{command[@]}}"',
         f'code=$?; echo $code >"$folder/{jobs.EXIT_CODE}"; exit $code',
     ]
     return "\n".join(lines) + "\n"

@@ -91,16 +91,19 @@ except ModuleNotFoundError as error:
     assert said_by(python, "-c", program, cwd=tmp_path) == "mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'\n"
 
 
-def test_hydra_finds_the_launchers_for_any_program(python, tmp_path):
+def test_hydra_finds_the_launcher_for_any_program(python, tmp_path):
     """With the packages of the extra `hydra`, which has no other of ours."""
     (tmp_path / "extra").mkdir()
     for package in needed(["hydra-core"]).values():
         for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             (tmp_path / "extra" / name).symlink_to(package.locate_file(name))
     (tmp_path / "app.py").write_text('import hydra\n@hydra.main(version_base="1.3")\ndef main(config): pass\nmain()\n')
-    asked = ("-m", "hydra/launcher=mdcs_local", "hydra/sweeper=mdcs", "+x=1,2", "hydra.sweep.dir=out")
-    said = said_by(python, "app.py", *asked, cwd=tmp_path, PYTHONPATH=str(tmp_path / "extra"))
-    assert "submitted: " in said and {(tmp_path / f"out/{job}/exit_code").read_text() for job in (0, 1)} == {"0\n"}
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    paths = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(tmp_path / "extra")}
+    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "hydra/sweeper=mdcs", "hydra.sweep.dir=out", "+x=1,2")
+    said = said_by(python, "app.py", "-m", *asked, cwd=tmp_path, **paths)
+    assert "submitted: 7_0, 7_1" in said and f"{tmp_path}/app.py +x=2" in (tmp_path / "out/submitted/7.sh").read_text()
 
 
 def test_two_ranks_train_elsewhere(python, tmp_path):

@@ -81,8 +81,6 @@ def _as_asked(key: str, overrides: Sequence[str]) -> str:
 
 def unknown_key(key: str) -> ConfigError:
     """The error for an unknown key. It suggests the nearest known key."""
-    if key.startswith("hydra.launcher.") and (now := mdcs_slurm.RENAMED.get(key.rpartition(".")[2])):
-        return ConfigError(key, f"no such key; it is hydra.launcher.{now} now")
     hydra_keys = _hydra_keys()
     if key.startswith("hydra.launcher.") and key in hydra_keys:
         return ConfigError(key, "is for hydra/launcher=mdcs_slurm")

@@ -148,8 +148,9 @@ class _Call:
         except (PicklingError, TypeError) as error:
             if self.wants_tracebacks or "pickle" not in str(error):
                 raise
-            known = "mdcs_local and mdcs_slurm do that, and joblib runs jobs here with hydra.launcher.n_jobs=1"
-            print(f"hydra/launcher: cannot run jobs in processes of its own; {known}", file=sys.stderr)
+            why = "jobs of one machine run one after the other, or they would disturb what they measure"
+            known = "joblib does with hydra.launcher.n_jobs=1; mdcs_slurm submits jobs to SLURM"
+            print(f"hydra/launcher: {why}; {known}", file=sys.stderr)
             return 2
         except OSError as error:  # outside of any job, e.g. Hydra cannot make a folder
             if self.wants_tracebacks:

@@ -67,7 +67,7 @@ def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> st
     for group, keys in _NOT_OF_A_JOB.items():
         for key in (*told[group],) if keys is None else keys:
             del told[group][key]
-    path, elsewhere = config.profile.path, launcher is not None and launcher["executor"] != "local"
+    path, elsewhere = config.profile.path, launcher is not None
     profile = profiles.key_of(config, elsewhere=elsewhere) if path is None else _hash(path)
     parts = [told, profile, *([] if launcher is None else [dict(launcher)])]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]

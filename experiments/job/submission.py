@@ -51,7 +51,7 @@ def launcher_of(settings: Any) -> dict[str, Any] | None:
 
 def starts_its_ranks(launcher: Mapping[str, Any]) -> bool:
     """Whether a submitted job is one process that starts its ranks, not a process per rank."""
-    return launcher["executor"] == "local" or launcher["nodes"] * launcher["ranks_per_node"] == 1
+    return bool(launcher["nodes"] * launcher["ranks_per_node"] == 1)
 
 
 def config_of(
@@ -92,7 +92,7 @@ def freeze(config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Pat
 
 def _profile(config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
     """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""
-    parts = [profiles.key_of(config, elsewhere=launcher["executor"] != "local"), dict(launcher)]
+    parts = [profiles.key_of(config, elsewhere=True), dict(launcher)]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
     found = folder / f"{key}-{command_began():.0f}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
     found.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
-"""Submitted jobs: what is asked for and what is refused, the batch script, and jobs of this machine."""
+"""Submitted jobs: what is asked for and what is refused, and the batch script."""
 
-import json
 import os
 import re
 import shlex
@@ -9,12 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from analysis.events import read_events
 from experiments import compare, jobs, train
 from experiments.job import record
 from hydra_plugins import _mdcs_jobs
@@ -22,7 +19,6 @@ from hydra_plugins.mdcs_slurm import CODE, MdcsSlurmConf, check, script, snapsho
 from launch import status
 from tests.experiments import one_process
 from tests.hydra_plugins import slurm_cluster
-from tests.launch.processes import wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = MdcsSlurmConf(
@@ -38,7 +34,6 @@ ASKED = MdcsSlurmConf(
     ("asked", "line"),
     [
         (MdcsSlurmConf(nodes=0), "hydra.launcher.nodes: must be >= 1, got 0"),
-        (MdcsSlurmConf(executor="pbs"), "hydra.launcher.executor: must be slurm or local, got pbs"),
         (MdcsSlurmConf(env={"A-B": "1"}), "hydra.launcher.env: A-B is no name of a variable"),
         (MdcsSlurmConf(sbatch={"--wrap": "1"}), "hydra.launcher.sbatch: --wrap is no name of a long option of sbatch"),
         (MdcsSlurmConf(comment="a\n#SBATCH -N 9"), "hydra.launcher.comment: must be one line, got 'a\\n#SBATCH -N 9'"),
@@ -56,15 +51,28 @@ def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
     _mdcs_jobs._queue.cache_clear()
     program(tmp_path, monkeypatch, "squeue", "printf '7_0|PENDING|Priority\\n7_3|RUNNING|None\\n'")
     for number, state in (("7_0", "pending (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "running")):
-        _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", number, "logs"))
+        _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job(number, "logs"))
         assert _mdcs_jobs.state(tmp_path) == state
     program(tmp_path, monkeypatch, "squeue", "[[ -z $SQUEUE_STATES ]] && printf '8|PENDING|Priority\\n'")
     monkeypatch.setenv("SQUEUE_STATES", "all")
-    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", "8", "logs"))
+    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("8", "logs"))
     assert _mdcs_jobs.state(tmp_path) == "pending (Priority)"  # submitted within a second after SLURM was asked
     program(tmp_path, monkeypatch, "squeue", "exit 1")
     _mdcs_jobs._queue.cache_clear()
     assert _mdcs_jobs.state(tmp_path) == "unknown"
+
+
+SRUN = """
+while [[ $1 = --* ]]; do [[ $1 = --output=* ]] && out=${1#*=}; shift; done
+"$@" >${out/\\%t/0}
+"""
+SBATCH = """
+script=$(cat); last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' <<<"$script")
+export SLURM_JOB_ID=7 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID
+for SLURM_ARRAY_TASK_ID in $(seq 0 ${last:-0}); do bash -c "$script" >/dev/null 2>&1; done
+echo 7
+"""
+"""An srun that starts one rank, and an sbatch that runs jobs at once."""
 
 
 def commands(folder: Path, *names: str) -> list[Path]:
@@ -78,7 +86,7 @@ def commands(folder: Path, *names: str) -> list[Path]:
 def test_all_that_is_asked_for_is_in_the_script(tmp_path):
     """One task per rank; bash accepts the script."""
     check(ASKED)
-    first = _mdcs_jobs.Job("slurm", "7", "")
+    first = _mdcs_jobs.Job("7", "")
     text = script(ASKED, Path("/shared/my code"), tmp_path / "submitted", commands(tmp_path, "0", "1"), [first], resumes=True)
     lines = text.splitlines()
     for line in (
@@ -102,8 +110,7 @@ def test_all_that_is_asked_for_is_in_the_script(tmp_path):
 
 def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_path, monkeypatch):
     """bash runs it, with an srun that starts one rank."""
-    skip = "while [[ $1 = --* ]]; do [[ $1 = --output=* ]] && out=${1#*=}; shift; done"
-    program(tmp_path, monkeypatch, "srun", skip + '; "$@" >${out/\\%t/0}')
+    program(tmp_path, monkeypatch, "srun", SRUN)
     folders = commands(tmp_path, "a b", "1")
     (folders[1] / _mdcs_jobs.COMMAND).write_text("-c 'exit(3)'")
     text = script(MdcsSlurmConf(), tmp_path, tmp_path / "logs", folders, resumes=False)
@@ -112,13 +119,13 @@ def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_pa
         assert subprocess.run(["bash", "-c", text], env=env, check=False).returncode == code
         assert _mdcs_jobs.exit_code(folders[i]) == code
     assert (tmp_path / "logs/7_0/rank-0.log").read_text() == "job a b\n"
-    _mdcs_jobs.write(folders[1], _mdcs_jobs.Job("slurm", "7_1", "logs/7_1"))
+    _mdcs_jobs.write(folders[1], _mdcs_jobs.Job("7_1", "logs/7_1"))
     assert _mdcs_jobs.failure(folders[1]) == "job 7_1 has ended with exit code 3; the output of its ranks is in logs/7_1"
 
 
 def test_of_a_job_that_was_ended_from_outside_slurm_says_how(tmp_path, monkeypatch):
     program(tmp_path, monkeypatch, "squeue", "[[ $* = '-h -t all -o %T -j 7_1' ]] && echo CANCELLED")
-    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("slurm", "7_1", "logs/7_1"))
+    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("7_1", "logs/7_1"))
     assert _mdcs_jobs.failure(tmp_path) == "job 7_1 has ended: SLURM says CANCELLED; the output of its ranks is in logs/7_1"
 
 
@@ -148,11 +155,6 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(tmp_path, monkeypa
 def common(folder: Path) -> tuple[str, ...]:
     each = ("run.warmup_steps=1", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
     return ("-m", *each, f"hydra.sweep.dir={folder / 'sweep'}")
-
-
-def sweep(folder: Path, *overrides: str, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(ROOT / "experiments/train.py"), *common(folder), *overrides]
-    return subprocess.Popen(command, cwd=folder, text=True, stdout=stdout, stderr=stderr)
 
 
 def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
@@ -198,8 +200,7 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        ("hydra.launcher.time_min=7", "hydra.launcher.time_min: no such key; it is hydra.launcher.time now"),
-        ("hydra/launcher=mdcs_local hydra.launcher.mem=1G", "hydra.launcher.mem: is for hydra/launcher=mdcs_slurm"),
+        ("hydra/launcher=basic", "hydra.launcher.ranks_per_node: is for hydra/launcher=mdcs_slurm"),
         ("hydra.launcher.partiton=a", "hydra.launcher.partiton: no such key; did you mean hydra.launcher.partition?"),
         ("hydra.launcher.nodes=two", "hydra.launcher.nodes: Value 'two' of type 'str' could not be converted to Integer"),
     ],
@@ -271,56 +272,6 @@ def test_jobs_whose_profile_was_not_measured_have_failed_with_the_reason(tmp_pat
     assert done.returncode == 1 and "2 of 2 jobs failed" in done.stderr
 
 
-LOCAL = (
-    "hydra/launcher=mdcs_local", "run.steps=1000", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker",
-    f"hydra.launcher.setup=['export PYTHONPATH=$PYTHONPATH:{ROOT}']", "run.name=slow,slow too",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path):
-    """Also while others are still to be submitted, and where Ctrl-C is ignored, as by what a shell runs in the background."""
-    running = sweep(tmp_path, *LOCAL)
-    ranks = [tmp_path / f"sweep/0/rank{rank}.status" for rank in (0, 1)]
-    deadline = time.monotonic() + 100
-    while not ranks[0].exists():
-        assert running.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "running"
-    running.terminate()
-    assert "interrupted" in running.communicate(timeout=60)[1] and running.returncode == 130
-    pids = [said.pid for rank in (0, 1) if (said := status.read(tmp_path / "sweep/0", rank)) is not None]
-    assert pids and wait_until_gone(pids, 10.0) == []
-
-
-@pytest.mark.slow
-def test_jobs_that_nobody_waits_for_need_not_have_begun(tmp_path):
-    with (tmp_path / "said").open("w") as said:  # which the job has, too
-        done = sweep(tmp_path, *LOCAL[:-1], "run.name=slow", "hydra.launcher.wait=false", stdout=said, stderr=said)
-        done.wait(100)
-    job = _mdcs_jobs.read(tmp_path / "sweep/0")
-    assert _mdcs_jobs.state(tmp_path / "sweep/0") == "running"
-    os.killpg(int(job.number), signal.SIGKILL)
-    assert done.returncode == 0 and "1 jobs in " in (tmp_path / "said").read_text()
-    assert json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"][0]["status"] == "submitted"
-
-
-@pytest.mark.slow
-def test_jobs_of_this_machine_run_by_themselves_and_a_failed_rank_fails_job_and_sweep(tmp_path):
-    command = [
-        sys.executable, str(ROOT / "experiments/train.py"), "-m", "hydra/launcher=mdcs_local", "hydra.launcher.ranks_per_node=2",
-        "hydra.launcher.parallel=1", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker", "run.name=fine,raise",
-        f"hydra.launcher.setup=['export PYTHONPATH=$PYTHONPATH:{ROOT}']", "run.steps=2", "run.warmup_steps=1",
-        f"hydra.sweep.dir={tmp_path / 'sweep'}",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    reason = "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told"
-    assert done.returncode == 1, done.stderr
-    assert f"failed: {reason} (its logs are in {tmp_path / 'sweep/1'})" in done.stderr
-    ends = [read_events(tmp_path / f"sweep/{number}/metrics.jsonl")[-1] for number in (0, 1)]
-    assert [end["event"] for end in ends] == ["summary", "failure"] and ends[1]["reason"] == reason
-
-
 def test_a_node_that_is_lost_takes_no_processes_of_another_cluster_along(tmp_path):
     """Both clusters of this machine name their nodes alike."""
     waits = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -343,7 +294,7 @@ def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capf
     program(tmp_path, monkeypatch, "squeue", f"echo x >>{tmp_path}/asked; printf '7_0|RUNNING|None\\n7_1|PENDING|Priority\\n'")
     assert jobs.main([str(tmp_path)]) == 2 and "no job was submitted from here" in capfd.readouterr().err
     for folder, number in zip(commands(tmp_path, "0", "1", "2", "3"), ("7_0", "7_1", "7_2", "7_3"), strict=True):
-        _mdcs_jobs.write(folder, _mdcs_jobs.Job("slurm", number, str(tmp_path / "submitted" / number)))
+        _mdcs_jobs.write(folder, _mdcs_jobs.Job(number, str(tmp_path / "submitted" / number)))
     (tmp_path / "2" / _mdcs_jobs.EXIT_CODE).write_text("0")
     (tmp_path / "3" / _mdcs_jobs.EXIT_CODE).write_text("1")
     record.write(tmp_path / "3", "", record.FAILED, "rank 1 failed")
@@ -398,10 +349,12 @@ main()
 """
 
 
-def test_any_program_of_hydra_has_its_jobs_submitted(tmp_path):
+def test_any_program_of_hydra_has_its_jobs_submitted(tmp_path, monkeypatch):
     """Its jobs are the program with one's overrides; it runs none of them itself."""
+    for name, does in (("srun", SRUN), ("sbatch", SBATCH), ("squeue", "")):
+        program(tmp_path, monkeypatch, name, does)
     (tmp_path / "app.py").write_text(APP)
-    command = [sys.executable, "app.py", "-m", "hydra/launcher=mdcs_local", "+code=0,3", "+name='a b'", "hydra.sweep.dir=out"]
+    command = [sys.executable, "app.py", "-m", "hydra/launcher=mdcs_slurm", "+code=0,3", "+name='a b'", "hydra.sweep.dir=out"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "has ended with exit code 3" in done.stderr and "{'code'" not in done.stdout

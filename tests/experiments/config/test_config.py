@@ -168,7 +168,7 @@ WRONG = {
     "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped; did you mean shaped?",
     "+cluster=shaped": "cluster: is set already: leave out the +",
     "hydra/launcher=mdcs_slrm":
-        "hydra/launcher: no such option mdcs_slrm; options: basic, mdcs_local, mdcs_slurm; did you mean mdcs_slurm?",
+        "hydra/launcher: no such option mdcs_slrm; options: basic, mdcs_slurm; did you mean mdcs_slurm?",
     "hydra.run.dri=x": "hydra.run.dri: no such key; did you mean hydra.run.dir?",
     "hydra.launcher.x=1": "hydra.launcher.x: no such key",
     "run.name=${oc.env:NOPE}":

@@ -24,7 +24,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
-SLURM = {"executor": "slurm", "nodes": 1, "ranks_per_node": 2}
+SLURM = {"nodes": 1, "ranks_per_node": 2}
 LOST = Outcome(False, "host n1 has not answered for 60 s", 2, 7, lost=True)
 
 
@@ -163,7 +163,7 @@ def test_jobs_of_a_sweep_plan_with_the_profile_that_one_job_has_measured_for_the
 
 def test_a_job_whose_profile_could_not_be_measured_says_why_and_measures_none(sweep):
     folder, first = sweep
-    submitted.write(first, submitted.Job("slurm", "1_0", "logs"))
+    submitted.write(first, submitted.Job("1_0", "logs"))
     assert run(first, submission.MEASURE, lambda *_, **__: Outcome(False, "rank 1 failed: no memory", 1, 0)) == 1
     assert run(folder / "0", start=lambda *_, **__: pytest.fail("no rank may start")) == 2
     said = record.read(folder / "0")

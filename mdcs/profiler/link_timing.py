@@ -42,6 +42,7 @@ from mdcs.sizes import MIB
 
 _SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones exceed a CPU's caches, and are slower
 _LARGER = 16 * MIB, 64 * MIB  # on CUDA
+_SMALLEST_BLOCK = MIB  # smaller messages wait more often for a rank that is computing, which an idle machine does not show
 _LONG = 1.5  # seconds: a train that would take more is not sent
 _MESSAGES, _TRAIN = (6, 12), 6 * MIB  # fewest and most in a train; about so many bytes
 _TURNS, _OF_CHOSEN = 3, 5  # repetitions of each train: to compare families, and of the chosen one
@@ -108,7 +109,7 @@ def measure_link(
     kinds = tuple(KIND.values())
     trains = dict(zip(kinds, ranks.time_trains([(chosen, (kind,)) for kind in kinds], sizes, in_flight, _OF_CHOSEN), strict=True))
     alone = ranks.time_single_messages(chosen, kinds)
-    block = min(max(_block(map(_line, trains.values())), sizes[0]), sizes[-1])
+    block = min(max(_block(map(_line, trains.values())), _SMALLEST_BLOCK), sizes[-1])
     per_node = ranks_per_node(group) if per_node is None else per_node
     if per_node:
         with ranks.of_nodes(per_node):

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         to.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        print(f"plan: cannot be exported: {error}", file=sys.stderr)
+        said = f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{path} is not a plan.json: {error}"
+        print(f"plan: {said}; name the folder of a run, or its plan.json", file=sys.stderr)
         return 2
     except PlanError as error:
         print(f"plan: {path}: {error}", file=sys.stderr)

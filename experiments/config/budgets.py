@@ -43,7 +43,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.gib is not None:
-            return f"{self.gib:g} GiB"
+            return f"{self.gib:g} GiB" if self.gib >= 0.1 else f"{self.gib * GIB / MIB:.4g} MiB"
         return "none" if self.over_floor is None else f"{self.over_floor * 100:g}%"
 
     @property

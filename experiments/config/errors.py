@@ -16,11 +16,17 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from experiments.config import schema
-from experiments.config.files import groups
-from experiments.config.schema import ConfigError, fields_by_key
+from experiments.config.files import CONF, groups, values
+from experiments.config.schema import OPTION_GROUPS, ConfigError, fields_by_key
 from experiments.config.targets import types_of, wanted
 from hydra_plugins import mdcs_slurm
 from mdcs.plan.strategy import RENAMED
+
+_OF_OTHERS = {
+    ("strategy", "ddp"): "dp", ("strategy", "zero3"): "fsdp", ("strategy", "full_shard"): "fsdp",
+    ("strategy", "shard_grad_op"): "sdp", ("strategy", "hybrid_shard"): "hsdp",
+}  # fmt: skip
+"""Names of options in DDP, FSDP and DeepSpeed, with mdcs's."""
 
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
 _OPTION = re.compile(r"Could not find '([^']+)'")
@@ -87,13 +93,19 @@ def unknown_key(key: str) -> ConfigError:
     known = [*fields_by_key(), *groups(), *hydra_keys]
     group, _, name = key.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
-    others = {each.rpartition(".")[2]: each for each in reversed(known)}
+    others = _option_keys() | {each.rpartition(".")[2]: each for each in reversed(known)}
     whole = {} if group and siblings else {each: each for each in known}
     # A name of the same group (`link.latncy_us`), else the whole key (`runs.steps`), else a name of any group (`steps`).
     for asked, among, cutoff in ((name, siblings, 0.6), (key, whole, 0.75), (name, others, 0.75)):
         if near := difflib.get_close_matches(asked, among, n=1, cutoff=cutoff):
             return ConfigError(key, f"no such key; did you mean {among[near[0]]}?")
     return ConfigError(key, "no such key")
+
+
+def _option_keys() -> dict[str, str]:
+    """Return the full keys of all options in conf/, by name: `data.batch_size` for `batch_size`."""
+    files = [(group, CONF / group / f"{option}.yaml") for group in OPTION_GROUPS for option in groups()[group]]
+    return {name: f"{group}.{name}" for group, file in reversed(files) for name in values(file)}
 
 
 def _hydra_keys() -> list[str]:
@@ -109,7 +121,10 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
         return ConfigError(path, "no such config")
     known = sorted(name for name in {*options} - {*RENAMED} if not name.startswith("_"))
     near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+    near = [_OF_OTHERS[group, option]] if (group, option) in _OF_OTHERS else near
     nearest = f"; did you mean {near[0]}?" if near else ""
+    if group == "budget":
+        nearest = "; a limit in bytes is budget.gib=40, a share beyond the floor budget.over_floor=0.1"
     return ConfigError(group, f"no such option {option}; options: {', '.join(known)}{nearest}")
 
 

@@ -178,14 +178,18 @@ _NAMED = {"hosts": "cluster.nodes", "network": "cluster.network", "shaped_link":
 """Keys of the config by those of a profile's identity, where they differ."""
 
 
+def _beside(profile: Path) -> str:
+    return f"; did you mean {profile}?" if profile.is_file() else ""
+
+
 def _check_profile(config: Config, path: Path) -> None:
     if not path.is_file():
-        inside = f"; did you mean {path / 'profile.json'}?" if (path / "profile.json").is_file() else ""
-        raise ConfigError("profile.path", f"no such file: {path}{inside}")
+        raise ConfigError("profile.path", f"no such file: {path}{_beside(path / 'profile.json')}")
     try:
         profile = Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("profile.path", f"{path} is not a profile.json: {error}") from error
+        there = _beside(path.with_name("profile.json")) if path.name != "profile.json" else ""
+        raise ConfigError("profile.path", f"{path} is not a profile.json: {error}{there}") from error
     job = job_identity(config)
     if config.link.name == "real":
         job |= {"shaped_link": config.cluster.shaped_link(), "hosts": "", "network": ""} | hosts_identity(config)

@@ -223,4 +223,5 @@ def doubt(plan: mdcs.Plan, measured_s: float) -> str:
     if not is_far_off(predicted_s, measured_s):
         return warning
     said = f"a step was predicted to take {predicted_s * 1e3:.1f} ms, and took {measured_s * 1e3:.1f}"
+    said += "; profile.refresh=true measures anew"
     return f"{said}; {warning}" if warning else said

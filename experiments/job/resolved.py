@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.config.budgets import Budget
 from experiments.config.schema import ClusterConfig, Config
 from mdcs.planner.recompute import KEEP
 from mdcs.sizes import GIB, MIB
@@ -90,7 +91,7 @@ def _name(config: Config) -> str:
         plan += "" if budget.activation_share is None else f" a={budget.activation_share:g}"
     parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
     if budget.gib is not None:
-        parts.append(f"{budget.gib:g} GiB")
+        parts.append(str(Budget(budget.gib)))
     elif budget.over_floor is not None:
         parts.append(f"floor + {budget.over_floor * 100:g} %")
     ranks = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"

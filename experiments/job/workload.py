@@ -92,8 +92,14 @@ class Workload:
         return value.to(self.dtype) if value.is_floating_point() else value
 
     def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
-        """Loss of the model, or of `model`, which wraps it."""
-        return self.task.loss(self.model if model is None else model, batch)
+        """Loss of the model, or of `model`, which wraps it. Raises ValueError for data of another model."""
+        try:
+            return self.task.loss(self.model if model is None else model, batch)
+        except KeyError as error:
+            if error.args[0] in batch:
+                raise
+            there = ", ".join(batch)
+            raise ValueError(f"model.loss: a batch of data={self.config.data.name} has no {error}, but {there}") from error
 
     def shown(self, value: float) -> float | None:
         """A loss or a norm; None for emulated ranks, where it has no meaning."""

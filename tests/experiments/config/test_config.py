@@ -98,7 +98,11 @@ WRONG = {
     "+budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
     "+anything=5": "anything: no such key",
     "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
-    "budget=5": "budget: no such option 5; options: over_floor, unlimited",
+    "budget=5": "budget: no such option 5; options: over_floor, unlimited; a limit in bytes is budget.gib=40, a share beyond the "
+    "floor budget.over_floor=0.1",
+    "strategy=zero3": f"strategy: no such option zero3; options: {', '.join(files.groups()['strategy'])}; did you mean fsdp?",
+    "batch_size=8": "batch_size: no such key; did you mean data.batch_size?",
+    "lr=0.1": "lr: no such key; did you mean optimizer.lr?",
     "budget.exceeded=stop": "budget.exceeded: must be one of warn, raise; got stop",
     "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
     "budget.gib=1 budget.reserve_mib=1024": (

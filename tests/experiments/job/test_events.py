@@ -23,7 +23,8 @@ def test_a_step_that_is_more_than_half_off_and_a_calibration_run_that_was_are_do
     seconds = plan.prediction.step_s
     assert doubt(plan, 1.9 * seconds) == doubt(plan, seconds / 1.4) == ""
     said = doubt(plan, 2.1 * seconds)
-    assert said == f"a step was predicted to take {seconds * 1e3:.1f} ms, and took {2.1 * seconds * 1e3:.1f}"
+    figures = f"a step was predicted to take {seconds * 1e3:.1f} ms, and took {2.1 * seconds * 1e3:.1f}"
+    assert said == f"{figures}; profile.refresh=true measures anew"
     assert doubt(plan, seconds / 1.6).startswith("a step was predicted")
     off_in_calibration = make_plan(dataclasses.replace(chain(3), calibration_runs={"dp wfbp": (4.0, 1.0)}), Uniform("dp"), Wfbp())
     assert doubt(off_in_calibration, seconds).startswith(

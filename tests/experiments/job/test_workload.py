@@ -34,3 +34,10 @@ def test_a_profile_of_a_model_of_other_shapes_is_refused_with_what_measures_anew
     first = r"its unit 0 is \S+ of [\d,]+ parameters, the model's is \S+ of [\d,]+ parameters"
     anew = r"measure it anew \(profile.refresh=true, without profile.path\)"
     assert re.fullmatch(f"the profile {PROFILE} is of another model: {first}; {anew}", str(error.value))
+
+
+def test_a_batch_of_another_model_is_named():
+    made = workload("data=synthetic", world=2)
+    inputs = {name: value for name, value in next(made.batches()).items() if name != "labels"}
+    with pytest.raises(ValueError, match=f"model.loss: a batch of data=synthetic has no 'labels', but {', '.join(inputs)}"):
+        made.loss(inputs)

@@ -174,7 +174,8 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
     (tmp_path / "0").mkdir()
     with JsonLines(tmp_path / "0/metrics.jsonl") as metrics:
         metrics.write({"event": "job", "schema": 3, "name": "mine", "budget_bytes": 2**29})
-        metrics.write({"event": "summary", "status": "ok", "step_s": {"median": 0.1, "p10": 0.1, "p90": 0.1}})
+        metrics.write({"event": "step", "step": 1, "step_s": 0.1})
+        metrics.write({"event": "summary", "status": "ok"})
     show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
     run, [row, ok] = heard(config)
     assert (run.kind, run.id.rpartition("-")[0], ok) == ("sweep", f"sweep-{run.group}", True)

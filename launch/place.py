@@ -54,13 +54,8 @@ class Place:
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """This process's place, or None if nobody started it as a rank. Raises NoPlace."""
-    if AGENT_PID in environment:  # a rank of ours, not of torchrun or srun
-        return None
-    if all(key in environment for key in _TORCHRUN):
-        return _of_torchrun(environment)
-    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _of_srun(environment)
-    return None
+    of = {"torchrun": _of_torchrun, "srun": _of_srun}.get(_starter(environment))
+    return None if of is None else of(environment)
 
 
 def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -68,18 +63,23 @@ def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> 
 
     Otherwise each rank would run the whole program and start ranks of its own.
     """
-    if AGENT_PID in environment:
+    starter = _starter(environment)
+    rank, world = ("RANK", "WORLD_SIZE") if starter == "torchrun" else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    if not starter or environment[world] == "1":
         return
-    if all(key in environment for key in _TORCHRUN):
-        starter, rank, world = "torchrun", environment["RANK"], environment["WORLD_SIZE"]
-    else:
-        starter, rank, world = "srun", environment.get("SLURM_PROCID", "0"), environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if world == "1":
-        return
-    if rank == "0":
-        why = f"{starter} has started it {world} times, and each would run all of it"
+    if environment[rank] == "0":
+        why = f"{starter} has started it {environment[world]} times, and each would run all of it"
         print(f"{program}: {why}: start it once; programs that train or measure run across ranks", file=sys.stderr)
     sys.exit(2)
+
+
+def _starter(environment: Mapping[str, str]) -> str:
+    """Who started this process as a rank: torchrun, srun, or nobody (an empty text)."""
+    if AGENT_PID in environment:  # a rank of ours
+        return ""
+    if all(key in environment for key in _TORCHRUN):
+        return "torchrun"
+    return "srun" if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 else ""
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place:
@@ -117,14 +117,12 @@ def expand(nodes: str) -> list[str]:
 
 def resolved(host: str) -> str:
     """The IP address of `host`. Raises NoPlace where the name has no address; this machine is never taken instead."""
+    if not host:
+        raise NoPlace("nobody says which host the first rank is on")
     try:
-        return socket.gethostbyname(host) if host else _unnamed()
+        return socket.gethostbyname(host)
     except OSError as error:
         raise NoPlace(f"host {host} has no address here: {error.strerror}") from error
-
-
-def _unnamed() -> str:
-    raise NoPlace("nobody says which host the first rank is on")
 
 
 def interface(place: Place) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 from types import FrameType
+from typing import NoReturn
 
 REQUEUE = "MDCS_REQUEUE"
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -21,6 +22,15 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 asked = threading.Event()
 """Set in a rank that has received a signal to stop."""
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal told this process to end: perhaps torchrun or srun, because a rank's process has ended."""
+
+
+def terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM as Ctrl-C is handled: the ranks end before this process."""
+    raise Terminated
 
 
 def expected() -> bool:

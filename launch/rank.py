@@ -28,12 +28,13 @@ def main(folder: Path, module: str, arguments: list[str]) -> int:
     """Run `module` as this rank. Return the exit code."""
     rank = int(os.environ["RANK"])
     reason = reason_of(folder, rank)
-    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
-        os.dup2(log, stream)
-    faulthandler.enable()
     sys.argv = [module, *arguments]
     try:
+        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
+            os.dup2(log, stream)
+        os.close(log)
+        faulthandler.enable()
         status.open_for(folder, rank)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.stdout.flush()
@@ -64,7 +65,7 @@ def _leave_reason(file: ReservedFile, rank: int, message: str) -> None:
     now, said, trace = time.time(), status.current(), traceback.format_exc()
     where = {"rank": rank, "step": said.step if said else 0, "phase": said.phase if said else "starting"}
     file.write(json.dumps({"schema": 1, "time": now, **where, "message": message[:_MOST], "traceback": trace[-_MOST:]}))
-    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torch's own format, for its report in agent.log
+    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torch's own format, for torchrun's report
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
         with contextlib.suppress(OSError):
             Path(elastic).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

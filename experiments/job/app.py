@@ -20,8 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import PicklingError
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -40,6 +39,7 @@ from experiments.job.arguments import require_one_job, require_own, submits, unu
 from experiments.job.submission import config_of, freeze, launcher_of, starts_its_ranks, why_failed
 from experiments.job.sweep import JobResult, Session, decides, sweep_name, varied
 from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
+from launch import preemption
 from launch.place import NoPlace, place
 
 _FULL = "HYDRA_FULL_ERROR"
@@ -109,7 +109,7 @@ class _Call:
         """Run the program. Return the exit code."""
         register()
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-        signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the ranks end before this process
+        signal.signal(signal.SIGTERM, preemption.terminate)
         Plugins.instance()  # executes the modules of the plugins, maybe again: their classes are those from here on
         mdcs_slurm.MdcsLauncher.prepares, mdcs_slurm.MdcsLauncher.resumes = True, self.program.freezes
         mdcs_slurm.MdcsLauncher.objective = self.program.objective and staticmethod(self.program.objective)
@@ -276,7 +276,3 @@ def _write_hydra(folder: Path, composed: DictConfig, settings: Any) -> None:
     OmegaConf.save(composed, own / "config.yaml")
     OmegaConf.save(OmegaConf.create({"hydra": settings}), own / "hydra.yaml")
     OmegaConf.save(settings.overrides.task, own / "overrides.yaml")
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -8,35 +8,60 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from experiments.config import checks, started
+from experiments.config.schema import ClusterConfig
 from experiments.config.started import Started
-from experiments.job.resolved import environment
+from experiments.job import resolved
 from launch import orphans, preemption
 from launch.elastic import Cluster, Outcome
-from launch.joined import Gone, Membership
-from launch.place import NoPlace, Place, described
+from launch.place import NoPlace, Place, described, place
+from launch.serving import Gone, Server
+
+if TYPE_CHECKING:
+    from launch.joined import Membership  # torch takes seconds
 
 
 def take_part(place: Place, program: Callable[[], int]) -> int:
     """Run the program as rank 0, or the jobs of another rank. Return the exit code, which is the same on all ranks."""
+    if place.rank:
+        return serve(place)
     orphans.die_with_parent(os.getppid())
+    from launch.joined import Membership
+
+    if not preemption.expected():
+        signal.signal(signal.SIGTERM, preemption.terminate)
     try:
         with Membership(place) as member:
-            return _lead(member, program) if place.rank == 0 else _follow(member)
-    except (NoPlace, Gone) as error:
-        print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
+            return _lead(member, program)
+    except NoPlace as error:
+        print(f"rank 0: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def serve(place: Place) -> int:
+    """Run jobs as this rank, which is this process. Return the program's exit code."""
+    server = Server(("-m", "experiments.job.member"))
+    if server.added is None:  # before torch is imported: what the environment probably is for jobs
+        cluster = ClusterConfig(name="joined", ranks=place.world, nodes=place.hosts)
+        server.start_again(resolved.environment(cluster), 0)
+    try:
+        return server.serve(place, _prepare)
+    except (NoPlace, Gone) as error:
+        print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _prepare(folder: Path, payload: str, environment: Mapping[str, str]) -> dict[str, str]:
+    (folder / "config.yaml").write_text(payload, encoding="utf-8")
+    return resolved.environment(checks.load(folder / "config.yaml").cluster, environment)
 
 
 def _lead(member: Membership, program: Callable[[], int]) -> int:
@@ -52,27 +77,13 @@ def _lead(member: Membership, program: Callable[[], int]) -> int:
     place = member.place
     started.here = Started(place.starter, place.world, place.hosts, described(member.interface), start)
     try:
-        return member.leave(program())
+        member.exit_code = program()
+        return member.exit_code
     finally:
         started.here = None
 
 
-def _follow(member: Membership) -> int:
-    if not preemption.expected():
-        signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank ends before this process
-    while not isinstance(job := member.receive(), int):
-        folder, keep = Path(tempfile.mkdtemp(prefix="mdcs-rank-")), False
-        try:
-            (folder / "config.yaml").write_text(job.payload, encoding="utf-8")
-            member.take_part(job, folder, environment(checks.load(folder / "config.yaml").cluster))
-        except Gone:
-            keep = True  # the message names the log in this folder, and no other host takes it
-            raise
-        finally:
-            if not keep:
-                shutil.rmtree(folder, ignore_errors=True)
-    return job
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+if __name__ == "__main__":
+    joined = place()
+    assert joined is not None
+    sys.exit(serve(joined))

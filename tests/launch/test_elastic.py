@@ -53,7 +53,6 @@ def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     cluster = elastic.Cluster(ranks=2)  # its timeout is generous: nothing here hangs
     outcome = elastic.run(tmp_path, cluster, env, module="tests.launch.ranks.succeed", on_tick=seen.append)
     assert outcome == elastic.Outcome(ok=True)
-    assert outcome.returncode == 0
     for rank in (0, 1):
         assert f"the end of rank {rank}, hello" in (tmp_path / f"rank{rank}.log").read_text()
     assert [said.step for said in seen[-1]] == [3, 3]
@@ -83,7 +82,7 @@ def test_a_job_listens_on_the_loopback_alone(tmp_path):
 )
 def test_the_reason_is_the_first_failure_and_not_what_it_caused(tmp_path, what, reason):
     outcome = fail(tmp_path, what)
-    assert (outcome.reason, outcome.rank, outcome.step, outcome.returncode) == (reason, 1, 3, 1)
+    assert (outcome.reason, outcome.rank, outcome.step) == (reason, 1, 3)
     assert_nothing_left(tmp_path)
 
 
@@ -148,14 +147,6 @@ def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "word"), [({"ranks": 0}, "ranks"), ({"ranks": 1, "timeout_s": 0}, "timeout_s")]
-)
-def test_a_cluster_out_of_range_is_refused(kwargs, word):
-    with pytest.raises(ValueError, match=word):
-        elastic.Cluster(**kwargs)
 
 
 # ---- how a reason is chosen, from what the ranks and the agent left

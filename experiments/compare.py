@@ -90,12 +90,12 @@ class Candidate:
         )  # fmt: skip
 
 
-def main(module: str = jobs.WORKER) -> int:
-    """Run the comparison of the command line. Return the exit code. The jobs' ranks run the module `module`."""
+def main() -> int:
+    """Run the comparison of the command line. Return the exit code."""
 
     def compare(config: Config, folder: Path) -> str:
         given = [o for o in HydraConfig.get().overrides.task if _group(o) != "compare"]
-        return Comparison(config, given, folder, module).run()
+        return Comparison(config, given, folder).run()
 
     return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None))
 
@@ -103,8 +103,8 @@ def main(module: str = jobs.WORKER) -> int:
 class Comparison:
     """One session: the candidates and the results of their runs. Raises ConfigError before anything is started."""
 
-    def __init__(self, config: Config, given: Sequence[str], folder: Path, module: str) -> None:
-        self.config, self.given, self.folder, self.module = config, given, folder, module
+    def __init__(self, config: Config, given: Sequence[str], folder: Path) -> None:
+        self.config, self.given, self.folder = config, given, folder
         self.asked = config.compare
         self.budgets = [Budget.parse(str(budget)) for budget in self.asked.budgets]
         self.console = Console(stderr=True)
@@ -211,7 +211,7 @@ class Comparison:
             if each.name in self.floors or not each.config.engine.plans:
                 continue
             folder = self.folder / "runs" / f"profile-{_file_name(each.name)}"
-            if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known, worker=self.module):
+            if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
             self.floors[each.name] = floor_of(each.config, job_of(each.config, profile))
@@ -240,7 +240,7 @@ class Comparison:
     def _turn(self, number: int, candidate: Candidate) -> None:
         name = str(candidate)
         folder = self.folder / "runs" / f"{number}-{self.candidates.index(candidate)}-{_file_name(name)}"
-        outcome = jobs.run(candidate.config, folder, self.console, known=self.known, kind="compare", worker=self.module)
+        outcome = jobs.run(candidate.config, folder, self.console, known=self.known, kind="compare")
         if not outcome.ok:
             self.failed[name] = outcome.reason
             self.console.print(f"{name}: {outcome.reason}", markup=False, soft_wrap=True)

@@ -52,8 +52,8 @@ _COLUMNS = ("strategy", "scheduler", "budget", "budget.gib", "budget.over_floor"
 _MANY = 4  # equal rows of units from which they become one row
 
 
-def main(module: str = jobs.WORKER) -> int:
-    """Print the plan for the command line. Return the exit code. The jobs' ranks run the module `module`."""
+def main() -> int:
+    """Print the plan for the command line. Return the exit code."""
     if as_json := "plan.format=json" in sys.argv:
         sys.argv.append("hydra/hydra_logging=disabled")  # Hydra logs to stdout
     console = new_console(stderr=as_json)
@@ -63,10 +63,10 @@ def main(module: str = jobs.WORKER) -> int:
     def plan(config: Config, folder: Path) -> str:
         in_sweep, found = config.run.sweep is not None, None
         if config.batch.find is not None:
-            found, reason = batch.find(config, folder, console, known=known, module=module)
+            found, reason = batch.find(config, folder, console, known=known)
         else:
             quiet = Console(quiet=True) if in_sweep else console
-            reason = jobs.prepare("plan", config, folder, quiet, known=known, worker=module)
+            reason = jobs.prepare("plan", config, folder, quiet, known=known)
         if reason:
             return reason
         made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))

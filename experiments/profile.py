@@ -28,12 +28,12 @@ from mdcs.profile.schema import Profile, Unit
 from mdcs.sizes import MIB
 
 
-def main(worker: str = jobs.WORKER) -> int:
+def main() -> int:
     """Show the profile for the command line; measure it if needed. Return the exit code."""
     console = new_console()
 
     def measure(config: Config, folder: Path) -> str:
-        if reason := jobs.prepare("profile", config, folder, console, worker=worker):
+        if reason := jobs.prepare("profile", config, folder, console):
             return reason
         show(Profile.from_json((folder / "profile.json").read_text(encoding="utf-8")), console)
         console.print(f"the profile is {folder / 'profile.json'}", markup=False, highlight=False, soft_wrap=True)

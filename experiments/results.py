@@ -22,9 +22,6 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -33,7 +30,6 @@ from experiments.config.checks import compose_config
 from experiments.config.files import groups
 from experiments.config.schema import Config, ConfigError
 from experiments.job import app
-from experiments.job import run as jobs
 from experiments.results_page import newest, write_page
 from mdcs.model.code import version
 from mdcs.profile.cache import processor
@@ -43,8 +39,8 @@ QUICK = ("compare.rounds=1", "run.steps=3", "run.warmup_steps=1")
 PACKAGES = ("torch", "numpy", "fairscale", "deepspeed")
 
 
-def main(module: str = jobs.WORKER) -> int:
-    """Run the program for the command line. Return the exit code. The jobs' ranks run the module `module`."""
+def main() -> int:
+    """Run the program for the command line. Return the exit code."""
 
     def measure(config: Config, folder: Path) -> str:
         asked = config.results
@@ -56,7 +52,7 @@ def main(module: str = jobs.WORKER) -> int:
         reasons = []
         for name in asked.names or known:
             overrides = [f"results={name}", *(QUICK if asked.quick else ()), *given]
-            if reason := _measured(name, overrides, folder / name, out / time.strftime("%Y-%m-%d"), module):
+            if reason := _measured(name, overrides, folder / name, out / time.strftime("%Y-%m-%d")):
                 reasons.append(f"{name}: {reason}")
         if not asked.quick:
             print(f"the page is {write_page(newest(out), ROOT / 'docs')}")
@@ -65,10 +61,10 @@ def main(module: str = jobs.WORKER) -> int:
     return app.run(app.Program(measure, own=("results", "compare")))
 
 
-def _measured(name: str, overrides: list[str], folder: Path, out: Path, module: str) -> str:
+def _measured(name: str, overrides: list[str], folder: Path, out: Path) -> str:
     """Run a comparison and keep what it measured. Return the reason of a failure, empty if there is none."""
     config, load = compose_config(overrides), [os.getloadavg()]
-    comparison = Comparison(config, [each for each in overrides if not each.startswith("compare.")], folder, module)
+    comparison = Comparison(config, [each for each in overrides if not each.startswith("compare.")], folder)
     reason = comparison.run()
     load.append(os.getloadavg())
     document = {

@@ -25,9 +25,6 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.place import require_alone
-
-    require_alone(Path(__file__).name)
 
 from analysis import pictures
 from experiments.config.schema import Config, ConfigError, ScaleConfig

@@ -102,8 +102,8 @@ class Axis:
         return f"{self.key}={trial.suggest_float(self.key, self.low, self.high, log=is_log):.6g}"
 
 
-def main(module: str = jobs.WORKER) -> int:
-    """Run the search of the command line. Return the exit code. The jobs' ranks run the module `module`."""
+def main() -> int:
+    """Run the search of the command line. Return the exit code."""
     axes = [argument for argument in sys.argv[1:] if _sweeps(argument)]
     if axes:
         rest = [argument for argument in sys.argv[1:] if argument not in axes]
@@ -111,7 +111,7 @@ def main(module: str = jobs.WORKER) -> int:
 
     def search(config: Config, folder: Path) -> str:
         given = [each for each in HydraConfig.get().overrides.task if not each.startswith("search.")]
-        return Search(config, given, folder, module, HydraConfig.get()).run()
+        return Search(config, given, folder, HydraConfig.get()).run()
 
     return app.run(app.Program(search, own=("search",), submits=True))
 
@@ -129,7 +129,7 @@ def _sweeps(argument: str) -> bool:
 class Search:
     """One study. Raises ConfigError before anything is started."""
 
-    def __init__(self, config: Config, given: Sequence[str], out: Path, module: str, settings: Any) -> None:
+    def __init__(self, config: Config, given: Sequence[str], out: Path, settings: Any) -> None:
         launcher = launcher_of(settings)
         self.submits = None if launcher is None else settings
         self.at_once = 1 if launcher is None else settings.launcher.parallel
@@ -137,7 +137,7 @@ class Search:
         self.key = "hydra.run.dir" if launcher is None else "hydra.sweep.dir"
         if launcher is not None and not settings.launcher.wait:
             raise ConfigError("hydra.launcher.wait", "must be true: a search waits for its trials")
-        self.given, self.module, self.out, self.trials = given, module, out.resolve(), config.search.trials
+        self.given, self.out, self.trials = given, out.resolve(), config.search.trials
         self.console, self.known = Console(stderr=True), Profiles()
         over = config.search.over or [*DEFAULT, *([SHARE] if config.budget.limited else [])]
         self.axes = [Axis.parse(text) for text in over]
@@ -200,7 +200,7 @@ class Search:
             return
         for folder, config in configs.items():
             try:
-                yield folder, jobs.run(config, folder, self.console, known=self.known, worker=self.module).reason
+                yield folder, jobs.run(config, folder, self.console, known=self.known).reason
             except ConfigError as error:
                 yield folder, str(error)
 

@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -80,9 +80,9 @@ class Planner:
         return planning.make_plan(self.job(budget, share, activations), self.planned_for, self.floor)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Entry:
-    """A point of a planner, and the folder of the run that measured the point, if there is one."""
+    """A point of a planner, and the folder of the run that measured the point, once there is one."""
 
     planner: Planner
     point: Point
@@ -119,13 +119,13 @@ class Entry:
         return known
 
 
-def main(module: str = jobs.WORKER) -> int:
-    """Run the trade-off of the command line. Return the exit code. The jobs' ranks run the module `module`."""
+def main() -> int:
+    """Run the trade-off of the command line. Return the exit code."""
     console = new_console()
 
     def trade(config: Config, folder: Path) -> str:
         configs = compared(config)
-        if reason := jobs.prepare("profile", config, folder, console, worker=module):
+        if reason := jobs.prepare("profile", config, folder, console):
             return reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def main(module: str = jobs.WORKER) -> int:
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)
-        failed = measure(entries, path, folder, console, module)
+        failed = measure(entries, path, folder, console)
         write(entries, folder)
         show(entries, console)
         rows = [entry.row() for entry in entries if entry.part != "plane"]
@@ -201,17 +201,16 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
     return out + [Entry(planner, p, "front") for p in tradeoff.front(make, filter(None, budgets), of)]
 
 
-def measure(entries: list[Entry], profile: Path, folder: Path, console: Console, module: str) -> list[str]:
+def measure(entries: list[Entry], profile: Path, folder: Path, console: Console) -> list[str]:
     """Train the jobs of the points that `tradeoff.measure` names. Return the failures.
 
     Writes tradeoff.json after each job, and puts the runs into `entries`. After a failure the other jobs are still run.
     """
     what = entries[0].planner.config.tradeoff.measure if entries else "none"
     runs: dict[tuple[Any, ...], Path] = {}
-    failed, few = [], landmarks(entries)
-    for i, entry in enumerate(entries):
+    failed = []
+    for entry in shown(entries):
         wanted = entry.is_stop if what == "stop" else what in (entry.part, "all")
-        wanted = wanted and (entry.part != "plane" or entry.is_stop or i in few)
         if not wanted or entry.point.plan is None:
             continue
         key = entry.planner.label, *entry.planned_for
@@ -220,36 +219,42 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console,
             job = entry.planner.job(*entry.planned_for)
             own = dataclasses.replace(job.run, sweep=folder.name)
             job = dataclasses.replace(job, profile=ProfileConfig(path=str(profile)), run=own)
-            outcome = jobs.run(job, runs[key], console, worker=module)
+            outcome = jobs.run(job, runs[key], console)
             failed += [] if outcome.ok else [f"{runs[key].name} ({entry.planner.label}): {outcome.reason}"]
-        entries[i] = dataclasses.replace(entry, run=runs[key])
+        entry.run = runs[key]
         write(entries, folder)
     keep_fastest(entries)
     write(entries, folder)
     return failed
 
 
-def landmarks(entries: Sequence[Entry]) -> set[int]:
-    """Indices of each plane's corners and middle."""
-    found = set()
-    for label in {entry.planner.label for entry in entries if entry.part == "plane"}:
-        on_plane = [i for i, entry in enumerate(entries) if entry.part == "plane" and entry.planner.label == label]
-        for place in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1 / 3, 1 / 3, 1 / 3)):
-            found.add(min(on_plane, key=lambda i: math.dist(place, entries[i].division)))
+def planes(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The plane of each planner, by label."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.part == "plane":
+            found.setdefault(entry.planner.label, []).append(entry)
     return found
 
 
-def keep_fastest(entries: list[Entry]) -> None:
+def shown(entries: Sequence[Entry]) -> list[Entry]:
+    """All entries but those of planes that are neither a corner nor the middle nor the stop point."""
+    places = (1, 0, 0), (0, 1, 0), (0, 0, 1), (1 / 3, 1 / 3, 1 / 3)
+    few = [min(plane, key=lambda entry: math.dist(place, entry.division))
+           for plane in planes(entries).values() for place in places]  # fmt: skip
+    return [entry for entry in entries if entry.part != "plane" or entry.is_stop or entry in few]
+
+
+def keep_fastest(entries: Iterable[Entry]) -> None:
     """Give each budget of a front the fastest run measured within it. A plan that fits a smaller budget fits it, too.
     """
     fastest: dict[str, tuple[float, Path]] = {}
-    for i in sorted(range(len(entries)), key=lambda i: entries[i].point.budget):
-        entry = entries[i]
+    for entry in sorted(entries, key=lambda entry: entry.point.budget):
         if entry.part != "front" or entry.run is None or (row := entry.row())["status"] != "ok":
             continue
         label = entry.planner.label
         fastest[label] = min((row["step_s"], entry.run), fastest.get(label, (row["step_s"], entry.run)))
-        entries[i] = dataclasses.replace(entry, run=fastest[label][1])
+        entry.run = fastest[label][1]
 
 
 # ---- output
@@ -282,8 +287,7 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
 def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
     """Draw the plane of each planner. Return the files."""
     files: list[Path] = []
-    for label in dict.fromkeys(entry.planner.label for entry in entries if entry.part == "plane"):
-        of_plane = [entry for entry in entries if entry.part == "plane" and entry.planner.label == label]
+    for label, of_plane in planes(entries).items():
         rows = [entry.row() for entry in of_plane]
         points = [
             {"schedule": entry.division[0], "activations": entry.division[1], "strategies": entry.division[2],
@@ -299,13 +303,12 @@ def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
 
 
 def show(entries: Sequence[Entry], console: Console) -> None:
-    """Print a table for each part, then each planner's stop point. Of a plane only its landmarks are shown."""
-    few = landmarks(entries)
-    for part, title in (("curve", "curve over budget.schedule_share"), ("plane", "plane of both shares"),
-                        ("front", "front over budgets")):  # fmt: skip
-        rows = [e for i, e in enumerate(entries) if e.part == part and (part != "plane" or i in few or e.is_stop or e.run)]
-        if rows:
-            console.print(_table(rows, title if part == "front" else f"{title} (* is the stop point)"))
+    """Print a table for each part, then each planner's stop point. Of a plane only some points are shown."""
+    few = shown(entries)
+    for part, title in (("curve", "curve over budget.schedule_share (* is the stop point)"),
+                        ("plane", "plane of both shares (* is the stop point)"), ("front", "front over budgets")):  # fmt: skip
+        if rows := [entry for entry in few if entry.part == part]:
+            console.print(_table(rows, title))
     for entry in entries:
         if entry.is_stop and entry.part == "plane":
             parts = ", ".join(f"{part:.0%} {name}" for part, name in zip(entry.division, SHARES, strict=True))

@@ -28,8 +28,8 @@ from experiments.job.report import report
 from launch.elastic import Warm
 
 
-def main(worker: str = jobs.WORKER) -> int:
-    """Run the jobs of the command line. Return the exit code. The ranks run the module `worker`."""
+def main() -> int:
+    """Run the jobs of the command line. Return the exit code."""
     began, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
@@ -37,7 +37,7 @@ def main(worker: str = jobs.WORKER) -> int:
         here = started.here is None and config.cluster.name != "joined"
         fork = here and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
-            config, folder, console, known=profiles, worker=worker, start=warm.run if fork else None,
+            config, folder, console, known=profiles, start=warm.run if fork else None,
             began=None if in_sweep else command_began(),
         )  # fmt: skip
         if outcome.ok and not in_sweep:

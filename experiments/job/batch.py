@@ -53,9 +53,7 @@ class Found:
         return self.largest if config.batch.find == LARGEST else self.fastest
 
 
-def find(
-    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER
-) -> tuple[Found, str]:
+def find(config: Config, folder: Path, console: Console, *, known: Profiles | None = None) -> tuple[Found, str]:
     """Return the batches within the budget, and the reason if there is none (else empty).
 
     The job's folder gets the profile and the plan of the batch that is asked for, and its folders `profile-N` the profiles that
@@ -65,7 +63,7 @@ def find(
     if config.profile.name == "analytic":
         profile_of = _calculated(config)
     else:
-        measured, reason = _measured(config, folder, console, known or Profiles(), module)
+        measured, reason = _measured(config, folder, console, known or Profiles())
         if reason:
             return Found(()), reason
         try:
@@ -103,15 +101,13 @@ def _calculated(config: Config) -> ProfileOf:
     return profile_of
 
 
-def _measured(
-    config: Config, folder: Path, console: Console, known: Profiles, module: str
-) -> tuple[dict[int, Profile], str]:
+def _measured(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[dict[int, Profile], str]:
     """The profiles by batch, of equal jobs or measured now; and the reason of a failure, else empty."""
     own, out = config.data.batch_size, dict[int, Profile]()
     asked = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
     for batch in asked:
         place, job = folder / f"profile-{batch}", replace(sized(config, batch), budget=BudgetConfig())
-        if reason := jobs.prepare("profile", job, place, console, known=known, worker=module):
+        if reason := jobs.prepare("profile", job, place, console, known=known):
             return {}, f"the profile of batch {batch}: {reason} (its logs are in {place})"
         out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))
     return out, ""

@@ -6,7 +6,6 @@ folders (`experiments.job.member`). The rest is the command line that has submit
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -26,21 +25,19 @@ from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import Occupied
 
-WORKER = "MDCS_WORKER"
-
 
 def run(folder: Path, what: str = TRAIN) -> int:
     """Run the job on rank 0. Return the exit code."""
-    before, worker = record.read(folder), os.environ.get(WORKER, jobs.WORKER)
+    before = record.read(folder)
     try:
         config = adapted(checks.load(folder / CONFIG), ("cluster.ranks", "cluster.nodes", "cluster.network"))
         rules.check(config)
         if what == MEASURE:
-            reason = jobs.prepare(MEASURE, config, folder, Console(), worker=worker)
+            reason = jobs.prepare(MEASURE, config, folder, Console())
             if not reason:
                 (folder / METRICS).unlink(missing_ok=True)  # written by an attempt that failed
         else:
-            reason = _train(config, folder, worker, None if before is None else before.identity)
+            reason = _train(config, folder, None if before is None else before.identity)
     except ConfigError as error:
         if before is not None and not isinstance(error.__cause__, Occupied):  # a job in the folder writes its own record
             record.write(folder, before.identity, record.FAILED, str(error))
@@ -51,7 +48,7 @@ def run(folder: Path, what: str = TRAIN) -> int:
     return 1 if reason else 0
 
 
-def _train(config: Config, folder: Path, worker: str, identity: str | None) -> str:
+def _train(config: Config, folder: Path, identity: str | None) -> str:
     """Return the reason of a failure, else "". A job that is preempted is queued again."""
     known = Profiles()
     if preemption.restarted() and config.engine.plans:
@@ -61,7 +58,7 @@ def _train(config: Config, folder: Path, worker: str, identity: str | None) -> s
     shared = submitted.before(folder)
     for place in shared:
         _adopt(known, config, place)
-    reason = jobs.run(config, folder, Console(), known=known, worker=worker, identity=identity).reason
+    reason = jobs.run(config, folder, Console(), known=known, identity=identity).reason
     for place in shared:
         known.leave(config, place)
     after = record.read(folder)

@@ -6,6 +6,7 @@ config from the folder. This process and the ranks share only files in that fold
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,6 @@ from mdcs.plan.strategy import Strategy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
 
-WORKER = "experiments.job.worker"
-
 Start = Callable[..., Outcome]
 """Runs ranks to their end. Arguments and result are those of `launch.elastic.run`."""
 
@@ -48,7 +47,7 @@ def run(
     known: Profiles | None = None,
     only: str | None = None,
     kind: str = "train",
-    worker: str = WORKER,
+    worker: str | None = None,
     start: Start | None = None,
     identity: str | None = None,
     began: float | None = None,
@@ -60,7 +59,7 @@ def run(
     - known: the profiles that this program knows. Jobs that are given the same object share measured profiles.
     - only: "profile" or "plan": stop after profile.json, or after plan.json too. None: train.
     - kind: the trackers' name for a job that trains.
-    - worker: the module that the ranks run.
+    - worker: the module that the ranks run. None: $MDCS_WORKER, by default `experiments.job.worker`.
     - start: starts the ranks and waits for them. None: the ranks that torchrun or srun has started run the job, or
       `launch.elastic.run` starts some.
     - identity: of the job as it was submitted, with its launcher (`experiments.job.record`).
@@ -69,6 +68,7 @@ def run(
     Raises ConfigError for a job that cannot run here, for checkpoints that would be mixed with another run's, and for a
     folder that another job is in.
     """
+    worker = worker or os.environ.get("MDCS_WORKER", "experiments.job.worker")
     start = start or (elastic.run if started.here is None else started.here.run)
     known = known or Profiles()
     _require_possible(config, joined=start is not elastic.run)
@@ -160,9 +160,7 @@ def begin(config: Config, folder: Path, *events: Event) -> None:
         _write(folder, *events)
 
 
-def prepare(
-    only: str, config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER
-) -> str:
+def prepare(only: str, config: Config, folder: Path, console: Console, *, known: Profiles | None = None) -> str:
     """Write profile.json into the folder and, for `only="plan"`, plan.json. Return the reason of a failure, else "".
 
     No ranks are started if the profile is known. Raises ConfigError as `run` does, and for an engine that makes no plan.
@@ -182,7 +180,7 @@ def prepare(
                 write_plan(folder, made)
             show_files(resolved, folder, only, record.identity_of(config))
             return ""
-    return run(config, folder, console, known=known, only=only, worker=worker).reason
+    return run(config, folder, console, known=known, only=only).reason
 
 
 def _known_profile(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[Config, Profile] | None:

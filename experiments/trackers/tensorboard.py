@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments import markdown
 from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, predicted_values, train_values
 
 FOLDER = "tensorboard"
@@ -66,8 +67,7 @@ class TensorBoardMirror(Mirror):
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Add the table as Markdown."""
-        lines = [columns, ["---"] * len(columns), *rows]
-        self._writer.add_text("runs", "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
+        self._writer.add_text("runs", markdown.table(columns, rows))
 
     def finish(self, ok: bool) -> None:
         """Close the event file."""

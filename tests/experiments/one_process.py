@@ -49,12 +49,14 @@ def call(
     terminate = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(folder)
+        if worker:
+            patch.setenv("MDCS_WORKER", worker)
         patch.setattr(sys, "argv", [f"{program.__name__.rpartition('.')[2]}.py", *arguments])
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
         patch.setattr(elastic, "run", start)
         patch.setattr(Warm, "run", lambda self, *args, **named: start(*args, **named))
         try:
-            code: Any = program.main(*([worker] if worker else []))
+            code: Any = program.main()
         except SystemExit as ended:
             code = ended.code
         finally:

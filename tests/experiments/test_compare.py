@@ -38,7 +38,7 @@ def ranks(monkeypatch, tmp_path):
     profile = mdcs.Profile.from_json(PROFILE.read_text())
     plan = mdcs.make_plan(profile, Uniform("zero2"), Dear(bucket_mib=1.0))
 
-    def run(config, folder, console, *, known, only=None, kind="train", worker):
+    def run(config, folder, console, *, known, only=None, kind="train"):
         folder.mkdir(parents=True, exist_ok=True)
         name = config.engine.name
         if only == "profile":

@@ -23,7 +23,7 @@ def ran(monkeypatch):
     """Instead of ranks: a step time that is least at 4 MiB, and two things that go wrong. The configs that ran."""
     ran = []
 
-    def run(config, folder, console, *, known, worker):
+    def run(config, folder, console, *, known):
         ran.append(config)
         assert "HYDRA_FULL_ERROR" not in os.environ  # what jobs start inherits this
         if config.link.depth == 3:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MORE = pytest.mark.slow
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
 WORKER = "tests.experiments.stub_worker"
-STUB = f"from experiments import train; sys.exit(train.main({WORKER!r}))"
+STUB = f"import os; os.environ['MDCS_WORKER'] = {WORKER!r}; from experiments import train; sys.exit(train.main())"
 QUICK = ("run.steps=3", "run.warmup_steps=1")
 
 

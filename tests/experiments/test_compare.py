@@ -202,8 +202,8 @@ def test_losses_that_differ_are_an_error(ranks, monkeypatch, capsys):
 
 
 def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, capsys):
-    assert asked(monkeypatch, "compare.rounds=1", only("ddp"), "compare.budgets=[0.0000001GiB]") == 0
-    assert "left out: mdcs @ 1e-07 GiB: the smallest feasible budget is " in capsys.readouterr().out
+    assert asked(monkeypatch, "compare.rounds=1", only("ddp"), "compare.budgets=[0.001MiB]") == 0
+    assert "left out: mdcs @ 0.001 MiB: the smallest feasible budget is " in capsys.readouterr().out
 
 
 def test_a_budget_is_over_the_floor_of_each_plan(ranks, monkeypatch, capsys):

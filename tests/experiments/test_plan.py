@@ -124,7 +124,7 @@ def test_a_launcher_that_would_copy_the_jobs_into_its_processes_is_refused(tmp_p
 
     monkeypatch.setattr("experiments.job.app.hydra.main", lambda **_: lambda task: lambda: refuse(task))
     done = one_process.call(program, tmp_path, "-m", "strategy=dp,fsdp")
-    assert done.returncode == 2 and done.stderr.startswith("hydra/launcher: cannot run jobs in processes of its own; ")
+    assert done.returncode == 2 and done.stderr.startswith("hydra/launcher: jobs of one machine run one after the other, ")
 
 
 @pytest.mark.parametrize("flags", [("--config-dir", "{}", "--config-name", "mine"), ("--config-dir={}", "-cn", "mine.yaml")])

@@ -2,13 +2,15 @@
 
 A message of B wire bytes that is alone on the link takes α + β·B. With other messages in flight it occupies the link
 for gap + β·B (:mod:`mdcs.profile.link`). While something computes it occupies the link at least as long as measured
-there, gap included (:class:`mdcs.profile.schema.Contention`). Two costs on the rank follow:
+there, gap included (:class:`mdcs.profile.contention.Contention`). Two costs on the rank follow:
 
 - copies and sums: packing and unpacking a fused message takes two passes over its payload; the sum after an all-to-all
   takes one.
 - the update after a reduction: all elements after an all-reduce, the rank's part after a reduce-scatter.
 
-The simulator, planners, bounds and calibration read seconds only from this module.
+The simulator, planners, bounds and calibration read seconds only from this module. Delays that depend on when a message
+comes (the contention's skew, dispatch and turn) are no part of a message's cost: the replay adds them, and planners that
+do not replay, and bounds, leave them out.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ the bytes of one message after the other and pauses between two messages. Messag
 
     max(start_i + α, end_{i-1} + g) + β · bytes_i
 
-(Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages run one at a time, as on NCCL.
+(Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages run one at a time, as on NCCL. On CPUs a replay
+adds min(skew, start_i - end_{i-1}) to α: :class:`mdcs.profile.contention.Contention`.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Link:
     - ``alpha`` (s): latency of a message that is alone on the link.
     - ``beta`` (s/byte): seconds per wire byte.
     - ``depth``: messages in flight.
-    - ``block``: the smallest message (payload bytes) that saturates the link. It is the partition size and the schedule
-      granularity.
+    - ``block``: the smallest message (payload bytes) that saturates the link; of a measured link at least 1 MiB. It is
+      the partition size and the schedule granularity.
     - ``emulated``: messages are held back until the modelled link would have carried them.
     - ``gap`` (s): pause between two messages in flight.
     - ``per_node``: consecutive ranks that share a host, if the link has two levels (several hosts with several ranks

@@ -4,7 +4,7 @@ A few plans run with the real model in the real runtime, in turns with compute a
 threads on every rank, and takes processor time, caches and memory bandwidth from compute. All of it depends on how many
 ranks share the cores, so it is seen only with all of them.
 
-:func:`fit_contention` is the one place where :class:`mdcs.profile.schema.Contention` is fitted.
+:func:`fit_contention` is the one place where :class:`mdcs.profile.contention.Contention` is fitted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ CALIBRATION_PLANS: tuple[tuple[str, Scheduler], ...] = (
     ("fsdp", Wfbp()),
     ("dp", Wfbp()),
 )
-
 
 STEPS = 3 + len(CALIBRATION_PLANS) * (2 + _PERIODS)
 """Steps of one round: compute alone, then each plan with a warm-up and a last period that is cut short."""
@@ -112,14 +111,8 @@ def measure_contention(
     alone: list[StepBreakdown] = []
     rounds: list[list[StepBreakdown]] = []
     while len(rounds) < _MOST_ROUNDS and not _is_enough(rounds, until):
-        alone.append(
-            _mean(
-                [
-                    StepBreakdown(computing, 0.0, 0.0, used)
-                    for computing, used in all_gather_object(time_compute_alone(model, units, step))
-                ]
-            )
-        )
+        on_ranks = all_gather_object(time_compute_alone(model, units, step))
+        alone.append(_mean([StepBreakdown(computing, 0.0, 0.0, processor) for computing, processor in on_ranks]))
         rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
     lost = _busy_cores() if shares_cores else 0.0
     found = fit_contention(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)], _median(alone), lost)
@@ -129,53 +122,66 @@ def measure_contention(
 
 
 def fit_contention(
-    profile: Profile, plans: Sequence[Plan], seen: Sequence[StepBreakdown], alone: StepBreakdown, lost: float = 1.0
+    profile: Profile, plans: Sequence[Plan], measured: Sequence[StepBreakdown], alone: StepBreakdown, lost: float = 1.0
 ) -> Profile:
-    """Return the profile with the contention whose replays of ``plans`` come nearest to ``seen``.
+    """Return the profile with the contention whose replays of ``plans`` come nearest to the ``measured`` steps.
 
-    1. Nothing overlaps in the first plan: its compute gives the seconds of the slots. Its messages find the link idle;
-       what they take beyond α + β·bytes is the skew, the wait for the rank that comes last.
-    2. Lines over the bytes of a message give its processor time, and its time in flight beside compute without skew.
-    3. Compute loses ``lost`` (0 to 1) of the processor time, of copies and of updates. This fraction, a factor of the
-       time in flight, the delay after a wait and the time between backward and forward are varied until the replayed
-       steps fit. Far guesses need clear evidence (ridge regression).
+    1. In the first plan nothing overlaps. Its compute gives the seconds of the slots. Its messages find the link idle:
+       what they take beyond α + β·bytes is the skew.
+    2. Two lines over the bytes of a message are fitted: its processor time, over all plans, and its time on the link
+       without skew, over the plans that overlap.
+    3. Four values are varied until the replayed steps fit: the fraction of the processor time that compute loses, a
+       factor of the time on the link, the delay after a wait, and the time between backward and forward. A value far
+       from its first guess needs clear evidence (ridge regression).
 
-    ``alone``: compute without messages. ``calibration_runs`` of the result says how well the profile predicts the plans.
+    - ``measured``: one per plan. ``alone``: compute without messages.
+    - ``lost``: first guess of the fraction that compute loses (0 to 1). With 0 it stays 0.
+
+    ``calibration_runs`` of the result says how well the profile predicts the plans.
     """
-    first, slots_s = seen[0], sum(slot.seconds for slot in profile.slots)
-    scale = first.computing / slots_s if slots_s else 1.0
-    profile = dataclasses.replace(
-        profile, slots=tuple(dataclasses.replace(slot, seconds=slot.seconds * scale) for slot in profile.slots)
-    )
-    sizes = [sum(map(plan.wire, plan.messages)) for plan in plans]
+    first = measured[0]
+    profile = _with_compute_seconds(profile, first.computing)
     counts = [max(1, len(plan.messages)) for plan in plans]
-    used = [max(0.0, s.processor - alone.processor - _work(plan)) for plan, s in zip(plans, seen, strict=True)]
-    of_message, of_byte = nonneg_line_fit([(b / n, u / n) for b, n, u in zip(sizes, counts, used, strict=True)], relative=True)
+    sizes = [sum(map(plan.wire, plan.messages)) / n for plan, n in zip(plans, counts, strict=True)]
 
-    plain = [_replay(plan, profile, Contention()).communicating for plan in plans]
-    skew = Contention(skew_seconds=max(0.0, first.communicating - plain[0]) / counts[0])
-    skewed = [_replay(plan, profile, skew) for plan in plans]
-    flights = [
-        (b / n, max(0.0, s.communicating - (told.communicating - without)) / n)
-        for b, n, s, told, without in zip(sizes, counts, seen, skewed, plain, strict=True)
+    processor = [
+        max(0.0, run.processor - alone.processor - _work(plan)) / n
+        for plan, run, n in zip(plans, measured, counts, strict=True)
     ]
-    in_flight, in_flight_per_byte = nonneg_line_fit(flights[1:], relative=True)  # the first plan's run beside no compute
+    processor_s, processor_s_per_byte = nonneg_line_fit([*zip(sizes, processor, strict=True)], relative=True)
+
+    without = [_replay(plan, profile, Contention()) for plan in plans]
+    skew = Contention(skew_seconds=max(0.0, first.communicating - without[0].communicating) / counts[0])
+    skewed = [_replay(plan, profile, skew) for plan in plans]
+    on_link = [
+        max(0.0, run.communicating - (late.communicating - prompt.communicating)) / n
+        for run, late, prompt, n in zip(measured, skewed, without, counts, strict=True)
+    ]
+    link_s, link_s_per_byte = nonneg_line_fit([*zip(sizes, on_link, strict=True)][1:], relative=True)
 
     def contention(values: Sequence[float]) -> Contention:
         share, stretch, dispatch_s, turn_s = values
         return dataclasses.replace(
-            skew, compute_per_message=share * of_message, compute_per_byte=share * of_byte, compute_per_work=share,
-            message_seconds=stretch * in_flight, seconds_per_byte=stretch * in_flight_per_byte,
+            skew, compute_per_message=share * processor_s, compute_per_byte=share * processor_s_per_byte, compute_per_work=share,
+            message_seconds=stretch * link_s, seconds_per_byte=stretch * link_s_per_byte,
             dispatch_seconds=dispatch_s, turn_seconds=turn_s,
         )  # fmt: skip
 
     turn = max(0.0, first.waiting - skewed[0].waiting)
     guess = [lost, 1.0, 0.0, turn / 2]
     scales = [0.5 * lost, 0.5, 1e-3, max(turn / 2, 1e-3)]
-    values = _nearest(guess, scales, lambda v: _error(profile, plans, seen, contention(v)))
+    values = _nearest(guess, scales, lambda v: _error(profile, plans, measured, contention(v)))
     profile = dataclasses.replace(profile, contention=contention(values))
-    steps = ((_replay(plan, profile, profile.contention).step, s.step) for plan, s in zip(plans, seen, strict=True))
+    steps = ((_replay(plan, profile, profile.contention).step, run.step) for plan, run in zip(plans, measured, strict=True))
     return dataclasses.replace(profile, calibration_runs=dict(zip(map(_name, plans, CALIBRATION_PLANS), steps, strict=True)))
+
+
+def _with_compute_seconds(profile: Profile, seconds: float) -> Profile:
+    """Return the profile with its slots scaled to ``seconds`` in all."""
+    before = sum(slot.seconds for slot in profile.slots)
+    scale = seconds / before if before else 1.0
+    slots = tuple(dataclasses.replace(slot, seconds=slot.seconds * scale) for slot in profile.slots)
+    return dataclasses.replace(profile, slots=slots)
 
 
 def _nearest(guess: Sequence[float], scales: Sequence[float], error: Callable[[Sequence[float]], float]) -> list[float]:
@@ -201,14 +207,16 @@ def _nearest(guess: Sequence[float], scales: Sequence[float], error: Callable[[S
     return values
 
 
-def _error(profile: Profile, plans: Sequence[Plan], seen: Sequence[StepBreakdown], contention: Contention) -> float:
-    """Return the sum of squared errors relative to the steps: of the steps, and with less weight of their parts."""
-    out = 0.0
-    for plan, s in zip(plans, seen, strict=True):
-        told = _replay(plan, profile, contention)
-        parts = (told.computing - s.computing, 0.5), (told.communicating - s.communicating, 0.3)
-        out += ((told.step - s.step) / s.step) ** 2 + sum((weight * off / s.step) ** 2 for off, weight in parts)
-    return out
+def _error(profile: Profile, plans: Sequence[Plan], measured: Sequence[StepBreakdown], contention: Contention) -> float:
+    """Return the sum over the plans of squared errors relative to the step: of the step, and with less weight of its parts."""
+    total = 0.0
+    for plan, run in zip(plans, measured, strict=True):
+        predicted = _replay(plan, profile, contention)
+        step, computing, communicating = (
+            (getattr(predicted, part) - getattr(run, part)) / run.step for part in ("step", "computing", "communicating")
+        )
+        total += step**2 + (0.5 * computing) ** 2 + (0.3 * communicating) ** 2
+    return total
 
 
 def _replay(plan: Plan, profile: Profile, contention: Contention) -> StepBreakdown:

@@ -11,7 +11,7 @@ turns, so that disturbances of the machine affect all of them alike.
    least sum of both medians is chosen.
 2. The chosen family sends trains of every operation in all sizes. Gap and β are the highest line below the medians of
    every size, because disturbances only add time, and most to short trains. The latency is the least of small single
-   messages.
+   messages. The block is the smallest message with 97 % of the link's rate, but at least 1 MiB.
 3. The number of messages in flight is measured, if requested, with trains of blocks: the smallest number that is nearly
    as fast as any.
 """

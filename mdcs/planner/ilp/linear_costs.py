@@ -4,7 +4,8 @@ The slot model plans with it.
 
 The slot model sends operations in fractions, so it knows only seconds per byte. Three costs of a block are spread over
 its bytes: the gap (or the latency, with one message in flight at a time), the link occupancy while computing, and the
-lost compute time.
+lost compute time. Delays of contention that depend on when a message comes (skew, dispatch, turn) are left out: the
+replay of the plan includes them.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def asked_of(which: int) -> Job:
     """Jobs with and without contention, gradients that come early, several micro-steps, a barrier, and recomputation."""
     profile = with_options(job(which), random.Random(which))
     if which % 2:
-        contention = Contention(1e-4, 1e-11, 0.1, 1e-4, 1e-10, 1e-4, 1e-3)
+        contention = Contention(1e-4, 1e-11, 0.1, 1e-4, 1e-10, skew_seconds=1e-4, dispatch_seconds=1e-4, turn_seconds=1e-3)
         units = tuple(replace(u, gradients=_early(u) if u.trainable else ()) for u in profile.units)
         profile = replace(profile, units=units, contention=contention, interference=0.2)
     return Job(profile, micro_steps=1 + which // 4, cross_iteration=which % 3 != 1)

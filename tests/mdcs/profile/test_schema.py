@@ -109,7 +109,7 @@ def test_json_without_a_field_is_no_profile(missing: str) -> None:
 
 def test_contention_is_stored_and_never_negative() -> None:
     profile = replace(
-        chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, 5e-4), spread={"slot 0": (0.5, 1.5)},
+        chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, skew_seconds=5e-4), spread={"slot 0": (0.5, 1.5)},
         calibration_runs={"zero2 dear": (1.0, 1.1)},
     )
     assert Profile.from_json(profile.to_json()) == profile

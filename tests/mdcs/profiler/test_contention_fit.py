@@ -42,7 +42,8 @@ def processor_of(plan: Plan, profile: Profile, alone_s: float) -> float:
 
 def test_the_replays_of_the_fitted_profile_are_what_was_seen() -> None:
     slow = chain(*[10**6] * 8, link=Link.uniform(1, 50), forward_s=0.02, backward_s=0.04)
-    true = replace(slow, contention=Contention(2e-3, 2e-9, 1.0, 3e-3, 1.5e-8, 5e-3, dispatch_seconds=1e-3, turn_seconds=0.02))
+    contention = Contention(2e-3, 2e-9, 1.0, 3e-3, 1.5e-8, skew_seconds=5e-3, dispatch_seconds=1e-3, turn_seconds=0.02)
+    true = replace(slow, contention=contention)
     plans, alone_s = calibration_plans(slow), sum(slot.seconds for slot in slow.slots)
     seen = [s._replace(processor=processor_of(p, true, alone_s)) for p, s in zip(plans, times(plans, true), strict=True)]
     before = times(plans, slow)

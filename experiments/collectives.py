@@ -81,7 +81,7 @@ def measure(folder: Path) -> None:
 
     config = load(folder / "config.yaml")
     device, backend = start(config), config.cluster.resolved_backend()
-    ranks = LinkBenchmark(device, None)
+    ranks = LinkBenchmark(device)
     families = [Collectives(name, backend) for name in ALGORITHMS[backend]]
     senders = [(family, kinds) for kinds in TRAINS.values() for family in families]
     trains: list[list[dict[int, list[float]]]] = []  # in small parts: a rank must report its status often

@@ -70,9 +70,9 @@ def candidates(plan: Plan, count: int) -> list[Plan]:
     return list(found.values())
 
 
-def cost_s(plans: Sequence[Plan], rounds: int = ROUNDS, count: int = PERIODS) -> float:
-    """Return the predicted seconds of running these plans for ``count`` periods in ``rounds`` rounds."""
-    return rounds * (_WARMUP + count + 1) * sum(map(_predicted, plans))
+def cost_s(plans: Sequence[Plan]) -> float:
+    """Return the predicted seconds of :func:`fastest` with these plans."""
+    return ROUNDS * (_WARMUP + PERIODS + 1) * sum(map(_predicted, plans))
 
 
 def fastest(

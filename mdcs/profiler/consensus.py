@@ -96,11 +96,11 @@ def phase(what: str, seconds: float | None = None) -> None:
         _together.begin(what, seconds)
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Barrier. Inside of :func:`on_all_ranks` it spans all ranks, and raises RunError if another rank has left."""
-    if group is not None or _together is None:
-        if dist.is_initialized() and dist.get_world_size(group) > 1:
-            dist.barrier(group=group)
+def barrier() -> None:
+    """Barrier of all ranks. Inside of :func:`on_all_ranks` it raises RunError if another rank has left."""
+    if _together is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
         return
     work = dist.barrier(group=_together.group, async_op=True)
     assert work is not None

@@ -71,7 +71,6 @@ class MeasuredLink(NamedTuple):
 def measure_link(
     device: torch.device,
     *,
-    group: dist.ProcessGroup | None = None,
     depth: int | None = 2,
     algorithm: str | None = None,
     per_node: int | None = None,
@@ -86,15 +85,15 @@ def measure_link(
 
     The link of a world of one takes no time. Raises ValueError for a family that the backend does not have.
     """
-    backend = backend_of(group, device)
+    backend = backend_of(None, device)
     chosen = Collectives.default(backend) if algorithm is None else Collectives(algorithm, backend)
     depth = chosen.in_flight(depth)
-    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return MeasuredLink(Link((0.0,) * 4, (0.0,) * 4, depth or 1), chosen, {})
     names = [algorithm] if algorithm else ALGORITHMS[backend] if device.type == "cpu" or backend != "gloo" else ["native"]
     families = [Collectives(name, backend) for name in names]
-    ranks, in_flight = LinkBenchmark(device, group), depth or 2
+    ranks, in_flight = LinkBenchmark(device), depth or 2
 
     together: list[Sender] = [(family, tuple(KIND.values())) for family in families]
     quick = ranks.time_trains(together, _SIZES[:2], in_flight, 1)
@@ -110,7 +109,7 @@ def measure_link(
     trains = dict(zip(kinds, ranks.time_trains([(chosen, (kind,)) for kind in kinds], sizes, in_flight, _OF_CHOSEN), strict=True))
     alone = ranks.time_single_messages(chosen, kinds)
     block = min(max(_block(map(_line, trains.values())), _SMALLEST_BLOCK), sizes[-1])
-    per_node = ranks_per_node(group) if per_node is None else per_node
+    per_node = ranks_per_node() if per_node is None else per_node
     if per_node:
         with ranks.of_nodes(per_node):
             found = ranks.time_trains([(chosen, (kind,)) for kind in _IN_NODES], sizes, in_flight, _OF_CHOSEN)
@@ -137,15 +136,14 @@ def measure_link(
     return MeasuredLink(link, chosen, varied)
 
 
-def ranks_per_node(group: dist.ProcessGroup | None = None) -> int:
+def ranks_per_node() -> int:
     """Return the ranks per host if several hosts have equally many (more than 1), in rank order; else 0. Collective.
 
     LOCAL_WORLD_SIZE of torchrun counts if all ranks have the same value; otherwise the machines of the ranks.
     """
-    world = dist.get_world_size(group)
-    told = os.environ.get("LOCAL_WORLD_SIZE") if world == dist.get_world_size() else None
+    world, told = dist.get_world_size(), os.environ.get("LOCAL_WORLD_SIZE")
     seen: list[tuple[str | None, str]] = [("", "")] * world
-    dist.all_gather_object(seen, (told, machine_id()), group=group)
+    dist.all_gather_object(seen, (told, machine_id()))
     if told is not None and {said for said, _ in seen} == {told}:
         count = int(told)
     else:
@@ -207,10 +205,10 @@ def _messages(size: int) -> int:
 
 
 class LinkBenchmark:
-    """Sends trains on all ranks of a group at once. Results are the same on all ranks, and all methods are collective."""
+    """Sends trains on all ranks at once. Results are the same on all ranks, and all methods are collective."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.device, self.group, self.world = device, group, dist.get_world_size(group)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.world = device, dist.get_world_size()
         self._groups: ProcessGroups | None = None  # groups of nodes, inside of of_nodes()
         # One counter for all: ranks may run the later steps of messages in flight in any order, so tags must differ.
         self._tags = itertools.count()
@@ -218,11 +216,11 @@ class LinkBenchmark:
     @contextmanager
     def of_nodes(self, per_node: int) -> Iterator[None]:
         """Send messages within nodes of so many ranks, inside of the block."""
-        self._groups = ProcessGroups(self.group, self.device, _TIMEOUT_S, needs_control=False, per_node=per_node)
+        self._groups = ProcessGroups(None, self.device, _TIMEOUT_S, needs_control=False, per_node=per_node)
         failed = True
         try:
             yield
-            barrier(self.group)
+            barrier()
             failed = False
         finally:
             self._groups.destroy(failed=failed)
@@ -249,7 +247,7 @@ class LinkBenchmark:
         """Return a message of ``size`` payload bytes."""
         buffer = torch.zeros(size // 4 // self.world * self.world, device=self.device)
         if self._groups is None:
-            return ProbeMessage(Communicator(collectives, self.group, self._tags), kind, buffer)
+            return ProbeMessage(Communicator(collectives, None, self._tags), kind, buffer)
         node, across = (
             Communicator(collectives, group, self._tags) for group in (self._groups.node_group, self._groups.replica_group)
         )
@@ -258,7 +256,7 @@ class LinkBenchmark:
     def _mean(self, seconds: list[float]) -> list[float]:
         """Return the means over the ranks."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, group=self.group)
+        dist.all_reduce(found)
         mean: list[float] = (found / self.world).tolist()
         return mean
 
@@ -271,7 +269,7 @@ class LinkBenchmark:
         messages = [self.message(collectives, kind, size) for _ in range(depth) for kind in kinds]
         stride = len(messages)  # some algorithms end all messages in flight at once
         counted = -(-_messages(size) * len(kinds) // stride) * stride
-        barrier(self.group)
+        barrier()
         in_flight = deque(message.start() for message in messages[:depth])
         ends = []
         for ended in range(counted + depth):
@@ -286,7 +284,7 @@ class LinkBenchmark:
 
     def _single(self, collectives: Collectives, kind: Kind) -> float:
         message = self.message(collectives, kind, _ALONE)
-        barrier(self.group)
+        barrier()
         stall_device(self.device)
         begin = DeviceTimestamp(self.device)
         message.start().wait()

@@ -18,7 +18,7 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.link import Link
 from mdcs.profiler import autotune
-from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
+from mdcs.profiler.autotune import PERIODS, ROUNDS, Trial, candidates, cost_s, fastest
 from mdcs.profiler.model_profile import measure_profile
 
 from ..profiles import chain, link
@@ -51,7 +51,7 @@ def test_one_candidate_is_the_plan_and_makes_no_others(monkeypatch: pytest.Monke
 def test_the_cost_is_that_of_all_rounds_with_warm_up_and_the_period_that_is_cut_short() -> None:
     plan = make_plan(chain(3), Uniform("dp"), Sequential())
     assert plan.prediction is not None
-    assert cost_s([plan, plan], rounds=3, count=4) == pytest.approx(3 * 2 * 6 * plan.prediction.step_s)
+    assert cost_s([plan, plan]) == pytest.approx(ROUNDS * 2 * (1 + PERIODS + 1) * plan.prediction.step_s)
 
 
 def tried() -> tuple[Plan, tuple[Trial, ...], bool]:

@@ -187,7 +187,7 @@ def link_of_rings(
     """Return the link measured with rings if the budget needs them (:func:`needs_rings`), else None. Collective."""
     if not needs_rings(profile, budget, device):
         return None
-    phase(f"measuring the link with rings: native collectives need {floor_of(profile)} bytes, above the budget")
+    phase(f"measuring the link with rings: native collectives need {floor_of(profile) / MIB:.3f} MiB, above the budget")
     return measure_link(device, depth=depth, algorithm="ring")
 
 

@@ -251,6 +251,9 @@ def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None
     # RS:a and AG_F:a 1 s each.
     assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (9, 10), "F:b": (10, 11)}
     assert spans(plan, "message") == {"RS:b": (2, 5), "AG_F:b": (5, 7), "RS:a": (7, 8), "AG_F:a": (8, 9)}
+    # With a skew of 1 s only RS:b finds the link idle. B:a covers a quarter of its 4 s; the rest is served in 1.5 s.
+    skewed = of_job(plan, profile=replace(PROFILE, contention=Contention(message_seconds=4.0, skew_seconds=1.0)))
+    assert spans(skewed, "message") == {"RS:b": (2, 5.5), "AG_F:b": (5.5, 7.5), "RS:a": (7.5, 8.5), "AG_F:a": (8.5, 9.5)}
 
 
 def test_what_waits_for_a_message_that_is_waited_for_starts_when_that_ends() -> None:

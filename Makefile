@@ -48,7 +48,7 @@ test test-slow: export PYTHONDONTWRITEBYTECODE =
 TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file at a time, the longest first (tests/conftest.py)
 
 test: $(STAMP) ## run the tests (minutes)
-	$(RUN) -m pytest $(TWO) -m 'not slow'
+	$(RUN) -m pytest $(TWO) -m 'not slow and not gpu'
 
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
 	MDCS_EXAMPLES=1 $(RUN) -m pytest $(TWO) -m 'slow or hypothesis'

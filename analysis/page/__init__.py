@@ -63,14 +63,14 @@ def commands(frame: pd.DataFrame) -> list[str | None]:
                 sweeps = any(each.startswith(("experiment=", "+experiment=")) for each in job["overrides"])
                 words = [*job["overrides"], "hydra.mode=RUN"] if sweeps else job["overrides"]
                 known[above / job["folder"]] = f"{PROGRAM} {shlex.join(words)}"
-    own = frame["command"].where(frame["command"].notna(), None)
+    own = [None if pd.isna(command) else command for command in frame["command"]]
     return [known.get(Path(folder), command) for folder, command in zip(frame["folder"], own, strict=True)]
 
 
 def best_plans(rows: pd.DataFrame) -> pd.DataFrame:
     """The cells of the fastest run within each budget of a workload, the budget first."""
     best = ask.best_within_budgets(rows)
-    cells = cells_of(rows).loc[best.index]
+    cells = _cells(rows).loc[best.index]
     cells.insert(0, "within", list(best["within_bytes"].map(ask.budget_words)))
     return cells
 
@@ -83,12 +83,21 @@ def engines(rows: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame()
     own = points[~peers].sort_values("step_s").drop_duplicates("budget_bytes")
     shown = pd.concat([own.assign(label="mdcs, " + own["label"]), points[peers].sort_values("step_s")])
-    ratios = shown["step_s"] / own["step_s"].min()
+    base = own["step_s"].min()
     cells = pd.DataFrame(
-        {"engine": row["label"], "× fastest\nof mdcs": f"{ratio:.2f}", **figures_of(row), "runs": str(row["runs"])}
-        for ratio, (_, row) in zip(ratios, shown.iterrows(), strict=True)
-    )
+        {
+            "engine": row["label"], "× fastest\nof mdcs": "" if pd.isna(base) else f"{row['step_s'] / base:.2f}",
+            **figures_of(row), "runs": str(row["runs"]),
+        }
+        for _, row in shown.iterrows()
+    )  # fmt: skip
     return cells.loc[:, cells.ne("").any()]
+
+
+def _cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """The terminal's table without the numbers of its notes: here the reason stands under the run's name."""
+    cells = cells_of(rows)
+    return cells.assign(status=cells["status"].str.replace(r" \[\d+\]$", "", regex=True))
 
 
 def _workload(title: str, rows: pd.DataFrame) -> Iterator[str]:
@@ -99,7 +108,7 @@ def _workload(title: str, rows: pd.DataFrame) -> Iterator[str]:
     if len(peers := engines(rows)):
         yield f"<h3>Beside other engines</h3>{_table(peers)}"
     yield from (_picture(figure) for _, figure in curves_of(rows))
-    yield f"<h3>All runs</h3>{_table(cells_of(rows), rows, 'runs')}"
+    yield f"<h3>All runs</h3>{_table(_cells(rows), rows, 'runs')}"
     if measured:
         yield from _periods(rows)
 
@@ -118,7 +127,9 @@ def _periods(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _picture(figure: Figure) -> str:
-    return f'<div class="picture">{svg(figure)}</div>'
+    """The picture; who cannot see it is told its titles."""
+    titles = [figure.get_suptitle(), *(axes.get_title("left") for axes in figure.axes)]
+    return f'<div class="picture" role="img" aria-label="{escape(". ".join(filter(None, titles)))}">{svg(figure)}</div>'
 
 
 def _table(cells: pd.DataFrame, runs: pd.DataFrame | None = None, kind: str = "") -> str:
@@ -137,6 +148,6 @@ def _table(cells: pd.DataFrame, runs: pd.DataFrame | None = None, kind: str = ""
 
 
 def _repeat(run: pd.Series) -> str:
-    command = "its settings are in config.yaml" if run["command"] is None else f"<code>{escape(run['command'])}</code>"
+    command = "its settings are in config.yaml" if pd.isna(run["command"]) else f"<code>{escape(run['command'])}</code>"
     told = f"<p>{escape(run['reason'] or '')}</p><p>{command}</p><p>in {escape(run['folder'])}</p>"
     return f'<td class="text"><details><summary>{escape(run["name"])}</summary>{told}</details></td>'

@@ -1,6 +1,7 @@
 """The page of a sweep: what it tells, and what a browser makes of it."""
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -48,6 +49,23 @@ def test_a_sweep_without_anything_measured_has_its_page(run_writer, tmp_path):
     assert "1 failed" in text and "infeasible: the budget" in text and "<svg" not in text and "Best plan" not in text
 
 
+def test_a_run_that_cannot_be_read_stands_beside_the_others(run_writer, tmp_path):
+    for name in ("0", "1"):
+        run_writer(name, timelines=True)
+    (run_writer.sweep / "1/metrics.jsonl").write_text("no JSON\n{}\n")
+    frame = analysis.runs(run_writer.sweep)
+    text = write_page(frame.assign(command=["mdcs train", None]), tmp_path / "page.html").read_text()
+    assert "<code>mdcs train</code>" in text and "its settings are in config.yaml" in text
+    assert ">failed<" in text and f"<p>{frame['reason'][1]}</p>" in text  # the number of the terminal's note has no note here
+    pictures = re.findall(r'role="img" aria-label="([^"]+)"><svg', text)
+    assert len(pictures) == text.count("<svg") == 3 and "peak" in pictures[-1]
+
+
+def test_engines_without_mdcs_are_compared_with_nothing():
+    frame = analysis.runs(SWEEP / "engines")
+    assert engines(frame[frame["engine"] != "mdcs"]).columns[1] == "budget\nMiB"
+
+
 def test_points_of_a_curve_and_bars_of_a_timeline_tell_their_values(timelines, sweep):
     frame = analysis.runs(sweep)
     row = frame[(frame["scheduler"] == "priority") & (frame["schedule_share"] == 0.25)].iloc[0]
@@ -76,7 +94,7 @@ def test_a_browser_shows_sorts_and_filters_runs(page, tmp_path, capsys):
     page.value(click.format(4))
     steps = [step for step in page.value(cells.format(4)) if step]
     assert page.value(cells.format(4))[: len(steps)] == sorted(steps, key=float)  # the run that failed is last
-    page.value(click.format(4))
+    page.value("document.querySelectorAll('.runs th')[4].dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))")
     assert page.value(cells.format(4))[: len(steps)] == sorted(steps, key=float, reverse=True)
 
     page.value("search.value = 'greedy dear 24.0'; search.dispatchEvent(new Event('input'))")

@@ -29,7 +29,12 @@ from mdcs.sizes import GIB
 TO = Path(__file__).with_name("uses.png")
 SLOW = dataclasses.replace(CLUSTER, inter_beta=1 / 10e9)  # per GPU, so that sharding costs more than computing hides
 POINTS = 12
-COLOURS = {"least of any plan": "#b8bfc9", "activations": "#d98a3d", "strategies": "#4f7fb5", "schedule": "#5fa777"}
+LOOKS = {  # from the ground up; hatches tell them apart without colours
+    "least of any plan": ("#b8bfc9", ""),
+    "activations": ("#d98a3d", "///"),
+    "strategies": ("#4f7fb5", "..."),
+    "schedule": ("#5fa777", "xxx"),
+}
 
 
 def uses_of(plan: mdcs.Plan, floor: int) -> tuple[int, int, int, int]:
@@ -51,10 +56,12 @@ def main() -> None:
     x = [budget / GIB for budget in budgets]
     figure, (memory, time) = plt.subplots(2, 1, figsize=(7.5, 5.6), sharex=True, height_ratios=(3, 1.3), layout="constrained")
     stacks = zip(*(uses_of(plan, floor) for plan in plans), strict=True)
-    memory.stackplot(x, [[size / GIB for size in stack] for stack in stacks], labels=COLOURS, colors=COLOURS.values())
-    memory.plot(x, x, color="black", linewidth=0.8, linestyle="dashed", label="budget")
+    areas = memory.stackplot(x, [[size / GIB for size in stack] for stack in stacks], labels=LOOKS)
+    for area, (colour, hatch) in zip(areas, LOOKS.values(), strict=True):
+        area.set(facecolor=colour, edgecolor="white", linewidth=0, hatch=hatch)
+    line = memory.plot(x, x, color="black", linewidth=0.8, linestyle="dashed", label="budget")
     memory.set(ylabel="GiB per rank, at the peak", ylim=(0, None))
-    memory.legend(loc="upper left", frameon=False)
+    memory.legend(handles=[*line, *reversed(areas)], loc="upper left", frameon=False)  # in the order of the stack
     time.plot(x, [plan.prediction.step_s * 1e3 for plan in plans if plan.prediction], color="black")
     time.set(xlabel="budget, GiB per rank", ylabel="step, ms", ylim=(0, None))
     figure.savefig(TO, dpi=110)

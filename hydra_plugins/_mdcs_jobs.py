@@ -76,8 +76,9 @@ def write(folder: Path, job: Job) -> None:
 def read(folder: Path) -> Job | None:
     """The job of a folder; None if none was submitted."""
     try:
-        return Job(**json.loads((folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return Job(said["number"], said["logs"])  # older versions have written more
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from experiments.config.identity import job_identity
 from experiments.config.schema import BatchConfig, BudgetConfig, Config
-from experiments.job import profiles
+from experiments.job import profiles, record
 from experiments.job import run as jobs
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.resolved import resolve
+from experiments.job.tracking import show_files
 from mdcs.plan.plan import Plan
 from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit, fastest_of
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -115,14 +116,15 @@ def _measured(config: Config, folder: Path, console: Console, known: Profiles) -
 
 def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[int, ...]) -> None:
     """Write the config, the profile and the plan of a job with this batch."""
-    job, profile = sized(config, planned.batch), planned.plan.job.profile
+    job, plan = sized(config, planned.batch), planned.plan
     if profiled:
         from mdcs.model.inputs import INPUTS  # late: importing torch takes seconds
 
-        about = {key: value for key, value in profile.about.items() if key != INPUTS}
+        about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}
         about |= job_identity(job) | {"calculated": f"from batches of {' and '.join(map(str, profiled))}"}
-        profile = replace(profile, about=about)
+        plan = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, about=about)))
     with jobs.claimed(folder):
-        jobs.begin(resolve(job), folder)
-        (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-        write_plan(folder, planned.plan)
+        jobs.begin(resolved := resolve(job), folder)
+        (folder / "profile.json").write_text(plan.job.profile.to_json(), encoding="utf-8")
+        write_plan(folder, plan)
+        show_files(resolved, folder, "plan", record.identity_of(job))

@@ -7,6 +7,7 @@ import time
 import warnings
 
 import analysis
+from experiments.job import record
 from experiments.job.sweep import Session, sweep_name
 from experiments.job.tracking import show_sweep
 
@@ -28,15 +29,17 @@ def report(session: Session, started: float) -> None:
         for result in session.results
     ]
     wall_s = time.time() - started
-    record = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
+    told = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
     try:
-        (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (folder / "sweep.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
     except OSError as error:
         warnings.warn(f"the sweep is not recorded: {error}", stacklevel=2)
+    waiting = sum(result.status == record.SUBMITTED for result in session.results)
+    later = f"; {waiting} of them have not ended: mdcs jobs {folder} shows them" if waiting else ""
     try:
         frame = analysis.load_sweep(folder)
-    except ValueError as error:  # e.g. all jobs were handed in and have not run
-        print(f"{len(jobs)} jobs in {wall_s:.0f} s; {error}", flush=True)
+    except ValueError as error:  # no job has begun
+        print(f"{len(jobs)} jobs in {wall_s:.0f} s{later or f'; {error}'}", flush=True)
         return
     print()
     analysis.print_table(frame)
@@ -49,7 +52,5 @@ def report(session: Session, started: float) -> None:
         show_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
     earlier = sum(result.kept for result in session.results)
     kept = f", {earlier} of them earlier," if earlier else ""
-    print(
-        f"{len(jobs)} jobs{kept} in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
-        flush=True,
-    )
+    drawn = ", ".join(path.name for path in written) or "nothing drawn"
+    print(f"{len(jobs)} jobs{kept} in {wall_s:.0f} s; in {folder}: {drawn}{later}", flush=True)

@@ -214,7 +214,7 @@ def _warned(what: str) -> Iterator[None]:
 
 
 def _failed(error: Exception) -> Outcome:
-    return Outcome(False, f"{type(error).__name__}: {error}")
+    return Outcome(False, " ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _state(outcome: Outcome) -> str:

@@ -96,7 +96,7 @@ class Workload:
         try:
             return self.task.loss(self.model if model is None else model, batch)
         except KeyError as error:
-            if error.args[0] in batch:
+            if not error.args or error.args[0] in batch:
                 raise
             there = ", ".join(batch)
             raise ValueError(f"model.loss: a batch of data={self.config.data.name} has no {error}, but {there}") from error

@@ -76,6 +76,7 @@ def test_the_job_can_go_on_with_the_batch_and_its_profile(tmp_path):
     made = planned_again(tmp_path / "job")
     assert made.prediction == batches.largest.plan.prediction
     assert made.profile.about["calculated"] == "from batches of 4 and 16" and "inputs" not in made.profile.about
+    assert Plan.from_json((tmp_path / "job/plan.json").read_text()).profile.about == made.profile.about
 
 
 def test_a_batch_with_room_by_recomputation_goes_on_with_all_that_its_profile_knows(tmp_path):

@@ -18,7 +18,6 @@ def test_the_summary_has_the_mean_loss_and_the_highest_peak_of_all_ranks(monkeyp
     assert over((2.5, 30), (2.0, 20)) == (2.0, 30) and over((2.5, 30), (2.0, None)) == (2.0, None)
 
 
-
 class OnDevice(torch.Tensor):
     """A tensor that is not on the host, and must not be waited for."""
 

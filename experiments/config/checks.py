@@ -91,7 +91,7 @@ def from_composed(
         given = getattr(config, group)
         left_out = not given and group in _MAY_BE_LEFT_OUT
         choice = (choices or {}).get(group)
-        retargeted = choice != "own" and any(each.startswith(f"{group}.{TARGET}=") for each in said or ())
+        retargeted = choice != "own" and any(each.lstrip("+").startswith(f"{group}.{TARGET}=") for each in said or ())
         setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, choice, retargeted=retargeted))
     assert isinstance(config, Config)
     if decides_schedule(config.strategy):

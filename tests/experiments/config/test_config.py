@@ -199,6 +199,8 @@ WRONG = {
     "model=own model._target_=torch.nn": "model._target_: torch.nn is a module, not a class or a function",
     "optimizer._target_=torch.optim.RMSprop":
         "optimizer._target_: torch.optim.RMSprop does not take the keys of optimizer=adam: add optimizer=own",
+    "++model._target_=torch.nn.Linear":
+        "model._target_: torch.nn.Linear does not take the keys of model=gpt2-tiny: add model=own",
     "model._target_=mdcs.gone.Vit":
         "model._target_: mdcs.gone.Vit: no module mdcs.gone; did you mean experiments.tasks.library.Vit?",
     "budget.gib=???": "budget.gib: has no default: give it a value",

@@ -71,14 +71,20 @@ def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
 
 
 def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
-    """Counters at the start of each slot, as the first rank computed it; none of slots that it did not record."""
+    """Counters at the start of each slot, as the first rank computed it; none of slots that it did not record.
+
+    A unit that is used several times has slots of one name, which are taken in order.
+    """
     if not timeline.ranks:
         return []
-    starts = {interval.name: interval.start for interval in reversed(timeline.ranks[0].lane("compute"))}
+    starts: dict[str, list[float]] = {}
+    for interval in reversed(timeline.ranks[0].lane("compute")):
+        starts.setdefault(interval.name, []).append(interval.start)
+    placed = [(slot, starts[slot.slot].pop()) for slot in timeline.memory if starts.get(slot.slot)]
     return [
-        {"ph": "C", "name": f"memory, {source} (bytes)", "pid": _process(timeline.ranks[0].rank), "ts": starts[slot.slot] * 1e6,
+        {"ph": "C", "name": f"memory, {source} (bytes)", "pid": _process(timeline.ranks[0].rank), "ts": start * 1e6,
          "args": {category: size for category, size in sizes.items() if category != "total"}}
         for source in ("predicted", "measured")
-        for slot in timeline.memory
-        if slot.slot in starts and (sizes := getattr(slot, source))
+        for slot, start in placed
+        if (sizes := getattr(slot, source))
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -55,6 +56,15 @@ def test_memory_becomes_counters_at_the_start_of_each_slot(timeline):
         (0.0, {"parameters": 10, "gradients": 20}),
         (5e5, {"parameters": 10}),
     ]
+
+
+def test_slots_of_a_unit_that_is_used_twice_are_taken_in_order(timeline):
+    first, *others = timeline.ranks
+    computes = [replace(i, name="F again") if i.lane == "compute" else i for i in first.intervals]
+    memory = tuple(replace(slot, slot="F again") for slot in timeline.memory)
+    again = replace(timeline, ranks=(replace(first, intervals=tuple(computes)), *others), memory=memory)
+    counters = [e for e in chrome_trace(again)["traceEvents"] if e["ph"] == "C"]
+    assert [c["ts"] for c in counters] == [0.0, 5e5]
 
 
 def test_the_prediction_is_named_and_no_process_is_zero(timeline):

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.config.identity import job_identity
-from experiments.config.schema import BatchConfig, BudgetConfig, Config
+from experiments.config.schema import BatchConfig, BudgetConfig, Config, ConfigError
 from experiments.job import profiles, record
 from experiments.job import run as jobs
 from experiments.job.planning import job_of, make_plan, write_plan
@@ -58,8 +58,10 @@ def find(config: Config, folder: Path, console: Console, *, known: Profiles | No
     """Return the batches within the budget, and the reason if there is none (else empty).
 
     The job's folder gets the profile and the plan of the batch that is asked for, and its folders `profile-N` the profiles that
-    are measured, of N samples.
+    are measured, of N samples. Raises ConfigError where the profile would replace the one that the config names.
     """
+    if config.profile.path is not None and Path(config.profile.path).resolve() == (folder / "profile.json").resolve():
+        raise ConfigError("hydra.run.dir", "batch.find would put another batch's profile over profile.path: give another folder")
     profiled, errors = tuple[int, ...](), dict[int, ScalingError]()
     if config.profile.name == "analytic":
         profile_of = _calculated(config)
@@ -118,6 +120,7 @@ def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[
     """Write the config, the profile and the plan of a job with this batch."""
     job, plan = sized(config, planned.batch), planned.plan
     if profiled:
+        job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
         from mdcs.model.inputs import INPUTS  # late: importing torch takes seconds
 
         about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}

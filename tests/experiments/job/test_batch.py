@@ -62,8 +62,7 @@ def test_the_largest_batch_is_that_of_the_budget(tmp_path):
 
 def planned_again(folder: Path) -> Plan:
     """The plan of the job in this folder, made with the profile that is there."""
-    written = checks.load(folder / "config.yaml")
-    job = dataclasses.replace(written, profile=dataclasses.replace(written.profile, path=str(folder / "profile.json")))
+    job = checks.load(folder / "config.yaml")
     rules.check(job)  # the profile is accepted as one of this batch
     assert jobs.prepare("plan", job, folder.parent / "again", QUIET) == ""
     return Plan.from_json((folder.parent / "again/plan.json").read_text())
@@ -100,6 +99,15 @@ def test_a_profile_that_is_named_counts_as_proportional(tmp_path):
     batches, reason, _ = found(tmp_path, 10**9, f"profile.path={tmp_path / 'profile.json'}", "batch.at_most=8")
     assert reason == "" and batches.profiled == (4,)
     assert batches.largest.plan.prediction.compute_s == pytest.approx(2 * sum(s.seconds for s in FOUR.slots), rel=0.3)
+
+
+def test_the_profile_that_is_named_is_never_replaced(tmp_path):
+    path = tmp_path / "job/profile.json"
+    path.parent.mkdir()
+    path.write_text(of_batch(4).to_json())
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir.*over profile\.path"):
+        found(tmp_path, 2**30, f"profile.path={path}")
+    assert Profile.from_json(path.read_text()) == of_batch(4)
 
 
 def test_a_calculated_profile_is_calculated_for_every_batch(tmp_path):

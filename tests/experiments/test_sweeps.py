@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import signal
 import time
@@ -13,6 +12,7 @@ from analysis.events import read_events
 from experiments.job import record
 from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs
+from tests.experiments import stub_slurm
 from tests.experiments.test_train import start, train
 
 SWEEP = ("-m", "run.steps=3", "run.warmup_steps=1")
@@ -88,11 +88,13 @@ def test_a_key_of_sweeps_is_refused_for_one_job(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_submitted_job_that_has_not_ended_is_not_submitted_again(tmp_path):
+def test_a_submitted_job_that_has_not_ended_is_not_submitted_again(tmp_path, monkeypatch):
+    stub_slurm.install(tmp_path / "slurm", monkeypatch)
     jobs = (*SWEEP, "run.name=fine,other", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert train(tmp_path, *jobs, ranks=False).returncode == 0
     waiting = tmp_path / "sweep/1"
-    _mdcs_jobs.write(waiting, _mdcs_jobs.Job("local", str(os.getpid()), "logs"))
+    (tmp_path / "slurm/squeue").write_text("#!/bin/bash\necho '7|RUNNING|None'\n")
+    _mdcs_jobs.write(waiting, _mdcs_jobs.Job("7", "logs"))
     with JsonLines(waiting / "metrics.jsonl") as metrics:
         metrics.write({"event": "failure", "status": "failed", "reason": "preempted at step 2"})
     before = (waiting / "metrics.jsonl").read_bytes()
@@ -103,7 +105,8 @@ def test_a_submitted_job_that_has_not_ended_is_not_submitted_again(tmp_path):
         assert "1: submitted before and running, not run again (job " in done.stdout
         assert states(tmp_path / "sweep") == {"0": "ok", "1": state} and (waiting / "metrics.jsonl").read_bytes() == before
 
-    _mdcs_jobs.write(waiting, _mdcs_jobs.Job("local", "999999999", "logs"))  # it has ended, and left no word
+    (tmp_path / "slurm/squeue").write_text("#!/bin/bash\n")
+    _mdcs_jobs.write(waiting, _mdcs_jobs.Job("7", "logs"))  # it has ended, and left no word
     done = train(tmp_path, *jobs, ranks=False)
     assert "1: submitted, runs again (job " in done.stdout and states(tmp_path / "sweep") == {"0": "ok", "1": "ok"}
 

@@ -48,7 +48,7 @@ def test_larger_messages_are_sent_where_that_is_not_too_long(gbyte: float, sizes
 
 def gathered_in_turns(orders: list[list[str]]) -> list[list[float]]:
     """Two all-gathers of one train, of different sizes; every rank starts and waits for them in an order of its own."""
-    ranks = Trains(torch.device("cpu"), None)
+    ranks = Trains(torch.device("cpu"))
     messages = {name: ranks.message(Collectives("ring"), Kind.AG_F, size) for name, size in (("a", 96), ("b", 24))}
     running = {}
     for message in messages.values():
@@ -70,7 +70,7 @@ def test_messages_of_a_train_do_not_meet_whatever_step_each_rank_is_at(three: Ra
 def groups_after_an_error() -> int:
     """Number of process groups that an error within nodes leaves behind."""
     before = len(dist.distributed_c10d._world.pg_map)
-    with pytest.raises(ZeroDivisionError), Trains(torch.device("cpu"), None).of_nodes(1):
+    with pytest.raises(ZeroDivisionError), Trains(torch.device("cpu")).of_nodes(1):
         _ = 1 / 0
     return len(dist.distributed_c10d._world.pg_map) - before
 

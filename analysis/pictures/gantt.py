@@ -19,7 +19,7 @@ _FEW_SLOTS = 32
 
 
 class Panel(NamedTuple):
-    """What is drawn on axes of their own: one rank, or the prediction."""
+    """The bars of one pair of axes: those of a rank, or of the prediction."""
 
     rank: RankTimeline
     period_s: float

@@ -22,7 +22,7 @@ _STRATEGIES = {"fsdp": ("#0072B2", "o"), "sdp": ("#56B4E9", "s"), "hsdp": ("#D55
 _FILLS: dict[str, dict[str, Any]] = {
     "none": {"fillstyle": "full"}, "selective": {"fillstyle": "left", "mfcalt": "white"}, "full": {"mfc": "white"},
 }  # fmt: skip
-"""Of what is recomputed."""
+"""Fill of a mark by the kind of recomputation."""
 
 
 @style.styled

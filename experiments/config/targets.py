@@ -100,7 +100,7 @@ def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({}
 
 
 def _hint(group: str, target: str) -> str:
-    """What to do about a module that is missing: the class of today, if a class of conf/ has the same name."""
+    """The end of an error about a missing module: it suggests a class of conf/ that has the same name."""
     name = target.rpartition(".")[2]
     known = {str(files.values(path).get(TARGET)) for path in sorted((CONF / group).glob("[!_]*.yaml"))}
     now = next((each for each in sorted(known) if each.rpartition(".")[2] == name), None)

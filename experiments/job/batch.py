@@ -120,9 +120,9 @@ def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[
     """Write the config, the profile and the plan of a job with this batch."""
     job, plan = sized(config, planned.batch), planned.plan
     if profiled:
-        job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
         from mdcs.model.inputs import INPUTS  # late: importing torch takes seconds
 
+        job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
         about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}
         about |= job_identity(job) | {"calculated": f"from batches of {' and '.join(map(str, profiled))}"}
         plan = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, about=about)))

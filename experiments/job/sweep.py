@@ -206,7 +206,7 @@ def _patterns(config: DictConfig) -> dict[str, str]:
 
 
 def _question(config: Any) -> tuple[str, set[str]]:
-    """What a sweep was asked: the name of its config, and the overrides that its jobs depend on."""
+    """The request of a sweep: the name of its config, and the overrides that its jobs depend on."""
     task, hydras = ([str(each) for each in said] for said in (config.hydra.overrides.task, config.hydra.overrides.hydra))
     said = [*task, *(each for each in hydras if _is_of(each, _OF_THE_QUESTION))]
     return str(config.hydra.job.config_name), {each for each in said if not each.lstrip("+").startswith("sweep.")}

@@ -24,7 +24,7 @@ NATIVE = chain(*[1000] * 6, 64, frozen=range(6), collectives=mdcs.Collectives("n
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the link was measured with."""
+    """Arguments of each measurement of the link."""
     calls: list[dict[str, Any]] = []
 
     def measure(device: torch.device, **options: Any) -> MeasuredLink:

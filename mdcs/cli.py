@@ -39,6 +39,9 @@ DEV = {
 }
 """The same of `mdcs dev NAME`, which measures mdcs itself."""
 
+RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "memory", "messages", "planners", "ranks", "replays")}
+"""Old names, each answered with the new command."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line: the name of a program, then its arguments. Return the exit code: 2 for an unknown name."""
@@ -54,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help(command, programs))
         return 0
-    if name not in programs:
+    path = programs.get(name) or RENAMED.get(name)
+    if path is None:
         near = difflib.get_close_matches(name, programs, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(programs)}"
         print(f"{command}: no command {name}; {hint}", file=sys.stderr)
@@ -62,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv = [f"{command} {name}", *arguments[1:]]
     sys.path[0] = str(_CHECKOUT)  # instead of the folder of the command
     try:
-        runpy.run_path(str(_CHECKOUT / programs[name]), run_name="__main__")
+        runpy.run_path(str(_CHECKOUT / path), run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int) or end.code is None:
             return end.code or 0

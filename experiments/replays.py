@@ -1,0 +1,3 @@
+"""Old name of `mdcs dev replays`; removed with the next release."""
+
+raise SystemExit("mdcs replays has a new name: mdcs dev replays")

@@ -190,25 +190,34 @@ def retire_completed(done: Numbers, freed: Numbers, count: Numbers, now: float) 
     count[RETIRED] = g
 
 
-def max_in_flight_bytes(transient: Numbers, count: Numbers, depth: int, upcoming: int) -> int:
+def max_in_flight_bytes(transient: Numbers, in_prologue: Numbers, count: Numbers, depth: int, upcoming: int) -> int:
     """Return the most bytes that ``depth`` consecutive messages can hold in flight.
 
-    Counts the messages that are not yet done, and one more message with ``upcoming`` bytes.
+    Counts the messages that are not yet done, without those that the prologue passes over, and one more message with
+    ``upcoming`` bytes.
     """
-    n, first, sent = len(transient), count[RETIRED], count[SENT]
-    most = total = 0
-    for g in range(first, sent + 1):
+    n, oldest, sent = len(transient), count[RETIRED], count[SENT]
+    most = total = many = 0
+    for g in range(count[RETIRED], sent + 1):
+        if g < n and g < sent and not in_prologue[g]:
+            continue
         total += transient[g % n] if g < sent else upcoming
-        if g - first >= depth:
-            total -= transient[(g - depth) % n]
+        many += 1
+        if many > depth:
+            while oldest < n and not in_prologue[oldest]:
+                oldest += 1
+            total -= transient[oldest % n]
+            oldest += 1
+            many -= 1
         if total > most:
             most = total
     return most
 
 
 def admit(
-    done: Numbers, freed: Numbers, transient: Numbers, count: Numbers, cap: int, depth: int, now: float, size: int, upcoming: int
-) -> float:
+    done: Numbers, freed: Numbers, transient: Numbers, in_prologue: Numbers, count: Numbers, cap: int, depth: int, now: float,
+    size: int, upcoming: int,
+) -> float:  # fmt: skip
     """Return when ``size`` bytes fit, in addition to all bytes held and in flight.
 
     Return -1 and set ``count[NEEDED]`` if they never fit.
@@ -217,7 +226,7 @@ def admit(
         retire_completed(done, freed, count, now)
         if count[HELD] + size + count[MOST] <= cap:
             return now
-        need = count[HELD] + size + max_in_flight_bytes(transient, count, depth, upcoming)
+        need = count[HELD] + size + max_in_flight_bytes(transient, in_prologue, count, depth, upcoming)
         if need <= cap:
             return now
         if count[RETIRED] == count[SENT]:
@@ -272,9 +281,10 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
     for k in range(len(count)):
         count[k] = 0
     if cap >= 0 and n > 0:
-        count[SENT] = n + depth
-        count[MOST] = max_in_flight_bytes(transient, count, depth, 0)  # upper bound, for a quick test in admit()
-    count[HELD], count[SENT] = c.rest, 0
+        count[RETIRED], count[SENT] = n, 2 * n + depth
+        # upper bound, for a quick test in admit()
+        count[MOST] = max_in_flight_bytes(transient, in_prologue, count, depth, 0)
+    count[HELD], count[RETIRED], count[SENT] = c.rest, 0, 0
     now = last_start = last_landed = last_done = begin = work = host = 0.0
     last_finish = LONG_AGO
     base = begun = 0
@@ -289,7 +299,8 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
             for i in range(0 if q == 0 or (p == 0 and q == turn) else issued[q - 1], issued[q]):
                 g = base + i
                 if p == 0 and not in_prologue[i]:
-                    start[g] = finish[g] = landed[g] = done[g] = last_done
+                    start[g] = finish[g] = last_finish  # passed over: as the message before
+                    landed[g], done[g] = last_landed, last_done
                     count[SENT] = g + 1
                     continue
                 if inside:
@@ -297,14 +308,14 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
                         now = finish_time_under_interference(start, finish, count, slowdown, begin, early[i] * work)
                         if cap >= 0:
                             retire_completed(done, freed, count, now)
-                            beside = peak[at] + max_in_flight_bytes(transient, count, depth, transient[i])
+                            beside = peak[at] + max_in_flight_bytes(transient, in_prologue, count, depth, transient[i])
                             inside = count[HELD] + held[i] + beside <= cap
                     else:
                         inside = False
                     if not inside:
                         now = end_slot(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
                 if cap >= 0 and not inside:
-                    now = admit(done, freed, transient, count, cap, depth, now, held[i] + live[q], transient[i])
+                    now = admit(done, freed, transient, in_prologue, count, cap, depth, now, held[i] + live[q], transient[i])
                     if now < 0:
                         count[STUCK] = q
                         return DEADLOCK
@@ -350,7 +361,7 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
                     last_start, last_finish, last_landed, last_done = start[g], finish[g], landed[g], done[g]
                 now = done[awaited] + dispatch_s
             if cap >= 0:
-                now = admit(done, freed, transient, count, cap, depth, now, allocated[q] + peak[q], 0)
+                now = admit(done, freed, transient, in_prologue, count, cap, depth, now, allocated[q] + peak[q], 0)
                 if now < 0:
                     count[STUCK] = q
                     return DEADLOCK

@@ -48,9 +48,9 @@ test test-slow: export PYTHONDONTWRITEBYTECODE =
 TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file at a time, the longest first (tests/conftest.py)
 
 test: $(STAMP) ## run the tests (minutes)
-	$(RUN) -m pytest $(TWO) -m 'not slow and not gpu'
+	$(RUN) -m pytest $(TWO) -m 'not (slow or hypothesis or gpu)'
 
-test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
+test-slow: $(STAMP) ## run the other tests: random plans, more ranks, other engines, shaped and emulated clusters (minutes)
 	MDCS_EXAMPLES=1 $(RUN) -m pytest $(TWO) -m 'slow or hypothesis'
 
 docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors

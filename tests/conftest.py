@@ -1,9 +1,7 @@
 """Settings of all tests."""
 
 import contextlib
-import os
 import signal
-import time
 
 import pytest
 from hypothesis import settings
@@ -18,15 +16,6 @@ LONG = (
     "test_ready_experiments", "test_train",
 )  # fmt: skip
 """Files that take longest: they come first, so that no process has one of them left when the others have ended."""
-
-
-UNTIL = float(os.environ.get("MDCS_TESTS_UNTIL", "inf"))
-"""When no more test begins, in seconds since 1970: CI has its own limit, and what it has run by then shall count."""
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() > UNTIL:
-        pytest.skip("no time left (MDCS_TESTS_UNTIL)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

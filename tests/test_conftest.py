@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,8 +114,3 @@ def test_no_worker_waits_for_ever_in_whatever_order_workers_die_start_and_end(na
         ran, crashed = session(names, seed)
         assert crashed == ["test_a.py::fatal"]
         assert ran == sorted(f"test_{name}.py::{test}" for name in names for test in ("one", "two"))
-
-
-def test_no_test_begins_when_time_is_over(tmp_path):
-    (tmp_path / "test_a.py").write_text("def test_one(): pass\n")
-    assert "1 skipped" in run(tmp_path, MDCS_TESTS_UNTIL=str(time.time() - 1))

@@ -77,7 +77,7 @@ def read(folder: Path) -> Job | None:
     """The job of a folder; None if none was submitted."""
     try:
         said = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return Job(said["number"], said["logs"])  # older versions have written more
+        return Job(**said)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -39,9 +39,6 @@ DEV = {
 }
 """The same of `mdcs dev NAME`, which measures mdcs itself."""
 
-RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "memory", "messages", "planners", "ranks", "replays")}
-"""Old names, each answered with the new command."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line: the name of a program, then its arguments. Return the exit code: 2 for an unknown name."""
@@ -57,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help(command, programs))
         return 0
-    path = programs.get(name) or RENAMED.get(name)
+    path = programs.get(name)
     if path is None:
         near = difflib.get_close_matches(name, programs, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(programs)}"

@@ -25,11 +25,10 @@ _ORDERS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "above": (">", operator.gt), "at_least": (">=", operator.ge), "at_most": ("<=", operator.le), "below": ("<", operator.lt),
 }  # fmt: skip
 
-LIMITS = ("choices", "renamed", *_ORDERS, "length")
+LIMITS = ("choices", *_ORDERS, "length")
 """Limits that :func:`option` takes.
 
 - ``choices``: the allowed values.
-- ``renamed``: old names of choices, which are allowed too, with the names of today.
 - ``above``, ``at_least``, ``at_most``, ``below``: limits of a number, or of each number of a list.
 - ``length``: the length of a list.
 """
@@ -92,7 +91,6 @@ def check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(name, f"must be a finite number, got {shown(value)}")
-    value = limits.get("renamed", {}).get(value, value) if isinstance(value, str) else value
     if "choices" in limits and not any(value is c or (value == c and type(value) is type(c)) for c in limits["choices"]):
         raise OptionError(name, f"must be one of {', '.join(map(shown, limits['choices']))}; got {shown(value)}")
     for limit, (sign, holds) in _ORDERS.items():

@@ -20,7 +20,6 @@ from experiments.config.files import CONF, groups, values
 from experiments.config.schema import OPTION_GROUPS, ConfigError, fields_by_key
 from experiments.config.targets import types_of, wanted
 from hydra_plugins import mdcs_slurm
-from mdcs.plan.strategy import RENAMED
 
 _OF_OTHERS = {
     ("strategy", "ddp"): "dp", ("strategy", "zero3"): "fsdp", ("strategy", "full_shard"): "fsdp",
@@ -119,7 +118,7 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     group, _, option = path.rpartition("/")
     if not options:
         return ConfigError(path, "no such config")
-    known = sorted(name for name in {*options} - {*RENAMED} if not name.startswith("_"))
+    known = sorted(name for name in {*options} if not name.startswith("_"))
     near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
     near = [_OF_OTHERS[group, option]] if (group, option) in _OF_OTHERS else near
     nearest = f"; did you mean {near[0]}?" if near else ""

@@ -17,8 +17,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """The groups, their options, and a description of each option: the comment at the beginning of its file.
 
-    Options that are kept under an old name ("Old name of …") work and are not listed. Files whose names begin with "_" hold
-    what options of a group have in common, and are not options.
+    Files whose names begin with "_" hold what options of a group have in common, and are not options.
     Reads conf/ and the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
     """
     out: dict[str, dict[str, str]] = {}
@@ -26,7 +25,6 @@ def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
         for group in sorted(folder.iterdir()) if folder.is_dir() else ():
             if group.is_dir():
                 told = {file.stem: _about(file) for file in group.glob("[!_]*.yaml")}
-                told = {option: about for option, about in told.items() if not about.startswith("Old name")}
                 out[group.name] = dict(sorted({**told, **out.get(group.name, {})}.items()))
     return out
 

@@ -67,7 +67,7 @@ def _option(group: str, given: DictConfig, about: dict[str, str], keys: set[str]
     profiled = {name for name, field in options(cls).items() if field.metadata.get("profiled", True)}
     known = {name: _value(text) for name, text in own.items() if name in profiled}
     if "name" in options(cls):
-        known["name"] = own.get("name", cls.__name__)  # older profiles have no name
+        known["name"] = own.get("name", cls.__name__)
     asked = {name: told[name] for name in told if any(f"{key}.".startswith(f"{group}.{name}.") for key in keys)}
     return values | known | asked | {targets.TARGET: about[group]}
 

@@ -92,7 +92,6 @@ def read(folder: Path) -> Record | None:
         said = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if said.pop("schema") != SCHEMA:
             return None
-        said.pop("ranks", None)  # of older versions
         return Record(**said)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

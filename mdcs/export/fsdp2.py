@@ -96,7 +96,7 @@ def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str
         sizes = [p.numel() for p in dict.fromkeys(own)]
         for p in own:
             names.pop(p, None)
-        if group["elements"] not in (sum(map(aligned, sizes)), sum(sizes)):  # older profiles have no padding
+        if group["elements"] != sum(map(aligned, sizes)):
             raise ValueError(f"{unit}: has {group['elements']} elements in the plan and {sum(sizes)} in the model")
         if len({p.dtype for p in own if p.requires_grad}) > 1:
             raise ValueError(f"{unit}: has parameters of several types, and fully_shard takes one for a group")

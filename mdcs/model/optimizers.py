@@ -125,13 +125,11 @@ class Segment(NamedTuple):
     """Neighbours in a unit's flat order with one type and one parameter group (0 for frozen parameters).
 
     - ``numel``: elements, each parameter with its padding (:func:`mdcs.sizes.aligned`).
-    - ``packed``: elements without padding.
     - ``part``: index of the part that updates them (:class:`Updates`); 0 for frozen parameters.
     - ``whole``: whether they are updated as wholes.
     """
 
     numel: int
-    packed: int
     dtype: torch.dtype
     group: int
     part: int = 0
@@ -155,5 +153,5 @@ def in_flat_order(unit: ModelUnit, updates: Updates) -> tuple[list[tuple[str, nn
     for (t, part, group), members in itertools.groupby(keyed, key=lambda item: item[0]):
         sizes = [p.numel() for _, (_, p) in members]
         whole = unit.trainable and part < len(updates.parts) and updates.parts[part].layout.whole
-        segments.append(Segment(sum(map(aligned, sizes)), sum(sizes), types[t], group, part, whole))
+        segments.append(Segment(sum(map(aligned, sizes)), types[t], group, part, whole))
     return [pair for _, pair in keyed], tuple(segments)

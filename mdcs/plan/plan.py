@@ -18,14 +18,14 @@ from mdcs.plan.gradient_readiness import ready_fractions
 from mdcs.plan.job import Job
 from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Op, Period
-from mdcs.plan.strategy import RENAMED_IN_FILES, Strategy
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, validate
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, with_tuples
 
 SCHEMA = 2
-"""Schema of plan.json. Schema 1 has the strategies' old names."""
+"""Schema of plan.json."""
 
 _NOT_EXECUTED = ("prediction", "strategy", "scheduler", "outcome", "bound_s")
 
@@ -229,24 +229,22 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan of :meth:`to_json`.
 
-        Plans of schema 1 are translated. Raises PlanError if the text is no plan of these schemas, or if its executed
-        part does not match the hash.
+        Raises PlanError if the text is no plan of this schema, or if its executed part does not match the hash.
         """
         try:
             d: dict[str, Any] = json.loads(text)
-            if d["schema"] not in (1, SCHEMA):
+            if d["schema"] != SCHEMA:
                 raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
-            names = RENAMED_IN_FILES if d["schema"] == 1 else {}
             plan = cls(
                 job=Job(
                     Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"],
                     tuple(d.get("recompute", ())),
                 ),  # fmt: skip
-                strategies=tuple(Strategy(names.get(s, s)) for s in d["strategies"]),
+                strategies=tuple(Strategy(s) for s in d["strategies"]),
                 blocks=with_tuples(d["blocks"]),
                 messages=tuple(Message(**m | {"kind": Kind(m["kind"])}) for m in with_tuples(d["messages"])),
                 prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
-                strategy=names.get(d["strategy"], d["strategy"]),
+                strategy=d["strategy"],
                 **{k: d[k] for k in ("budget", "scheduler", "outcome", "bound_s")},
             )
         except PlanError:

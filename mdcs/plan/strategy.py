@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from enum import Enum
 from typing import NamedTuple
 
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
-
-RENAMED = {"zero1": "zero2", "hfsdp": "hsdp"}
-"""Old names that configs and calls may still use, with the names of today."""
-
-RENAMED_IN_FILES = {**RENAMED, "hsdp": "hsdp_no_reshard"}
-"""Names in plans of schema 1 and events of schema 2. There ``hsdp`` is the strategy that keeps units until backward."""
 
 
 class Sharding(NamedTuple):
@@ -60,14 +53,6 @@ class Strategy(str, Enum):
         self._reduction, self._forward, self._backward = (
             (Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N) if self.in_node else (Kind.RS, Kind.AG_F, Kind.AG_B)
         )
-
-    @classmethod
-    def _missing_(cls, value: object) -> Strategy | None:
-        """Return the strategy of an old name, with a FutureWarning."""
-        if not isinstance(value, str) or value not in RENAMED:
-            return None
-        warnings.warn(f"the strategy {value} is called {RENAMED[value]} now", FutureWarning, stacklevel=4)
-        return cls(RENAMED[value])
 
     def __str__(self) -> str:
         return self.value

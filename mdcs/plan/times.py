@@ -49,8 +49,7 @@ class StepTimes:
     def from_dict(cls: type[Times], values: Mapping[str, Any]) -> Times:
         """Return the times of ``dataclasses.asdict``. Other names are ignored.
 
-        Derived values are computed again, because older files store the stalled time as exposed. Raises TypeError if a
-        required value is missing.
+        Derived values are computed again. Raises TypeError if a required value is missing.
         """
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})
 

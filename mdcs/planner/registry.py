@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, TypeGuard, TypeVar
 
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import RENAMED, Strategy
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.joint import Joint
@@ -96,7 +96,7 @@ def decides_schedule(strategy: StrategyPlanner | JointPlanner) -> TypeGuard[Join
 
 def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
     """Return the strategy planner of this name. Raises ValueError, which lists the names, for an unknown name."""
-    return _named("strategy", STRATEGIES, str(Strategy(name)) if name in RENAMED else name)
+    return _named("strategy", STRATEGIES, name)
 
 
 def scheduler_named(name: str) -> Scheduler:

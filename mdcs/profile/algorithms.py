@@ -24,9 +24,7 @@ Collective Communication Operations in MPICH" (2005).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mdcs.profile.link import Kind
 
@@ -39,9 +37,6 @@ OPERATION = {
     kind: "all_gather" if kind.is_gather else "all_reduce" if kind is Kind.AR else "reduce_scatter" for kind in Kind
 }
 """Kind of message -> the operation that carries it. An all-reduce across nodes follows the reduce-scatter of RS_N."""
-
-_FORMER = {"native": "native", "ring": "ring", "direct": "ring", "all_to_all": "ring"}
-"""Former algorithm of the reduce-scatter -> the family that sends as many bytes."""
 
 
 def operation_name(kind: Kind) -> str:
@@ -71,18 +66,6 @@ class Collectives:
     def default(cls, backend: str) -> Collectives:
         """Return the family for ``backend`` (gloo or nccl) that is best without measurements."""
         return cls() if backend == "gloo" else cls("native", backend)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Collectives:
-        """Return the collectives of ``dataclasses.asdict``.
-
-        Older profiles name an algorithm per operation. They get the family whose reduce-scatter sends as many bytes.
-        Raises ValueError as the constructor does, KeyError for a missing field.
-        """
-        if "algorithm" in data:
-            return cls(data["algorithm"], data["backend"])
-        former = data["reduce_scatter"]
-        return cls(_FORMER.get(former, former), data["backend"])
 
     def __str__(self) -> str:
         return self.algorithm

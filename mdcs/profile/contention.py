@@ -39,8 +39,3 @@ class Contention:
         for name, value in dataclasses.asdict(self).items():
             if value < 0:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
-
-    @classmethod
-    def from_dict(cls, data: dict[str, float]) -> Contention:
-        """Return the contention of ``dataclasses.asdict``. Values that older profiles had in addition are dropped."""
-        return cls(**{name: value for name, value in data.items() if name not in ("compute_per_wait", "all_reduce")})

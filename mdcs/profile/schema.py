@@ -31,7 +31,7 @@ class Unit:
 
     - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
       parameter group. The lengths sum to ``numel``. Each parameter counts with the padding behind it
-      (:func:`mdcs.sizes.aligned`); in profiles of older versions parameters are not padded.
+      (:func:`mdcs.sizes.aligned`).
     - ``sections``: consecutive parts of one type and one optimizer. Empty: all elements have the profile's widths and its
       first optimizer.
     - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
@@ -358,13 +358,12 @@ class Profile:
                 slots=tuple(Slot(**s) for s in d["slots"]),
                 link=Link(**d["link"]),
                 optimizer=Optimizer(**d["optimizer"]),
-                collectives=Collectives.from_dict(d["collectives"]),
-                contention=Contention.from_dict(d["contention"]),
+                collectives=Collectives(**d["collectives"]),
+                contention=Contention(**d["contention"]),
                 execution=ExecutionModel(**d.get("execution", {})),
                 recompute=tuple(map(RecomputeOption.from_dict, d.get("recompute", ()))),
                 more_optimizers=tuple(Optimizer(**o) for o in d.get("more_optimizers", ())),
-                # Strategies of profiles may have old names.
-                calibration_runs={name.replace("zero1", "zero2"): seconds for name, seconds in d["rehearsed"].items()},
+                calibration_runs=d["rehearsed"],
                 **{
                     k: d[k]
                     for k in (

@@ -90,7 +90,7 @@ class UnitStorage:
         self.offsets = [o - begins[s] for o, s in zip(plan.offsets[unit], self.sections, strict=True)]  # in the section
         first = self.parameters[0]
         self.device = device if device is not None and first.is_meta else first.device
-        self.places, self._gaps = self._lay_out(plan.profile.units[unit].numel)
+        self.places, self._gaps = self._lay_out()
         dtypes = {place.section: p.dtype for place, p in zip(self.places, self.parameters, strict=True)}
         self.gradient_dtypes = [dtype_of(s.grad_bytes, dtypes[i]) for i, s in enumerate(self.layout.sections)]
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
@@ -109,13 +109,11 @@ class UnitStorage:
         self.is_outside = False  # the full parameters are held although the plan has freed them
         self.guard = Guard(parameters, refuse)
 
-    def _lay_out(self, numel: int) -> tuple[list[ParameterPlace], list[tuple[int, slice]]]:
+    def _lay_out(self) -> tuple[list[ParameterPlace], list[tuple[int, slice]]]:
         """Return the places of the parameters, and the (section, slice) pairs that no parameter has."""
-        sizes = [aligned(p.numel()) for p in self.parameters]
-        if sum(sizes) != numel:  # a profile of an older version, which knows no padding between parameters
-            sizes = [p.numel() for p in self.parameters]
         places, section, offset, count = [], 0, 0, 0
-        for p, size in zip(self.parameters, sizes, strict=True):
+        for p in self.parameters:
+            size = aligned(p.numel())
             if offset + size > self.layout.sections[section].numel:
                 section, offset, count = section + 1, 0, 0
             of = self.layout.sections[section]

@@ -232,8 +232,7 @@ def _match(
     parameters, group_of = [], []
     for unit, planned, flat in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
         ordered, found = in_flat_order(unit, updates)
-        is_packed = planned.segments == tuple(s.packed for s in found)  # as in profiles of older versions
-        segments = planned.segments if is_packed else tuple(s.numel for s in found)
+        segments = tuple(s.numel for s in found)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "

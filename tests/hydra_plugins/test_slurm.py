@@ -53,8 +53,6 @@ def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
     for number, state in (("7_0", "pending (Priority)"), ("7_1", ""), ("7_2", ""), ("7_3", "running")):
         _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job(number, "logs"))
         assert _mdcs_jobs.state(tmp_path) == state
-    (tmp_path / _mdcs_jobs.FILE).write_text('{"executor": "slurm", "number": "7_3", "logs": "logs"}')  # of an older version
-    assert _mdcs_jobs.state(tmp_path) == "running"
     program(tmp_path, monkeypatch, "squeue", "[[ -z $SQUEUE_STATES ]] && printf '8|PENDING|Priority\\n'")
     monkeypatch.setenv("SQUEUE_STATES", "all")
     _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("8", "logs"))

@@ -23,14 +23,6 @@ def test_every_program_of_the_checkout_has_a_name():
     assert known == {str(file.relative_to(cli._CHECKOUT)) for file in programs}
 
 
-@pytest.mark.parametrize("name", cli.RENAMED)
-def test_an_old_name_answers_with_the_new_command(name):
-    with pytest.raises(SystemExit, match=f"mdcs {name} has a new name: mdcs ") as end:
-        cli.main([name])
-    new = str(end.value).partition(": mdcs ")[2].split()
-    assert new[0] in cli.PROGRAMS or new[0] == "dev" and new[1] in cli.DEV
-
-
 @pytest.mark.parametrize(
     ("typed", "line"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mdcs.options import Checked, option
-from mdcs.plan.strategy import RENAMED, Strategy
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 
 
@@ -13,11 +13,7 @@ from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 class Uniform(Checked):
     """All units have the strategy ``each``."""
 
-    each: str = option("fsdp", "the strategy of all units", choices=tuple(map(str, Strategy)), renamed=RENAMED)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "each", str(Strategy(self.each)))  # an old name becomes that of today
+    each: str = option("fsdp", "the strategy of all units", choices=tuple(map(str, Strategy)))
 
     @property
     def name(self) -> str:

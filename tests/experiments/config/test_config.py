@@ -17,7 +17,6 @@ from experiments.config.identity import about, job_identity
 from experiments.config.schema import OPTION_GROUPS, ClusterConfig, CompareConfig, Config, ConfigError, ScaleConfig
 from experiments.job.record import identity_of
 from mdcs.options import LIMITS, options
-from mdcs.planner.strategies.uniform import Uniform
 
 
 def composed(*overrides: str) -> Config:
@@ -54,13 +53,6 @@ def test_a_file_has_a_value_for_every_option_of_its_class(group):
         given = files.values(path)
         if (target := given.pop("_target_")) != "???":
             assert {*given} == {*options(targets.load(group, target))}, path
-
-
-@pytest.mark.parametrize(("old", "name"), [("zero1", "zero2"), ("hfsdp", "hsdp")])
-def test_old_names_of_strategies_are_understood_with_a_warning(old, name):
-    with pytest.warns(FutureWarning, match=f"the strategy {old} is called {name} now"):
-        assert composed(f"strategy={old}").strategy == composed(f"strategy.each={old}").strategy == Uniform(name)
-    assert old not in files.groups()["strategy"]
 
 
 def test_every_file_says_what_it_is():

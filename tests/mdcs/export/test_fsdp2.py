@@ -115,7 +115,7 @@ class Model(nn.Module):
 
 
 def refused(model: nn.Module, **mesh: Any) -> str:
-    file = document(planned(chain(6, 8), "fsdp"))
+    file = document(planned(chain(8, 8), "fsdp"))
     before = dict(model.named_parameters())
     with pytest.raises(ValueError) as error:
         apply_plan(model, file, **mesh)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import warnings
-from dataclasses import replace
 
 import pytest
 
@@ -20,9 +17,7 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.registry import strategy_named
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
@@ -73,24 +68,3 @@ def test_files_know_of_nodes_only_where_there_are_some() -> None:
 @pytest.mark.parametrize(("strategy", "kept"), [("fsdp", "sdp"), ("sdp", "sdp"), ("hsdp", "hsdp_no_reshard"), ("dp", "dp")])
 def test_a_unit_that_is_not_resharded(strategy: str, kept: str) -> None:
     assert Strategy(strategy).without_reshard is Strategy(kept)
-
-
-@pytest.mark.parametrize(("old", "name"), [("zero1", "zero2"), ("hfsdp", "hsdp")])
-def test_old_names_are_understood_with_a_warning(old: str, name: str) -> None:
-    for made in (lambda: Strategy(old), lambda: strategy_named(old).name, lambda: Uniform(old).each):
-        with pytest.warns(FutureWarning, match=f"the strategy {old} is called {name} now"):
-            assert made() == name
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Uniform("hsdp").each == "hsdp"  # the new one
-
-
-def test_plans_of_schema_1_are_translated() -> None:
-    now = planned(PROFILE, ["hsdp_no_reshard", "hsdp", "zero2"])
-    then = json.loads(now.to_json()) | {"schema": 1, "strategies": ["hsdp", "hfsdp", "zero1"], "strategy": "zero1"}
-    executed = {k: v for k, v in then.items() if k not in ("hash", "prediction", "strategy", "scheduler", "outcome", "bound_s")}
-    then["hash"] = hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]
-    read = Plan.from_json(json.dumps(then))
-    assert read == replace(Plan.from_json(now.to_json()), strategy="zero2") and read.hash == now.hash
-    with pytest.raises(PlanError, match="plan says hash"):
-        Plan.from_json(json.dumps(then | {"reserve": 1}))

@@ -1,4 +1,4 @@
-"""Where a step's time goes: what follows from what is known, and what is read from older files."""
+"""Where a step's time goes: what follows from what is known."""
 
 import json
 from dataclasses import asdict, replace
@@ -43,12 +43,6 @@ def test_times_come_back_from_a_file() -> None:
     again = Prediction.from_dict(json.loads(json.dumps(asdict(prediction))))
     assert again == prediction and again != replace(prediction, step_s=3.0)
     assert tuple(asdict(prediction)) == (*TIMES, "peak_bytes", "memory")
-
-
-def test_what_older_files_call_exposed_is_stalled() -> None:
-    older = {"step_s": 10.0, "compute_s": 6.0, "communication_s": 5.0, "overlap_s": 2.0, "exposed_s": 4.0, "overlap_ratio": 0.4}
-    times = StepTimes.from_dict(older)
-    assert (times.stalled_s, times.exposed_s) == (4.0, 3.0)
 
 
 def test_what_must_be_known_is_asked_for() -> None:

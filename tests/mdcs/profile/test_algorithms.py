@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, replace
 
 import pytest
 
-from mdcs.plan.plan import Plan
-from mdcs.plan.validity import PlanError
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
-from tests.mdcs.profiles import chain, planned
+from tests.mdcs.profiles import chain
 
 AR, RS, AG_F, AG_B, *_ = Kind
 
@@ -72,27 +69,3 @@ def test_a_profile_keeps_them_and_a_plan_is_another_with_others() -> None:
     data["collectives"]["algorithm"] = "rng"
     with pytest.raises(ValueError, match="algorithm must be"):
         Profile.from_dict(data)
-
-
-@pytest.mark.parametrize(
-    ("reduce_scatter", "family"), [("native", "native"), ("ring", "ring"), ("direct", "ring"), ("all_to_all", "ring")]
-)
-def test_profiles_of_an_algorithm_per_operation_get_the_family_that_sends_as_much(reduce_scatter: str, family: str) -> None:
-    data = json.loads(chain(10).to_json())
-    former = {"all_reduce": "reduce_broadcast", "reduce_scatter": reduce_scatter, "all_gather": "broadcast", "backend": "gloo"}
-    assert Profile.from_dict(data | {"collectives": former}).collectives == Collectives(family)
-    with pytest.raises(ValueError, match="algorithm must be native or ring on gloo, got 'rng'"):
-        Profile.from_dict(data | {"collectives": former | {"reduce_scatter": "rng"}})
-
-
-def test_a_plan_with_a_former_profile_is_read() -> None:
-    """Its hash is of what was written."""
-    plan = planned(chain(10, world=2), "zero2")
-    data = json.loads(plan.to_json())
-    data["profile"]["collectives"] = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), "direct") | {"backend": "gloo"}
-    executed = {k: v for k, v in data.items() if k not in ("prediction", "strategy", "scheduler", "outcome", "bound_s", "hash")}
-    data["hash"] = hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]
-    assert Plan.from_json(json.dumps(data)).hash == plan.hash
-    data["budget"] = 12
-    with pytest.raises(PlanError, match="its content has"):
-        Plan.from_json(json.dumps(data))

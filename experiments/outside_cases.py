@@ -2,7 +2,7 @@
 
 A group of runs shares model, devices and loop. The first run of a group, the smallest, says how fast the device computes: the
 rate of operations with which the predicted step equals the published one. The other runs are predicted with this rate. The
-links come from what the publication says of the network and from constants of NCCL (:mod:`mdcs.profile.rings`).
+links come from what the publication says of the network and from constants of NCCL (:mod:`experiments.calculated.rings`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 import yaml
 
+from experiments.calculated.convolutions import inception_v3, resnet, vgg16
+from experiments.calculated.decoder import Decoder
+from experiments.calculated.layers import Layer, Precision, layers_profile
+from experiments.calculated.rings import Cluster
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.convolutions import inception_v3, resnet, vgg16
-from mdcs.profile.decoder import Decoder
-from mdcs.profile.layers import Layer, Precision, layers_profile
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE
-from mdcs.profile.rings import Cluster
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.sizes import GIB, MIB
 

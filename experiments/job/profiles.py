@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
 from experiments.config.identity import identity
 from experiments.config.schema import Config, ProfileConfig
 from mdcs.planner.recompute import KEEP, Planned
 from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.cache import cache_folder
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile

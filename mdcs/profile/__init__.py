@@ -4,7 +4,6 @@
 - ``layout``: the flat buffers of a unit.
 - ``link``: latency and bandwidth.
 - ``algorithms``: bytes that collective algorithms send and hold.
-- ``analytic``: profiles that are calculated instead of measured.
 
 Plain data. Imports only `mdcs.sizes` of mdcs, no torch and no Hydra.
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import choices
@@ -25,7 +26,6 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform as Alike
-from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.simulator.simulate import replay

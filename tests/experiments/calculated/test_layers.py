@@ -2,12 +2,12 @@
 
 import pytest
 
+from experiments.calculated.layers import Layer, Precision, layers_profile
 from mdcs.plan.job import Job
 from mdcs.plan.recompute import recomputing
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.layers import Layer, Precision, layers_profile
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile
 

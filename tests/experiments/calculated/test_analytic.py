@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.calculated.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
 from mdcs.plan.recompute import recomputing
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.calculated.rings import Cluster
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.profile.rings import Cluster
 
 NCCL = Collectives.default("nccl")
 PASCAL = Cluster(4, 4, 10e9, 25e9 / 8, cards=1, nvlink=False)

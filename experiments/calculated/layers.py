@@ -1,9 +1,9 @@
 """Profiles of a chain of layers that are calculated: parameters, operations and bytes of each layer, without measuring.
 
-The layers come from :mod:`mdcs.profile.decoder` and :mod:`mdcs.profile.convolutions`, the link from
-:mod:`mdcs.profile.rings`. A forward takes operations / rate seconds, a backward twice as many. Between its forward and its
-backward a layer keeps ``kept`` bytes, its input among them. The output of a layer lives until the next layer has kept it, and
-as long as its gradient in backward.
+The layers come from :mod:`experiments.calculated.decoder` and :mod:`experiments.calculated.convolutions`, the link
+from :mod:`experiments.calculated.rings`. A forward takes operations / rate seconds, a backward twice as many. Between
+its forward and its backward a layer keeps ``kept`` bytes, its input among them. The output of a layer lives until the
+next layer has kept it, and as long as its gradient in backward.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mdcs.profile.layers import Layer
+from experiments.calculated.layers import Layer
 
 _WIDTH = 2  # bytes of an element of an activation
 

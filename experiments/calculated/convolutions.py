@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdcs.profile.layers import Layer
+from experiments.calculated.layers import Layer
 
 _WIDTH = 4  # bytes of an element
 CLASSES = 1000

@@ -45,17 +45,18 @@ def main() -> int:
     def measure(config: Config, folder: Path) -> str:
         asked = config.results
         known = list(groups()["results"])
-        if unknown := [name for name in asked.names if name not in known]:
+        names = known if asked.names is None else asked.names
+        if unknown := [name for name in names if name not in known]:
             raise ConfigError("results.names", f"no such result {unknown[0]}; results: {', '.join(known)}")
         given = [each for each in HydraConfig.get().overrides.task if not each.startswith("results.")]
         out = folder if asked.quick else ROOT / asked.out
         reasons = []
-        for name in asked.names or known:
+        for name in names:
             overrides = [f"results={name}", *(QUICK if asked.quick else ()), *given]
             if reason := _measured(name, overrides, folder / name, out / time.strftime("%Y-%m-%d")):
                 reasons.append(f"{name}: {reason}")
         if not asked.quick:
-            print(f"the page is {write_page(newest(out), ROOT / 'docs')}")
+            print(f"the page is {write_page(newest(out), out.parent)}")
         return "; ".join(reasons)
 
     return app.run(app.Program(measure, own=("results", "compare")))

@@ -5,15 +5,18 @@ Two jobs in one folder would kill each other's ranks and overwrite each other's 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 LOCK = "launch.lock"
 _BYTES = 256
+_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP  # NFS without a lock manager, Lustre mounted without flock
 
 
 class Occupied(RuntimeError):
@@ -33,6 +36,10 @@ def claim(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it when the process ends
         except BlockingIOError:
             raise Occupied(f"{folder} is in use by a job of {_holder(lock)}") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(f"{folder}: its file system has no locks, so start no other job there", stacklevel=3)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
-from pathlib import Path
 
 from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
@@ -100,8 +98,3 @@ def device_name(config: Config) -> str:
 
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return processor()
-
-
-def sweep_hash(sweep: str) -> str:
-    """A name for a sweep's runs: the last part of the sweep's folder, and 8 digits of a hash of the whole path."""
-    return f"{Path(sweep).name}-{hashlib.sha256(sweep.encode()).hexdigest()[:8]}"

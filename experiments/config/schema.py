@@ -306,9 +306,9 @@ class CompareConfig:
 class ResultsConfig:
     """Settings of mdcs results."""
 
-    names: list[str] = option([], "options of results to run; none: all")
+    names: list[str] | None = option(None, "options of results to run; null: all; []: only write the page anew")
     quick: bool = option(False, "one round of three steps, to try it: the page is not written")
-    out: str = option("docs/results", "folder of the measurements, one below it per day")
+    out: str = option("docs/results", "folder of the measurements, one below it per day; the page is beside it")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import re
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from launch.claim import Occupied, claim
 from mdcs.planner.registry import decides_schedule
 
 _ASKED = "multirun.yaml"  # Hydra writes it for every sweep
+ID = "sweep.id"
 _TIME = re.compile(r"\$\{now:[^}]*\}")
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
 _OF_THE_QUESTION = ("hydra.sweeper", "hydra/launcher", *(f"hydra.launcher.{name}" for name in MEASURED))
@@ -173,9 +175,18 @@ def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Seq
 
 
 def sweep_name(folder: Path) -> str:
-    """The name of a sweep in its runs: its folder, relative to the working directory if it is inside."""
-    here = Path.cwd()
-    return str(folder.relative_to(here)) if folder.is_relative_to(here) else folder.name
+    """The name of a sweep in its runs, and their group in a tracker: its folder's name and 8 random digits.
+
+    The folder keeps the digits for a sweep that continues in it. Sweeps in other folders of this name are other groups.
+    """
+    file = folder / ID
+    try:
+        digits = file.read_text(encoding="utf-8")
+    except OSError:
+        digits = uuid.uuid4().hex[:8]
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(digits, encoding="utf-8")
+    return f"{folder.name}-{digits}"
 
 
 def earlier_folder(config: DictConfig) -> Path | None:

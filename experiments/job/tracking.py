@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import analysis
 from analysis.events import METRICS, read_events
 from experiments.config.checks import as_mapping
-from experiments.config.identity import sweep_hash
 from experiments.config.schema import Config
 from experiments.trackers.aside import Aside
 from experiments.trackers.tracker import Event, Shown
@@ -133,9 +132,8 @@ def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pi
     """Show a sweep's table and pictures to the tracker of one of its jobs, in the group of all of its runs."""
     if not config.tracker.shows:
         return
-    group = sweep_hash(sweep)
-    own = _id(folder, "sweep", f"sweep-{group}", goes_on=not config.sweep.force)
-    aside = _beside(config, Shown(folder, own, sweep, group, "sweep", {}))
+    own = _id(folder, "sweep", f"sweep-{sweep}", goes_on=not config.sweep.force)
+    aside = _beside(config, Shown(folder, own, sweep, sweep, "sweep", {}))
     columns = (*_TABLE, *analysis.swept(frame))
     rows = frame[list(columns)].astype(object)
     aside.call("table", columns, rows.where(rows.notna(), None).values.tolist())
@@ -163,8 +161,7 @@ def _shown(config: Config, folder: Path, kind: str, own: str) -> Shown:
     if kind == "compare":  # equal jobs run several times
         own += "-" + re.sub(r"[^A-Za-z0-9.-]+", "-", folder.name)
     own = _id(folder, kind, own, goes_on=bool(config.run.resume))
-    group = None if config.run.sweep is None else sweep_hash(config.run.sweep)
-    return Shown(folder, own, str(config.run.name), group, kind, as_mapping(config))
+    return Shown(folder, own, str(config.run.name), config.run.sweep, kind, as_mapping(config))
 
 
 def _id(folder: Path, kind: str, own: str, *, goes_on: bool) -> str:

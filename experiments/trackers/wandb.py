@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import netrc
 import os
 import shutil
+import urllib.parse
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,5 +168,14 @@ def default_mode(env: Mapping[str, str]) -> str:
         hosts = netrc.netrc(env.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
     except (OSError, netrc.NetrcParseError):
         return "offline"
-    return "online" if any("wandb" in host for host in hosts) else "offline"
+    server = urllib.parse.urlsplit(env.get("WANDB_BASE_URL") or _base_url(env)).hostname
+    return "online" if server in hosts else "offline"
+
+
+def _base_url(env: Mapping[str, str]) -> str:
+    """The server that `wandb login --host` has noted, else W&B's own."""
+    settings = configparser.ConfigParser()
+    with suppress(configparser.Error, OSError):
+        settings.read(Path(env.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")) / "settings")
+    return settings.get("default", "base_url", fallback="https://api.wandb.ai")
 

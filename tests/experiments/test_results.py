@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import signal
 import sys
 import warnings
@@ -134,3 +135,10 @@ def test_a_quick_run_keeps_every_repetition_and_writes_no_page(ranks, monkeypatc
 def test_a_result_that_there_is_not_is_named(monkeypatch, capsys):
     assert run(monkeypatch, "results.names=[slow]", "hydra.run.dir=/tmp/none") == 2
     assert capsys.readouterr().err.startswith("results.names: no such result slow; results: ablation, fast_link, ")
+
+
+def test_the_page_is_written_anew_beside_the_measurements_without_measuring(monkeypatch, tmp_path):
+    before = (DOCS / "results.md").read_bytes()
+    shutil.copytree(DOCS / "results", tmp_path / "elsewhere/results")
+    assert run(monkeypatch, "results.names=[]", f"results.out={tmp_path}/elsewhere/results", f"hydra.run.dir={tmp_path}/run") == 0
+    assert (tmp_path / "elsewhere/results.md").read_bytes() == before

@@ -1,5 +1,7 @@
 """One job at a time in a folder."""
 
+import errno
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +39,12 @@ def test_a_folder_is_free_again_after_its_job(tmp_path):
     for _ in range(2):
         with claim(tmp_path / "new"), pytest.raises(Occupied), claim(tmp_path / "new"):
             pass
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.warns(UserWarning, match="no locks"), claim(tmp_path):
+        pass

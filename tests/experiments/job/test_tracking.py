@@ -12,9 +12,9 @@ import pytest
 
 from analysis.events import read_events
 from experiments.config import checks
-from experiments.config.identity import sweep_hash
 from experiments.config.schema import Config
 from experiments.job.record import identity_of
+from experiments.job.sweep import sweep_name
 from experiments.job.tracking import Follower, JsonLines, show_sweep
 from experiments.trackers.tracker import Mirror, Shown, Tracker, flat
 
@@ -53,6 +53,7 @@ def test_a_file_that_is_nothing_but_a_cut_off_line(tmp_path):
 
 FULL = """
 import pathlib, resource, sys
+from experiments.job.sweep import sweep_name
 from experiments.job.tracking import JsonLines
 metrics = JsonLines(pathlib.Path(sys.argv[1]))
 metrics.write({"event": "step", "step": 1})
@@ -111,7 +112,7 @@ class Heard(Tracker):
 @pytest.fixture
 def config() -> Config:
     with checks.composing():
-        made = checks.compose_config(["model=mlp", "data=synthetic", "run.name=mine", "run.sweep=multirun/today"])
+        made = checks.compose_config(["model=mlp", "data=synthetic", "run.name=mine", "run.sweep=today-12345678"])
     return dataclasses.replace(made, tracker=Heard())
 
 
@@ -133,7 +134,7 @@ def test_a_run_goes_by_its_hash_and_its_sweep_with_its_plan(tmp_path, config):
     run, said = follow(config, tmp_path, {"event": "job"}, STEP, {"event": "summary"})
     assert said == ["job", 1, "summary", ("plan", "plan.json", False), True]
     assert run.id.rpartition("-")[0] == identity_of(config)
-    assert (run.group, run.kind, run.name) == (sweep_hash("multirun/today"), "train", "mine")
+    assert (run.group, run.kind, run.name) == ("today-12345678", "train", "mine")
     assert run.config["model"]["depth"] == 4
 
 
@@ -168,6 +169,11 @@ def test_ids_of_equal_jobs_begin_alike_and_no_run_overwrites_another(tmp_path, c
     assert len(runs) == 4
 
 
+def test_sweeps_in_folders_of_one_name_are_groups_of_their_own(tmp_path):
+    names = [sweep_name(tmp_path / folder / "sweep") for folder in "aba"]
+    assert names[0] == names[2] != names[1] and all(name.startswith("sweep-") for name in names)
+
+
 def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
     import analysis
 
@@ -176,14 +182,14 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
         metrics.write({"event": "job", "schema": 3, "name": "mine", "budget_bytes": 2**29})
         metrics.write({"event": "step", "step": 1, "step_s": 0.1})
         metrics.write({"event": "summary", "status": "ok"})
-    show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
+    show_sweep(config, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])
     run, [row, ok] = heard(config)
     assert (run.kind, run.id.rpartition("-")[0], ok) == ("sweep", f"sweep-{run.group}", True)
-    assert run.group == sweep_hash("multirun/today")
-    show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])  # it goes on
+    assert run.group == "today-12345678"
+    show_sweep(config, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])  # it goes on
     assert len(config.tracker.runs) == 1  # type: ignore[attr-defined]
     forced = dataclasses.replace(config, sweep=dataclasses.replace(config.sweep, force=True))
-    show_sweep(forced, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
+    show_sweep(forced, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])
     assert len(config.tracker.runs) == 2  # type: ignore[attr-defined]
     assert (row["name"], row["budget_gib"], row["step_s"], row["overlap_ratio"]) == ("mine", 0.5, 0.1, None)
 

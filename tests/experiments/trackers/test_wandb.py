@@ -204,7 +204,10 @@ def test_offline_unless_there_is_an_account(tmp_path):
     assert default_mode(nothing | {"WANDB_API_KEY": "0" * 40}) == "online"
     netrc.write_text("machine api.wandb.ai login user password x\n")
     assert default_mode(nothing) == "online"
-    netrc.write_text("machine example.org login user password x\n")
+    netrc.write_text("machine ml.example.org login user password x\n")
     assert default_mode(nothing) == "offline"
+    assert default_mode(nothing | {"WANDB_BASE_URL": "https://ml.example.org/"}) == "online"
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://ml.example.org\n")  # by wandb login --host
+    assert default_mode(nothing | {"WANDB_CONFIG_DIR": str(tmp_path)}) == "online"
     netrc.write_text("nonsense")
     assert default_mode(nothing) == "offline"

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARY = ("mdcs", "hydra_plugins")
+LIBRARY = "mdcs", "analysis", "hydra_plugins"
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,8 @@ def python(wheel, tmp_path_factory) -> Path:
 
 def test_the_wheel_has_the_library_and_nothing_else(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = {path for package in LIBRARY for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c")}
+    sources = {path for package in LIBRARY for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c", ".html")}
+    sources = {path for path in sources if path.parent.name != "notebooks"}
     assert packed == {str(path.relative_to(ROOT)) for path in sources}
     assert "mdcs/telemetry/shim.c" in packed
 

@@ -217,6 +217,19 @@ def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
     return points.loc[points[time].idxmin()]
 
 
+def plateau(frame: pd.DataFrame, time: str = "step_s") -> tuple[float, float]:
+    """The least and the greatest schedule_share around the stop point that are as fast: within its p10 to p90 if measured,
+    within a thousandth if predicted. Raises ValueError as `stop_point` does.
+    """
+    stop = stop_point(frame, time)
+    points = median_by(frame[frame["schedule_share"].notna() & frame[time].notna()], "schedule_share")
+    limit = stop["step_s_p90"] if time == "step_s" and pd.notna(stop["step_s_p90"]) else stop[time] * 1.001
+    alike = points[time] <= limit
+    runs = (alike != alike.shift()).cumsum()
+    around = points[runs == runs[points["schedule_share"] == stop["schedule_share"]].iloc[0]]["schedule_share"]
+    return float(around.min()), float(around.max())
+
+
 def share_curves(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """The sub-sweeps that are trade-off curves: one workload, one budget, two shares or more; most shares first."""
     curves = []

@@ -26,7 +26,7 @@ from analysis.trace import chrome_trace
 def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     """Write table.csv and, as far as the runs have the data, tradeoff.png (overview), curve-*.png (one per budget),
     step_time.png (over memory), step_time-KEY.png (one per number that was swept), and of the fastest run memory.png,
-    timeline.png and trace.json. Returns the paths.
+    timeline.png and trace.json. Returns the paths. A picture that the overview shows alone is not written once more.
 
     With several workloads (model, ranks, kind of link) in one sweep, the files of all but the largest carry the
     workload's name.
@@ -35,9 +35,9 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     written = [write_csv(frame, out / "table.csv")]
     for number, (workload, rows) in enumerate(ask.workloads(frame)):
         suffix = "" if number == 0 else f"-{_slug(workload)}"
-        pictures = list(curves_of(rows))
+        pictures = list(curves_of(rows))  # pairs of name and figure
         if pictures:
-            pictures.append(("tradeoff", overview(rows)))
+            pictures = [each for each in pictures if each[0] != _in_overview(rows)] + [("tradeoff", overview(rows))]
         best = ask.best_run(rows)
         if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
             run = load_run(best["folder"])
@@ -46,6 +46,14 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
             written += _write_trace(run, out / f"trace{suffix}.json")
         written += [save(figure, out / f"{name}{suffix}.png") for name, figure in pictures]
     return written
+
+
+def _in_overview(rows: pd.DataFrame) -> str | None:
+    """The name of the one picture that the overview is, if it does not join two: it is not written twice."""
+    curves, over_memory, key = ask.share_curves(rows), ask.has_memory_axis(rows), ask.setting_axis(rows)
+    if curves:
+        return None if over_memory else f"curve-{_slug(ask.budget_words(curves[0]['budget_bytes'].iloc[0]))}"
+    return "step_time" if over_memory or key is None else f"step_time-{key}"
 
 
 def curves_of(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:

@@ -36,7 +36,7 @@ import analysis
 import mdcs
 from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
-from analysis.questions import budget_words, workloads
+from analysis.questions import budget_words, plateau, workloads
 from analysis.table import milliseconds, new_console, new_table
 from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config
@@ -45,6 +45,7 @@ from experiments.job import app, planning
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
 from experiments.job.resolved import resolve
+from experiments.job.sweep import sweep_name
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
 from mdcs.planner.recompute import Planned
@@ -217,7 +218,7 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console)
         if key not in runs:
             runs[key] = folder / "runs" / str(len(runs))
             job = entry.planner.job(*entry.planned_for)
-            own = dataclasses.replace(job.run, sweep=folder.name)
+            own = dataclasses.replace(job.run, sweep=sweep_name(folder))
             job = dataclasses.replace(job, profile=ProfileConfig(path=str(profile)), run=own)
             outcome = jobs.run(job, runs[key], console)
             failed += [] if outcome.ok else [f"{runs[key].name} ({entry.planner.label}): {outcome.reason}"]
@@ -315,7 +316,10 @@ def show(entries: Sequence[Entry], console: Console) -> None:
             at = f"{parts}, step {entry.point.step_s * 1e3:.1f} ms predicted"
             console.print(f"stop point of {entry.planner.label} on the plane: {at}", markup=False, highlight=False)
         elif entry.is_stop:
-            at = f"schedule_share {entry.point.share:.3g}, step {entry.point.step_s * 1e3:.1f} ms predicted"
+            curve = [each.row() for each in entries if (each.planner, each.part) == (entry.planner, entry.part)]
+            low, high = plateau(analysis.table_of(curve), "predicted_step_s")
+            alike = f" ({low:.3g} to {high:.3g} are as fast)" if low < high else ""
+            at = f"schedule_share {entry.point.share:.3g}{alike}, step {entry.point.step_s * 1e3:.1f} ms predicted"
             console.print(f"stop point of {entry.planner.label}: {at}; {entry.found}", markup=False, highlight=False)
 
 

@@ -19,10 +19,13 @@ from mdcs.sizes import GIB, MIB
 
 PANELS = (("step_s", "time per iteration"), ("overlap_s", "overlap duration"), ("extra_communication_s", "extra communication"))
 _NOTES = 3
+_ALIKE = 0.01
+"""Peaks that differ by this fraction of the greatest are one peak: no line joins them."""
 _LOG_FROM = 20
 """Positive values are drawn on a logarithmic scale where the greatest is so many times the least."""
 _COMPUTE: dict[str, Any] = {"color": style.INK, "ls": ":", "lw": 1.2}
 _FRONT: dict[str, Any] = {"color": "#AAAAAA", "lw": 1, "drawstyle": "steps-post", "zorder": 1}
+_PLATEAU: dict[str, Any] = {"lw": 7, "alpha": 0.25, "zorder": 1}
 _RING: dict[str, Any] = {"color": "none", "marker": "o", "ms": 13, "mfc": "none", "mec": style.INK, "mew": 0.9}
 
 
@@ -143,7 +146,8 @@ def over_memory(
         raise ValueError("no step times to draw over memory: no run has a peak or a budget")
     time, (scale, unit) = ask.time_of(shown), (GIB, "GiB") if points["at"].max() >= GIB else (MIB, "MiB")
     points[["at", "predicted_at"]] /= scale
-    words = _draw(axes, shown.assign(at=ask.memory_of(shown) / scale), points, looks, spread=spread)
+    shown, narrow = shown.assign(at=ask.memory_of(shown) / scale), points["at"].max() * _ALIKE
+    words = _draw(axes, shown, points, looks, spread=spread, narrow=narrow)
     front = points.sort_values(["at", time])
     front = front[front[time] < front[time].cummin().shift(fill_value=float("inf"))]
     axes.plot([*front["at"], points["at"].max()], [*(front[time] * 1e3), front[time].min() * 1e3], **_FRONT)
@@ -169,13 +173,17 @@ def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, i
         panel.set_ylabel("ms")
         panel.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=3))
         panel.margins(y=0.12)
-        panel.set_ylim(bottom=0, top=None if panel.get_ylim()[1] > 0 else 1)
+        low, high = panel.get_ylim()
+        panel.set_ylim(min(0, low), high if high > 0 else 1)
 
     time = ask.time_of(shown)
     for rows in ask.series(shown).values():
         if rows["schedule_share"].nunique() > 1:  # one share alone is no curve
             point = ask.stop_point(rows, time)
             top.plot(point["schedule_share"], point[time] * 1e3, **_RING, zorder=5)
+            low, high = ask.plateau(rows, time)
+            if low < high:
+                top.hlines(point[time] * 1e3, low, high, looks[ask.label(rows.iloc[0])]["color"], **_PLATEAU)
     words = _draw(top, shown.assign(at=shown["schedule_share"]), points, looks, compute=False)
     top.margins(y=0.14)
     top.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
@@ -191,7 +199,7 @@ def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, i
 
 def _draw(
     axes: Axes, rows: pd.DataFrame, points: pd.DataFrame, looks: style.Looks, *keys: str, by_budget: bool = False,
-    compute: bool = True, spread: str = ask.SPREAD,
+    compute: bool = True, spread: str = ask.SPREAD, narrow: float = 0.0,
 ) -> str:  # fmt: skip
     """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as a star;
     return that in words. `keys`, beside label, budget and share, say which runs a point stands for.
@@ -199,7 +207,7 @@ def _draw(
     on, time = ["label", "budget_bytes", "schedule_share", *keys], ask.time_of(rows)
     rows = rows if "label" in rows else rows.assign(label=ask.labels(rows))
     for (label, *_), line in points.groupby(["label", "budget_bytes"] if by_budget else ["label"], dropna=False):
-        style.draw_steps(axes, line, looks[label], label)
+        style.draw_steps(axes, line, looks[label], label, narrow)
         if line["runs"].max() > 1:
             each = rows.merge(line[on].drop_duplicates(), on=on)
             axes.plot(each["at"], each["step_s"] * 1e3, ".", **style.REPETITION, zorder=2.5)
@@ -207,7 +215,7 @@ def _draw(
     if time == "step_s":
         ends = best["step_s_p10"] * 1e3, best["step_s_p90"] * 1e3
         axes.vlines(best["at"], *ends, color=looks[best["label"]]["color"], lw=1.6, zorder=6)
-    axes.plot(best["at"], best[time] * 1e3, **style.STAR, zorder=7)
+    axes.plot(best["at" if time == "step_s" else "predicted_at"], best[time] * 1e3, **style.STAR, zorder=7)
     if compute:
         alone = points["compute_s"].fillna(points["predicted_compute_s"])
         axes.axhline(alone.min() * 1e3, **_COMPUTE)
@@ -259,6 +267,8 @@ def _memory_handles() -> list[Line2D]:
 
 def _curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     handles = [Line2D([], [], **_RING, label="stop point: fastest of its curve")]
+    if any(low < high for low, high in (ask.plateau(rows, ask.time_of(curve)) for rows in ask.series(ask.drawn(curve)).values())):
+        handles.append(Line2D([], [], color=style.GREY, **_PLATEAU, label="plateau: shares as fast as it"))
     missing = ask.not_measured(curve)
     if len(missing):
         words = "infeasible" if (missing["status"] == "infeasible").all() else "not measured"

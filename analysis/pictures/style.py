@@ -98,8 +98,12 @@ def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Lin
     return [Line2D([], [], label=label, **look) for label, look in named.items()]  # type: ignore[arg-type]
 
 
-def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: str) -> None:
-    """Step time of a series over `at`, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
+def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: str, narrow: float = 0.0) -> None:
+    """Step time of a series over `at`, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow.
+
+    A line joins the points if they span more than `narrow`: else it would only go up and down.
+    """
+    line = "-" if points["at"].max() - points["at"].min() > narrow else "none"
     colour, step = look["color"], points["step_s"] * 1e3
     for at, column, how in (("at", "step_s", "measured"), ("predicted_at", "predicted_step_s", "predicted")):
         for x, seconds in points[[at, column]].dropna().itertuples(index=False):
@@ -107,10 +111,11 @@ def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: st
             axes.plot(x, seconds * 1e3, "o", color="none", ms=9, zorder=8, gid=words)
     if points["predicted_step_s"].notna().any():
         predicted, mark = points["predicted_step_s"] * 1e3, look["marker"]
-        axes.plot(points["predicted_at"], predicted, ls="--", lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
+        ls = "--" if line == "-" else line
+        axes.plot(points["predicted_at"], predicted, ls=ls, lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
     if step.notna().any():
         bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
-        axes.plot(points["at"], step, color=colour, lw=1.4, zorder=3)
+        axes.plot(points["at"], step, color=colour, ls=line, lw=1.4, zorder=3)
         axes.errorbar(points["at"], step, bars, fmt=look["marker"], color=colour, ms=5, elinewidth=1.4, capsize=2.5, zorder=4)
 
 

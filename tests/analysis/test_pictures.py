@@ -12,6 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import StepPatch
 
+from analysis import questions as ask
 from analysis.load import load_sweep
 from analysis.pictures import (
     gantt,
@@ -25,6 +26,7 @@ from analysis.pictures import (
 from analysis.pictures.style import shortened
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
+from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import SlotMemory, Timeline
 from tests.analysis.conftest import toy_timelines
 
@@ -64,7 +66,7 @@ def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
         assert list(solid.get_xdata()) == [0, 0.25, 0.5, 0.75, 1]
         assert np.allclose(solid.get_ydata(), rows[column] * 1e3)
         assert np.allclose(dashed.get_ydata(), rows[f"predicted_{column}"] * 1e3)
-    words = ["measured", "predicted", "fastest of all shown", "stop point: fastest of its curve"]
+    words = ["measured", "predicted", "fastest of all shown", "stop point: fastest of its curve", "plateau: shares as fast as it"]
     assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", *words]
 
 
@@ -211,7 +213,7 @@ def test_many_series_still_fit(run_writer):
             for share in (0.0, 1.0):
                 run_writer(f"{name}-{other}-{share}", strategy=strategy, scheduler=scheduler, share=share)
     frame = load_sweep(run_writer.sweep)
-    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 22
+    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 23
     drawn(step_time_over_memory(frame))
 
 
@@ -376,3 +378,18 @@ def test_a_plane_of_three_shares_has_contours_measured_points_and_its_stop_point
         "planned", "measured, ms", "infeasible", "stop point, 220 ms predicted: 0 % schedule, 100 % activations, 0 % strategies",
     ]  # fmt: skip
     assert SHARES == ("schedule", "activations", "strategies")
+
+
+def test_a_panel_shows_negative_values_and_the_star_stands_at_what_it_was_predicted_for(frame):
+    rows = frame.assign(extra_communication_s=-0.01, predicted_extra_communication_s=-0.01)
+    assert tradeoff_curve(rows).axes[2].get_ylim()[0] < -10
+    planned = rows.assign(status="predicted", peak_bytes=rows["predicted_peak_bytes"] / 2)
+    points = ask.over_memory(planned)
+    best = points.loc[points["predicted_step_s"].idxmin()]
+    [star] = [line for line in step_time_over_memory(planned).axes[0].get_lines() if line.get_marker() == "*"]
+    assert star.get_xdata()[0] * MIB == pytest.approx(best["predicted_at"])
+
+
+def test_peaks_that_are_alike_are_joined_by_no_line(frame):
+    lines = lines_of(step_time_over_memory(frame.assign(peak_bytes=2.0**29)).axes[0])
+    assert all(len(line.get_xdata()) == 1 for line in lines if line.get_drawstyle() == "default")

@@ -10,6 +10,7 @@ from analysis.questions import (
     has_memory_axis,
     label,
     labels,
+    plateau,
     repeated,
     series,
     setting,
@@ -27,6 +28,15 @@ def test_the_stop_point_is_the_share_of_least_measured_step_time(run_writer):
     point = stop_point(load_sweep(run_writer.sweep))
     assert point["schedule_share"] == 0.5
     assert point["step_s"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_shares_that_are_as_fast_as_the_stop_point_are_its_plateau():
+    times = {0.0: 2.0, 0.25: 1.0, 0.5: 1.0005, 0.75: 1.2, 1.0: 1.0}
+    unknown = dict.fromkeys(("step_s", "step_s_p10", "step_s_p90"))
+    frame = pd.DataFrame({"status": "predicted", "schedule_share": x, "predicted_step_s": t, **unknown} for x, t in times.items())
+    assert plateau(frame, "predicted_step_s") == (0.25, 0.5)
+    measured = frame.assign(status="ok", step_s=list(times.values()), step_s_p10=0.9, step_s_p90=1.3)
+    assert plateau(measured) == (0.25, 1.0)
 
 
 def test_a_failed_run_is_no_stop_point_however_fast_its_steps(run_writer):

@@ -16,7 +16,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.pipeline import make_plan, unsharded_bytes
+from mdcs.planner.pipeline import limit_of, make_plan
 from mdcs.planner.recompute import KEEP, RecomputeRule, recompute_named
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
@@ -24,7 +24,7 @@ from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
 from mdcs.profiler.autotune import candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero, phase
-from mdcs.sizes import MIB, Share, budget_of
+from mdcs.sizes import MIB, Budget
 
 SECONDS = 30.0
 """Default time budget of a profile and a plan."""
@@ -55,8 +55,8 @@ def autoplan(
 ) -> Plan:
     """Return a plan for training ``model`` within ``budget`` per rank. Collective: call it on every rank.
 
-    ``budget`` is in bytes, a size such as ``"40 GiB"``, or a part such as ``"70%"`` of what data parallelism without sharding
-    (DDP) needs; None is no limit.
+    ``budget`` is in bytes or in words (:class:`mdcs.sizes.Budget`): a size such as ``"40GiB"``, a part such as ``"75% of ddp"``
+    of what data parallelism without sharding (DDP) needs, or ``"floor+10%"``, above the smallest possible; None is no limit.
     The profile is that of :func:`mdcs.autoprofile`, or ``profile``, one of an equal job, the same on every rank; without ranks
     :func:`mdcs.make_plan` plans alike.
     ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that the
@@ -87,29 +87,29 @@ def autoplan(
     rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
-    wanted, until = budget_of(budget), end_of(seconds)
+    wanted, until = Budget.of(budget), end_of(seconds)
     with on_all_ranks(tells=progress):
         if profile is None:
-            within = wanted - reserve if isinstance(wanted, int) else budget
+            within = wanted if wanted.size is None else Budget(wanted.size - reserve)
             profile = autoprofile(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
                 budget=within, seconds=seconds / 2, progress=progress, recompute=rule != KEEP,
             )  # fmt: skip
-        if wanted is not None and not any(slot.peak for slot in profile.slots):
+        if wanted.is_limit and not any(slot.peak for slot in profile.slots):
             warnings.warn(
                 "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
                 "LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter)",
                 stacklevel=2,
             )
         job = Job(profile, micro_steps, cross_iteration, reserve)
-        limit = wanted.of(unsharded_bytes(job)) if isinstance(wanted, Share) else wanted
+        limit = limit_of(wanted, job, rule)
         left = max(seconds / 3, until - time.monotonic())
         both = isinstance(planner, Solving) and isinstance(schedule, Solving)
         if isinstance(strategy, str):
             planner = _within(left / (1 + both), planner)
         if isinstance(scheduler, str):
             schedule = _within(left / (1 + both), schedule)
-        phase(f"planning{_within_words(budget, limit)}", left)
+        phase(f"planning{_within_words(wanted, limit)}", left)
         plans = on_rank_zero(
             lambda: candidates(
                 make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share, recompute=rule), trials
@@ -120,11 +120,10 @@ def autoplan(
         return fastest(plans, model, units, steps_of(step, batches)[0], optimizer)[0]
 
 
-def _within_words(budget: int | str | None, limit: int | None) -> str:
+def _within_words(budget: Budget, limit: int | None) -> str:
     if limit is None:
         return ""
-    share = f" ({budget} of what DDP needs)" if isinstance(budget_of(budget), Share) else ""
-    return f" within {limit / MIB:.1f} MiB{share}"
+    return f" within {limit / MIB:.1f} MiB" + (f" ({budget})" if budget.size is None else "")
 
 
 def _within(seconds: float, planner: T) -> T:

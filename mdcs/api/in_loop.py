@@ -35,7 +35,7 @@ from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
-from mdcs.sizes import budget_of
+from mdcs.sizes import Budget
 
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import ResumeInfo
@@ -92,10 +92,9 @@ class PlannedInLoop(Parallel):
         """Go on with a provisional plan, and measure the next steps."""
         self._all, self._is_sharded = optimizers, True
         device = self.units[0].parameters[0][1].device
-        budget = budget_of(self._planning["budget"])
         with on_all_ranks(tells=self._planning["progress"]):
             plan = plan_of_nothing(
-                self.units, optimizers, budget if isinstance(budget, int) else None, micro_steps=micro_steps,
+                self.units, optimizers, Budget.of(self._planning["budget"]).size, micro_steps=micro_steps,
                 cross_iteration=self._planning["cross_iteration"],
                 device=self._options.device if device.type == "meta" else device,
             )  # fmt: skip
@@ -171,7 +170,7 @@ class PlannedInLoop(Parallel):
         path = self._folder / f"{key_of_job(self.model, self.units, self._all, first.in_words() + others)}.json"
         known = on_rank_zero(lambda: cache.read(path))
         device = self.units[0].parameters[0][1].device
-        if known is not None and needs_rings(known, budget_of(self._planning["budget"]), device):
+        if known is not None and needs_rings(known, Budget.of(self._planning["budget"]), device):
             known = None  # measured anew, with rings
         if known is not None and self.rank == 0 and self._planning["progress"]:
             print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.running_steps import RunningSteps, recorder_of
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine
-from mdcs.sizes import MIB, budget_of
+from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import current_meter
 
 STEPS = 2
@@ -76,7 +76,7 @@ def profile_of(steps: RunningSteps, engine: Engine, budget: int | str | None) ->
     phase("measuring the link")
     link = measure_link(steps.device)
     profile = merge_profiles(with_link(steps.profile(engine.plan.job.profile, engine.updates.updates), link))
-    if rings := link_of_rings(profile, budget_of(budget), steps.device):
+    if rings := link_of_rings(profile, Budget.of(budget), steps.device):
         profile = with_link(profile, rings)
     if line := used_outside(profile):
         phase(line)

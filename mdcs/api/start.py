@@ -28,7 +28,7 @@ from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.validation import RunOptions, refuse_parallelized
-from mdcs.sizes import budget_of
+from mdcs.sizes import Budget
 
 
 def parallelize(
@@ -106,7 +106,7 @@ def parallelize(
     that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
     message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
     """
-    limit = budget_of(budget)
+    wanted = Budget.of(budget)
     rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     model, optimizers = without_ddp(model), Optimizers(optimizer)
     refuse_parallelized(model)
@@ -119,7 +119,7 @@ def parallelize(
     if micro_steps is not None and micro_steps < 1:
         raise ValueError(f"micro_steps must be >= 1, got {micro_steps}")
     if plan is not None:
-        if limit is not None:
+        if wanted.is_limit:
             raise ValueError("the plan has a budget already: give plan= or budget=")
         if batches is not None:
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
@@ -132,7 +132,7 @@ def parallelize(
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
         run._run(Engine(model, optimizers, plan, units, group, options))
         return run
-    sharded, why = must_shard(units, optimizers, limit if isinstance(limit, int) else None)
+    sharded, why = must_shard(units, optimizers, wanted.size)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:

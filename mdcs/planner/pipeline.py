@@ -25,7 +25,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.schema import Profile
 from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
-from mdcs.sizes import MIB
+from mdcs.sizes import MIB, Budget
 
 _T = TypeVar("_T")
 
@@ -43,6 +43,11 @@ def unsharded_bytes(job: Job | Profile) -> int:
     """Return the peak of data parallelism without sharding in bytes, reserve included: every unit dp."""
     job = Job.of(job)
     return PlanningProblem(job, None).peak((Strategy.dp,) * len(job.profile.units))
+
+
+def limit_of(budget: Budget, job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int | None:
+    """Return the budget of a job in bytes, reserve included, with the floor of :func:`floor_bytes`. None: no limit."""
+    return budget.bytes(lambda: unsharded_bytes(job), lambda: floor_bytes(job, recompute))
 
 
 def make_plan(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
-from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
+from mdcs.planner.pipeline import floor_bytes, limit_of
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
@@ -39,7 +39,7 @@ from mdcs.profiler.memory_bounds import (
     warn_profiling_memory,
 )
 from mdcs.profiler.model_profile import measure_profile, refuse_meta
-from mdcs.sizes import MIB, Share, budget_of
+from mdcs.sizes import MIB, Budget
 
 SECONDS = 16.0
 """Default time budget of a profile."""
@@ -69,7 +69,7 @@ def autoprofile(
     about: dict[str, str] | None = None,
     emulate: Emulation | None = None,
     computes: bool = True,
-    budget: int | str | None = None,
+    budget: Budget | int | str | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
     recompute: bool = False,
@@ -93,7 +93,7 @@ def autoprofile(
     - ``iterations``: the most steps of the second phase.
     - ``emulate``: that of :func:`mdcs.parallelize`.
     - ``computes``: False where computing only waits, so that messages take none of its time.
-    - ``budget``: bytes per rank, or a text such as "40 GiB" or "70%" (:func:`mdcs.sizes.budget_of`). The plans of the
+    - ``budget``: bytes per rank, or a text such as "40GiB" or "75% of ddp" (:class:`mdcs.sizes.Budget`). The plans of the
       third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself is
       measured whole: a warning says how much that holds, if it is more.
     - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
@@ -106,7 +106,7 @@ def autoprofile(
     :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
     Raises InfeasibleBudget, see above.
     """
-    wanted, until = budget_of(budget), end_of(seconds)
+    wanted, until = Budget.of(budget), end_of(seconds)
     device, is_free = units[0].parameters[0][1].device, link is None and algorithm is None
     refuse_meta(model)  # before the link, whose backend has no such device
     steps = steps_of(step, batches)
@@ -114,10 +114,10 @@ def autoprofile(
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
     with on_all_ranks(tells=progress):
         known = profiling_bytes(units)
-        if isinstance(wanted, int):
-            require_model_fits(units, optimizer, wanted, world, master_dtype)
+        if wanted.size is not None:
+            require_model_fits(units, optimizer, wanted.size, world, master_dtype)
             if is_first:
-                warn_profiling_memory(known, wanted)
+                warn_profiling_memory(known, wanted.size)
         if link is None:
             phase("measuring the link", _LINK * seconds)
             link = measure_link(device, depth=depth, algorithm=algorithm)
@@ -168,12 +168,7 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
     return [step] if batches is None else [partial(step, batch) for batch in batches]
 
 
-def limit_of(budget: int | Share | None, profile: Profile) -> int | None:
-    """Return the budget in bytes."""
-    return budget.of(unsharded_bytes(profile)) if isinstance(budget, Share) else budget
-
-
-def needs_rings(profile: Profile, budget: int | Share | None, device: torch.device) -> bool:
+def needs_rings(profile: Profile, budget: Budget, device: torch.device) -> bool:
     """Return whether no plan keeps the budget with gloo's own collectives, and rings, which copy less, need fewer bytes."""
     if profile.collectives != Collectives("native") or device.type != "cpu":
         return False
@@ -182,7 +177,7 @@ def needs_rings(profile: Profile, budget: int | Share | None, device: torch.devi
 
 
 def link_of_rings(
-    profile: Profile, budget: int | Share | None, device: torch.device, depth: int | None = 2
+    profile: Profile, budget: Budget, device: torch.device, depth: int | None = 2
 ) -> MeasuredLink | None:
     """Return the link measured with rings if the budget needs them (:func:`needs_rings`), else None. Collective."""
     if not needs_rings(profile, budget, device):

@@ -13,7 +13,7 @@ from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.profiler import autoprofile
 from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.profiler.memory_bounds import floor_of
-from mdcs.sizes import Share
+from mdcs.sizes import Budget
 
 from ..profiles import chain, link
 
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("as_share", [False, True])
 def test_a_budget_that_only_rings_can_keep_is_kept_by_rings(asked: list[dict[str, Any]], as_share: bool) -> None:
     floor = floor_of(NATIVE)
-    budget: int | Share = Share((floor - 1) / unsharded_bytes(NATIVE)) if as_share else floor - 1
+    budget = Budget(of_ddp=(floor - 1) / unsharded_bytes(NATIVE)) if as_share else Budget(floor - 1)
     found = autoprofile.link_of_rings(NATIVE, budget, CPU, depth=3)
     assert found == RINGS and asked == [{"depth": 3, "algorithm": "ring"}]
     profile = autoprofile.with_link(NATIVE, found)
@@ -51,10 +51,10 @@ def test_the_fastest_family_stays_where_it_fits_or_nothing_else_would(asked: lis
     rings = replace(NATIVE, collectives=mdcs.Collectives("ring"))
     alike = replace(NATIVE, units=chain(*[1000] * 7).units)  # gradients take as many bytes as gloo's copies
     for profile, budget, device in (
-        (NATIVE, None, CPU), (NATIVE, floor, CPU), (NATIVE, Share(1.0), CPU), (rings, 1, CPU), (alike, 1, CPU),
+        (NATIVE, None, CPU), (NATIVE, floor, CPU), (NATIVE, "100%", CPU), (rings, 1, CPU), (alike, 1, CPU),
         (NATIVE, 1, torch.device("cuda")),
     ):  # fmt: skip
-        assert autoprofile.link_of_rings(profile, budget, device) is None
+        assert autoprofile.link_of_rings(profile, Budget.of(budget), device) is None
     assert asked == []
 
 

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
 from experiments import flags
-from mdcs.export.document import document
+from experiments.fsdp2.document import predicted_document
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.sizes import MIB
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path: Path = options.plan / "plan.json" if options.plan.is_dir() else options.plan
     to: Path = options.to or path.with_name("fsdp2.json")
     try:
-        made = document(Plan.from_json(path.read_text(encoding="utf-8")))
+        made = predicted_document(Plan.from_json(path.read_text(encoding="utf-8")))
         text = json.dumps(made, indent=1)
         if not options.force and (other := _other(to, text)) is not None:
             print(f"--to: {to} is {other}: name another file, or add --force", file=sys.stderr)

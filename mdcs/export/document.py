@@ -1,13 +1,21 @@
-"""The JSON file of an exported plan: calls of fully_shard, features that FSDP2 lacks, the predicted step."""
+"""The JSON file of an exported plan: calls of fully_shard, and features that FSDP2 lacks."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mdcs.export.groups import Group, fsdp2_strategy, fused_with, groups_of, in_order, modules_of, prefetch_distance
-from mdcs.export.step_prediction import Steps, best_steps, fit_to_budget
+from mdcs.export.groups import (
+    Group,
+    PrefetchLists,
+    fsdp2_strategy,
+    fused_with,
+    groups_of,
+    in_order,
+    modules_of,
+    prefetch_distance,
+    prefetch_lists,
+)
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
@@ -29,48 +37,34 @@ KEYS = {
     "groups.forward_prefetch": "first modules of groups, for set_modules_to_forward_prefetch; empty: leave it",
     "groups.backward_prefetch": "first modules of groups, for set_modules_to_backward_prefetch; empty: leave it",
     "lost": "what the plan does and FSDP2 cannot, with the units; no units: the whole plan",
-    "predicted": "seconds of a step and bytes per rank: of the plan run by mdcs, and of these calls run by FSDP2",
-    "budget": "bytes per rank that the plan keeps with mdcs, its reserve included; null: it has none",
-    "budget.fits": "whether these calls are predicted to keep it with FSDP2, which enforces nothing",
-    "budget.would_fit": "units to be fsdp (reshard_after_forward) instead so that it is kept, with that step; null: none needed, "
-    "or too little",
-    "budget.least": "the step with all units fsdp, where not even that keeps it; else null",
 }
 
 
-def document(plan: Plan) -> dict[str, Any]:
-    """Return plain containers for JSON, with everything that :func:`mdcs.export.fsdp2.apply_plan` needs."""
+_AHEAD = 1
+"""Groups that FSDP2 gathers ahead by itself."""
+
+
+def document(plan: Plan, forward: PrefetchLists | None = None, backward: PrefetchLists | None = None) -> dict[str, Any]:
+    """Return plain containers for JSON, with everything that :func:`mdcs.export.fsdp2.apply_plan` needs.
+
+    ``forward``, ``backward``: what each group prefetches; None: at most one group, and no further ahead than the plan.
+    """
     groups = groups_of(plan)
-    chosen = best_steps(plan, groups)
+    forward = prefetch_lists(plan, groups, Kind.AG_F, _AHEAD) if forward is None else forward
+    backward = prefetch_lists(plan, groups, Kind.AG_B, _AHEAD) if backward is None else backward
+    lists = {Kind.AG_F: forward, Kind.AG_B: backward}
     return {
         "schema": SCHEMA,
         "about": "how torch's fully_shard (FSDP2, torch >= 2.6) comes nearest to a plan of mdcs; docs/export.md has a loader",
         "plan": plan.hash,
         "ranks": plan.world,
-        "groups": [_group(plan, g, chosen) for g in groups],
-        "lost": [{"what": what, "units": units} for what, units in limitations(plan, groups, chosen).items()],
-        "predicted": {
-            "mdcs": None if plan.prediction is None else dataclasses.asdict(plan.prediction),
-            "fsdp2": dataclasses.asdict(chosen.prediction),
-        },
-        "budget": _budget(plan, groups),
+        "groups": [_group(plan, g, forward, backward) for g in groups],
+        "lost": [{"what": what, "units": units} for what, units in limitations(plan, groups, lists).items()],
         "keys": KEYS,
     }
 
 
-def _budget(plan: Plan, groups: tuple[Group, ...]) -> dict[str, Any] | None:
-    if plan.budget is None:
-        return None
-    units, steps = fit_to_budget(plan, groups)
-    other = {"units": units, **dataclasses.asdict(steps.prediction)} if units else None
-    fits = steps.fit(plan)
-    return {
-        "bytes": plan.budget, "reserve": plan.reserve, "fits": fits and not units,
-        "would_fit": other if fits else None, "least": None if fits else other,
-    }  # fmt: skip
-
-
-def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
+def _group(plan: Plan, group: Group, forward: PrefetchLists, backward: PrefetchLists) -> dict[str, Any]:
     units = [plan.profile.units[u] for u in group.units]
 
     def recomputes(unit: int) -> bool:
@@ -84,15 +78,15 @@ def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
         "mesh": list(group.mesh(plan.profile)),
         "reshard_after_forward": group.reshard_after_forward,
         "recompute": {name: plan.recompute[u] for u in group.units if recomputes(u) for name in modules_of(plan, u)},
-        "forward_prefetch": list(chosen.forward.get(group.name, ())),
-        "backward_prefetch": list(chosen.backward.get(group.name, ())),
+        "forward_prefetch": list(forward.get(group.name, ())),
+        "backward_prefetch": list(backward.get(group.name, ())),
     }
 
 
-def limitations(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> dict[str, list[str]]:
+def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]) -> dict[str, list[str]]:
     """Return sentences that say what FSDP2 lacks -> names of the units that lose it. No units: the whole plan."""
     found: dict[str, list[str]] = {}
-    for unit, what in _limitations_by_unit(plan, groups, chosen):
+    for unit, what in _limitations_by_unit(plan, groups, lists):
         units = found.setdefault(what, [])
         if plan.profile.units[unit].name not in units:
             units.append(plan.profile.units[unit].name)
@@ -111,7 +105,7 @@ def limitations(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> dict[st
     return found
 
 
-def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Iterator[tuple[int, str]]:
+def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]) -> Iterator[tuple[int, str]]:
     together = fused_with(plan)
     ahead = {kind: prefetch_distance(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
     of = {u: g for g in groups for u in g.units}
@@ -139,9 +133,9 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -
             yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
         if any(m.kind.plain is Kind.AG_F and plan.unrolled_slot(m) < plan.period.turn for m in own):
             yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
-        for kind, lists in ((Kind.AG_F, chosen.forward), (Kind.AG_B, chosen.backward)):
+        for kind, ahead_of in lists.items():
             order = [each.name for each in in_order(groups, kind)]
-            by = next((name for name, targets in lists.items() if g.name in targets), g.name)
+            by = next((name for name, targets in ahead_of.items() if g.name in targets), g.name)
             if g.name in order and ahead[kind].get(g.name, 0) > order.index(g.name) - order.index(by):
                 yield u, f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes"
 

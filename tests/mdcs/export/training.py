@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mdcs
+from experiments.fsdp2.document import predicted_document
 from mdcs.export.document import document
 from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
 from mdcs.plan.plan import Plan
@@ -135,7 +136,7 @@ def peak(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:
     """Bytes predicted and measured of FSDP2 in steady state."""
     made = setup(name, **shape)
     plan = planned(made, how)
-    file = document(plan)
+    file = predicted_document(plan)
     apply_plan(made.model, file)
     optimizer = torch.optim.Adam(parameter_groups(made.model), lr=1e-3)
     meter = ShimMeter()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from experiments.fsdp2.memory import GroupBytes, MemoryWalk
 from mdcs.export.groups import Group, PrefetchLists, in_order, prefetch_lists
-from mdcs.export.memory import GroupBytes, MemoryWalk
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.message import Message
@@ -74,7 +74,7 @@ def fit_to_budget(plan: Plan, groups: tuple[Group, ...]) -> tuple[list[str], Ste
 
 
 def predict_step(plan: Plan, groups: tuple[Group, ...], forward: PrefetchLists, backward: PrefetchLists) -> Steps:
-    """Predict a step: its time by a replay of :func:`fsdp2_plan`, its memory by a :class:`~mdcs.export.memory.MemoryWalk`."""
+    """Predict a step: its time by a replay of :func:`fsdp2_plan`, its memory by a :class:`MemoryWalk`."""
     run = fsdp2_plan(plan, groups, forward, backward)
     times = replay(run).times
     peak = MemoryWalk(plan.job, groups, forward, backward, run.profile.collectives).peak

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,6 +117,10 @@ class Engine(Protocol):
         """Finish all messages in flight."""
         ...
 
+    def pause(self) -> AbstractContextManager[None]:
+        """Context of work between two steps that is not training: its seconds belong to no step."""
+        ...
+
     def evaluate(self) -> AbstractContextManager[Any]:
         """Context for forward passes of the job's model without gradients."""
         ...
@@ -154,9 +158,10 @@ class Engine(Protocol):
 
 @dataclass
 class Seen:
-    """Observations of a step under way: time stamps of forward and backward, and messages on the host's clock (s)."""
+    """Observations of a step under way: time stamps of its phases and pauses, and messages on the host's clock (s)."""
 
     phases: list[tuple[Any, Any]] = field(default_factory=list)
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
@@ -247,8 +252,17 @@ class Peer:
         import torch.distributed as dist
 
         if self.workload.world > 1:
-            for buffer in self.workload.model.buffers():
-                dist.broadcast(buffer, 0)
+            with self.pause():
+                for buffer in self.workload.model.buffers():
+                    dist.broadcast(buffer, 0)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        begin = self._executor.record_timestamp()
+        try:
+            yield
+        finally:
+            self.seen.pauses.append((begin, self._executor.record_timestamp()))
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
@@ -275,10 +289,12 @@ class Peer:
         seconds = self._executor.seconds
         whole: Span = (seconds(begin), seconds(end))
         phases = [(seconds(a), seconds(b)) for a, b in seen.phases]
+        paused = length((seconds(a), seconds(b)) for a, b in seen.pauses)
         sent = dict(seen.sent) if seen.sent or self.shows_messages else None
         count = dict(seen.count) if seen.count or self.shows_messages else None
         norm = None if seen.grad_norm is None else float(seen.grad_norm)
-        return Record(step, self.times(whole, phases, seen), sent, count, grad_norm=norm)
+        times = self.times(whole, phases, seen)
+        return Record(step, replace(times, step_s=times.step_s - paused), sent, count, grad_norm=norm)
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         """Times of a step, from its observations."""

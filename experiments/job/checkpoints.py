@@ -67,10 +67,13 @@ class Checkpoints:
         self._tell("resumed", step=resumed.step, world=resumed.world, folder=str(resumed.folder))
         return int(resumed.step)
 
-    def after(self, step: int) -> None:
-        """Write a checkpoint if one is due: every `run.save_every` steps, and after the last step."""
-        if self._run.save_every is None or (step % self._run.save_every and step < self._run.steps):
-            return
+    def due(self, step: int) -> bool:
+        """Whether to write a checkpoint after this step: every `run.save_every` steps, and after the last step."""
+        every = self._run.save_every
+        return every is not None and (step % every == 0 or step == self._run.steps)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, beside training if the config says so."""
         self._save(step, wait=not self._run.save_beside)
 
     def leave(self, step: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         workload.batches(held_out=True, epochs=1)  # raises now if there are too few samples
     losses: dict[int, float | Tensor] = {}
     processor: dict[int, float] = {}
+    beside_s = {"evaluation_s": 0.0, "checkpoint_s": 0.0}  # work that is in no step
     kept: list[Record] = []
     first: float | None = None  # unix time at which the first step ended
     gc.collect()
@@ -61,6 +63,17 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
                     metrics.write(events.step_event(workload, engine, record, loss, used_s, warmup, throughput))
             return records
 
+        @contextmanager
+        def beside(what: str) -> Iterator[None]:
+            """Time the block by itself, not as a part of the next step; messages that are in flight are of that step."""
+            nonlocal used
+            engine.drain()
+            began, used_before = time.perf_counter(), time.process_time()
+            with engine.pause():
+                yield
+            beside_s[what] += time.perf_counter() - began
+            used += time.process_time() - used_before
+
         batches = workload.batches(first_step=done * run.accumulation, workers=config.data.workers)
         stop = Stop(done) if preemption.expected() and config.engine.plans else None
         for step in range(done + 1, run.steps + 1):
@@ -74,15 +87,19 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
                 engine.reset_memory()
             kept += tell(flush=False)
             if run.eval_every and step % run.eval_every == 0:
-                evaluate(metrics, workload, engine, step)
-            checkpoints.after(step)
+                with beside("evaluation_s"):
+                    evaluate(metrics, workload, engine, step)
+            if checkpoints.due(step):
+                with beside("checkpoint_s"):
+                    checkpoints.save(step)
             if stop is not None and step < run.steps and stop.asked(step):
                 engine.drain()
                 tell(flush=True)
                 checkpoints.leave(step)
                 return
             if step % 50 == 0:
-                gc.collect()
+                with engine.pause():
+                    gc.collect()
         engine.drain()
         status.set(phase="finishing")
         checkpoints.finish()
@@ -96,7 +113,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     gc.enable()
     if metrics:
         began = last_attempt(read_events(folder / METRICS))[0]["began"]
-        metrics.write(summary | departures | of_engine | {"first_step_s": None if first is None else first - began})
+        metrics.write(summary | departures | beside_s | of_engine | {"first_step_s": None if first is None else first - began})
         metrics.close()
 
 

@@ -259,6 +259,10 @@ class PlannedInLoop(Parallel):
         """Run forward passes without gradients."""
         return super().evaluate() if self._first is None else torch.no_grad()
 
+    def pause(self) -> AbstractContextManager[None]:
+        """Leave the block's seconds out of the steps' times."""
+        return super().pause() if self._first is None else nullcontext()
+
     def full_parameters(
         self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
     ) -> AbstractContextManager[None]:

@@ -289,7 +289,7 @@ class Engine:
         self.drain(call, needs_ranks=needs_ranks)
         self.sequencer.exported_to = call
         try:
-            with use():
+            with self.recorder.pause(), use():
                 yield
         finally:
             self.sequencer.exported_to = None

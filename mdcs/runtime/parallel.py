@@ -173,6 +173,13 @@ class Parallel(Gradients, OptimizerDicts):
             yield
         self._engine.buffers.register()
 
+    def pause(self) -> AbstractContextManager[None]:
+        """Leave the block's seconds out of :meth:`records` and :meth:`last_period`: work that is not training.
+
+        Evaluations, checkpoints and state dicts are left out by themselves, their drain is not.
+        """
+        return self._engine.recorder.pause()
+
     def replan(self) -> None:
         """Measure the next step, and go on with the plan that is made of it.
 
@@ -214,9 +221,10 @@ class Parallel(Gradients, OptimizerDicts):
         engine.drain("state_dict()", needs_ranks=True)
         sizes = [storage.full_bytes for storage in engine.storages]
         cpu = cpu or not engine.unsharder.fits(sum(sizes) + max(sizes))
-        return state_dict.full_state_dict(
-            self.model, engine.storages, engine.unsharder, keep=not rank0_only or self.rank == 0, cpu=cpu
-        )
+        with self.pause():
+            return state_dict.full_state_dict(
+                self.model, engine.storages, engine.unsharder, keep=not rank0_only or self.rank == 0, cpu=cpu
+            )
 
     @torch.inference_mode(False)
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
@@ -246,7 +254,8 @@ class Parallel(Gradients, OptimizerDicts):
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self._engine.drain("checkpoint()", needs_ranks=True)
-        return self._checkpointing().save(Path(root), self.steps, extra, keep=keep, wait=wait)
+        with self.pause():
+            return self._checkpointing().save(Path(root), self.steps, extra, keep=keep, wait=wait)
 
     def _checkpointing(self) -> Checkpoints:
         if self._checkpoints is None:

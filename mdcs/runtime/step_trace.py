@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
-from mdcs.telemetry.timeline import Interval, step_times
+from mdcs.telemetry.timeline import Interval, intersection, length, step_times
 
 _UNREAD = 128  # iterations kept for :meth:`Recorder.finished`: bounds the memory of a loop that never reads
 
@@ -21,7 +23,7 @@ _UNREAD = 128  # iterations kept for :meth:`Recorder.finished`: bounds the memor
 class StepRecord:
     """One iteration, from one ``step()`` to the next.
 
-    - ``times``: seconds.
+    - ``times``: seconds, without those of evaluations, checkpoints and :meth:`Parallel.pause`.
     - ``bytes``, ``messages``: wire bytes and number of messages, by kind, of the period that begins with its backward.
       :meth:`Parallel.drain` cuts the last period short: its gathers for the next forward are not included.
     - ``over_budget``: most bytes by which a slot's measured peak exceeded the budget; 0 if none did, or nothing is
@@ -62,6 +64,7 @@ class StepRecorder:
     _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
     _departed: dict[int, tuple[dict[str, int], float]] = field(default_factory=dict)  # by step: counts, seconds
     _norms: dict[int, Tensor] = field(default_factory=dict)  # by step, on their way to the host
+    _pauses: deque[tuple[int, Any, Any]] = field(default_factory=deque)  # (iteration, begin, end)
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
     _under_way: int = 0  # number of the current iteration
 
@@ -106,6 +109,32 @@ class StepRecorder:
         if len(self._steps) > _UNREAD:
             self._forget()
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the block's seconds out of the iteration and of the period."""
+        begin = self.executor.record_timestamp()
+        try:
+            yield
+        finally:
+            self._pauses.append((self._under_way, begin, self.executor.record_timestamp()))
+
+    def _without_pauses(
+        self, begin: float, end: float, intervals: list[Interval], upto: int
+    ) -> tuple[float, list[Interval]]:
+        """Return the end of a span from ``begin``, and its intervals, on a clock that stands still in pauses.
+
+        ``upto``: last iteration whose pauses the span may have.
+        """
+        seconds = self.executor.seconds
+        pauses = [(seconds(a), seconds(b)) for iteration, a, b in self._pauses if iteration <= upto]
+        if not (pauses := [*intersection(pauses, [(begin, end)])]):
+            return end, intervals
+
+        def moved(time: float) -> float:
+            return time - length([(a, min(b, time)) for a, b in pauses])
+
+        return moved(end), [replace(i, start=moved(i.start), end=moved(i.end)) for i in intervals]
+
     def over_budget(self, step: int, slots: int, size: int) -> None:
         """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
         if slots:
@@ -135,8 +164,9 @@ class StepRecorder:
         self.executor.seconds(stamp)  # moves the reference of CUDA's event times, which are exact only near it
         # On CUDA a message ends up to an iteration after the one that enqueued it.
         needed = self._steps[0][0] - 1
-        while self._raw and self._raw[0][0] < needed:
-            self._raw.popleft()
+        for stamps in (self._raw, self._pauses):
+            while stamps and stamps[0][0] < needed:
+                stamps.popleft()
 
     def _trim(self) -> None:
         """Drop intervals that neither an unread iteration nor the last period needs."""
@@ -177,6 +207,7 @@ class StepRecorder:
             (_, first), (step, last) = self._steps[0], self._steps[1]
             begin, end = self.executor.seconds(first), self.executor.seconds(last)
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
+            end, inside = self._without_pauses(begin, end, inside, step)
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             slots, size = self._over.pop(step, (0, 0))
             departures, departed_s = self._departed.pop(step, ({}, 0.0))
@@ -184,6 +215,8 @@ class StepRecorder:
             clipped = None if norm is None else float(norm)
             out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s, clipped))
             self._steps.popleft()
+        while self._pauses and self._pauses[0][0] < self._steps[0][0] - 1:
+            self._pauses.popleft()
         self._trim()
         return out
 
@@ -195,8 +228,9 @@ class StepRecorder:
         begin, end = self.executor.seconds(first), self.executor.seconds(last)
         # Convert only recent stamps: a loop that calls only this would never drop the other intervals.
         recent = [self._interval(raw[1], *raw[2:5]) for raw in self._raw.copy() if raw[0] >= iteration - 1]
-        return begin, end, [
-            Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin), min(i.end, end), i.bytes)
+        inside = [
+            replace(i, start=max(i.start, begin), end=min(i.end, end))
             for i in (*self._intervals, *recent)
             if i.end > begin and i.start < end
         ]
+        return begin, *self._without_pauses(begin, end, inside, self._under_way)

@@ -1,8 +1,8 @@
 """`experiments.job.worker` for several jobs: starting ranks takes seconds, a small job a fraction of one.
 
 The arguments are the jobs' folders. What a job refuses before step 1, on all ranks alike, is left in its folder, and
-the next one starts. Where the machine is busy a job waits for longer than its config says. The config's `run.name` can be
-`another plan`: then rank 1 plans something else.
+the next one starts. Where the machine is busy a job waits for longer than its config says. An evaluation takes a second
+more. The config's `run.name` can be `another plan`: then rank 1 plans something else.
 """
 
 import dataclasses
@@ -10,17 +10,20 @@ import datetime
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 from experiments.config.checks import load
-from experiments.job import worker
+from experiments.job import training, worker
 from tests.experiments import hurry  # noqa: F401
 
 PATIENT = {"timeout": datetime.timedelta(seconds=200)}
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
+evaluate = training.evaluate
+training.evaluate = lambda *arguments: (evaluate(*arguments), time.sleep(1))
 
 
 def on_every_rank_its_own(make):

@@ -40,7 +40,7 @@ WORKLOADS = {
                     "model.frozen=[linear1.*]"),
     "resnet": ("model=resnet-tiny", "data=synthetic", "optimizer=adamw", "run.precision=fp64", "run.eval_every=3"),
     "timed": ("model=timed", "data=synthetic", "optimizer=adam", "model.layers=3", "model.block_mib=0.05", "model.forward_ms=1",
-              "model.backward_ms=2"),
+              "model.backward_ms=2", "run.eval_every=3"),
 }  # fmt: skip
 ENGINES = {
     "tied gpt2": [
@@ -137,6 +137,14 @@ def test_times_of_a_step_add_up_and_what_an_engine_does_not_show_is_null(ran):
                 assert step["overlap_s"] == 0, overrides  # nothing runs beside compute
         told = summary(folder)
         assert told["step_s"]["p10"] <= told["step_s"]["median"] <= told["step_s"]["p90"]
+
+
+def test_an_evaluation_is_timed_by_itself_and_belongs_to_no_step(ran):
+    """It takes more than a second, between the last two steps, of a few milliseconds each."""
+    for (workload, overrides), folder in ran.items():
+        if workload == "timed":
+            assert steps(folder)[-1]["step_s"] < 1 < summary(folder)["evaluation_s"], overrides
+            assert summary(folder)["checkpoint_s"] == 0
 
 
 def test_bytes_are_those_of_the_collectives(ran):

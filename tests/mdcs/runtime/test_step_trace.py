@@ -72,6 +72,34 @@ def test_the_last_period_begins_at_its_first_backward_slot():
     assert sum(i.duration_s for i in intervals if i.lane == "compute") == pytest.approx(3)
 
 
+class Clock(CpuExecutor):
+    """Stands where a test sets it."""
+
+    now = 0.0
+
+    def record_timestamp(self) -> float:
+        return self.now
+
+
+def test_seconds_of_a_pause_are_in_no_step_and_in_no_period():
+    """Steps of 4 s. Between them 10 s pass, into which a gather of the first reaches by 1 s."""
+    clock, r = Clock(), recorder()
+    r.executor = clock
+    r.step(0, 0.0)
+    iteration(r, 1, 0.0)
+    r.message(1, 1, 3.8, 5.0)
+    clock.now = 4.0
+    with r.pause():
+        clock.now = 14.0
+    iteration(r, 2, 14.0)
+    begin, end, intervals = r.last_period()
+    assert end - begin == pytest.approx(4) and max(i.end for i in intervals) <= end
+    assert sum(i.duration_s for i in intervals if i.lane == "compute") == pytest.approx(3)
+    first, second = r.finished(2)
+    for times in (first.times, second.times):
+        assert [times.step_s, times.compute_s, times.communication_s] == pytest.approx([4, 3, 1.4])
+
+
 class Impatient(CpuExecutor):
     """Fails when it is asked for a stamp that has not come, as a CUDA event would block."""
 

@@ -53,7 +53,6 @@ def test_a_file_that_is_nothing_but_a_cut_off_line(tmp_path):
 
 FULL = """
 import pathlib, resource, sys
-from experiments.job.sweep import sweep_name
 from experiments.job.tracking import JsonLines
 metrics = JsonLines(pathlib.Path(sys.argv[1]))
 metrics.write({"event": "step", "step": 1})

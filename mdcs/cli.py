@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import runpy
 import sys
+from importlib import metadata
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -46,7 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     command, programs = "mdcs", PROGRAMS
     if arguments[:1] == ["dev"]:
         command, programs, arguments = "mdcs dev", DEV, arguments[1:]
+    if arguments[:1] == ["help"]:  # mdcs help, mdcs help train
+        arguments = [*arguments[1:2], "--help"]
     name = arguments[0] if arguments else "--help"
+    if "--version" in arguments:
+        print(f"mdcs {metadata.version('mdcs')}")
+        return 0
     if not (_CHECKOUT / PROGRAMS["train"]).is_file():
         how = "clone the repository, and pip install -e '.[experiments]' there"
         print(f"mdcs: the programs are not in the wheel; {how}", file=sys.stderr)
@@ -54,13 +61,19 @@ def main(arguments: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help(command, programs))
         return 0
+    if name == "-sc":  # Hydra's completion of shells
+        return _complete(arguments)
     path = programs.get(name)
     if path is None:
         near = difflib.get_close_matches(name, programs, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(programs)}"
         print(f"{command}: no command {name}; {hint}", file=sys.stderr)
         return 2
-    sys.argv = [f"{command} {name}", *arguments[1:]]
+    return _run(path, [f"{command} {name}", *arguments[1:]])
+
+
+def _run(path: str, argv: list[str]) -> int:
+    sys.argv = argv
     sys.path[0] = str(_CHECKOUT)  # instead of the folder of the command
     try:
         runpy.run_path(str(_CHECKOUT / path), run_name="__main__")
@@ -68,6 +81,20 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(end.code, int) or end.code is None:
             return end.code or 0
         raise
+    return 0
+
+
+def _complete(arguments: list[str]) -> int:
+    """Print what a shell asks for: the script that it evaluates once, or the words that may follow ``$COMP_LINE``."""
+    if "query" not in "".join(arguments):
+        return _run(PROGRAMS["train"], ["mdcs", *arguments])
+    words = os.environ.get("COMP_LINE", "").split(maxsplit=2)
+    line = words[2] if len(words) > 2 else ""
+    if len(words) < 2 or not (line or os.environ["COMP_LINE"][-1].isspace()):
+        print(*PROGRAMS, "dev", "help")
+    elif "job import app" in _source(path := PROGRAMS.get(words[1], "")):
+        os.environ["COMP_LINE"] = f"mdcs {line}"
+        return _run(path, ["mdcs", *arguments])
     return 0
 
 
@@ -79,9 +106,13 @@ def _help(command: str, programs: dict[str, str]) -> str:
     return "\n".join([*lines, "", f"{command} COMMAND --help explains a command, with all its options."])
 
 
+def _source(path: str) -> str:
+    return (_CHECKOUT / path).read_text(encoding="utf-8") if path else ""
+
+
 def _about(path: str) -> str:
     """Return the first line of a program's docstring."""
-    text = ast.get_docstring(ast.parse((_CHECKOUT / path).read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(ast.parse(_source(path))) or ""
     return text.partition("\n")[0]
 
 

@@ -128,9 +128,11 @@ class _Call:
 
     def _compose(self) -> int:
         """Have Hydra compose and run the jobs. Return 2 if nothing was started because of an error, else 0."""
+        if "-sc" in sys.argv:
+            sys.argv[0] = "mdcs"  # the command that Hydra's completion is for
         os.environ[_FULL] = "1"  # Hydra then raises errors instead of printing many lines
         try:
-            if {"-h", "--help"} & set(sys.argv):
+            if {"-h", "--help", "help"} & set(sys.argv[1:]):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
                 print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.program.own))
                 return 0

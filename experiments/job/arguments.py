@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.config.errors import unknown_key
 from experiments.config.files import groups
 from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
 from mdcs.planner.registry import decides_schedule
@@ -18,16 +19,26 @@ def submits(arguments: Sequence[str]) -> bool:
     return launches and not any({each, each.partition("=")[0]} & no for each in arguments)
 
 
+_FLAGS = ("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "shell-completion", "config-path",
+          "config-name", "config-dir", "experimental-rerun", "info")  # fmt: skip
+"""Hydra's flags, without their dashes."""
+
+
 def require_own(argument: str, own: Sequence[str]) -> None:
-    """Raise ConfigError for an override with dashes, a key of another program, and numbers as options of a group."""
+    """Raise ConfigError for an override with dashes or with a space in a list, a key of another program, and numbers as
+    options of a group."""
     plain = argument.lstrip("-")
     key, _, value = plain.partition("=")
     if key.lstrip("+") in groups() and re.match(r"\[(.*,)?\s*[\d.]+\s*[,\]]", value):  # of which Hydra makes a traceback
         raise ConfigError(key, f"takes names of options, which are files in conf/{key.lstrip('+')}/, got {value}")
-    if plain != argument and key in (*groups(), *fields_by_key()):
-        raise ConfigError(argument, "overrides have no dashes: KEY=VALUE")
-    if plain != argument and (known := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):
-        raise ConfigError(argument, f"is {known[0]}=VALUE")
+    if plain != argument and (ours := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):
+        raise ConfigError(argument, f"is {ours[0]}=VALUE")
+    name = key.replace("-", "_")
+    if plain != argument and (key in (known := (*groups(), *fields_by_key())) or argument.startswith("--") and key not in _FLAGS):
+        near = name if name in known else str(unknown_key(name)).partition("did you mean ")[2].rstrip("?")
+        raise ConfigError(argument, f"overrides have no dashes: {near or 'KEY'}=VALUE")
+    if argument.endswith(",") or argument.startswith(","):
+        raise ConfigError(key or argument, f"a list has no spaces: KEY=A,B, or in quotes 'KEY=A, B'; got {argument}")
     group, dot, _ = key.lstrip("+~").partition(".")
     if dot and "=" in argument and group in OWN and group not in own:
         raise ConfigError(key, f"is for mdcs {OWN[group]}")

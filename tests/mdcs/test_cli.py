@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -47,3 +48,28 @@ def test_arguments_and_the_exit_status_are_the_program_s(tmp_path):
     command = [sys.executable, "-m", "mdcs.cli", "train", "strategy=gredy"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and ran.stderr.startswith("strategy: no such option gredy; options: dp,")
+
+
+def test_help_and_version_are_answered_as_other_commands_do(capsys):
+    assert cli.main(["help"]) == cli.main(["--help"]) == 0
+    half = capsys.readouterr().out
+    assert half[: len(half) // 2] == half[len(half) // 2 :]
+    assert cli.main(["--version"]) == cli.main(["train", "--version"]) == 0
+    assert set(capsys.readouterr().out.splitlines()) == {f"mdcs {metadata.version('mdcs')}"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("mdcs tr", "train"), ("mdcs plan strategy=gre", "strategy=greedy"), ("mdcs train run.accum", "run.accumulation=")],
+)
+def test_tab_completes_commands_and_their_options(tmp_path, typed, offered):
+    script = f"""
+        eval "$({sys.executable} -m mdcs.cli -sc install=bash)"
+        mdcs() {{ {sys.executable} -m mdcs.cli "$@"; }}
+        command() {{ echo /bin/true; }}
+        complete -p mdcs >/dev/null || exit 1
+        COMP_LINE="{typed}" COMP_POINT={len(typed)} COMP_CWORD={typed.count(" ")}
+        hydra_bash_completion; echo "${{COMPREPLY[@]}}"
+    """
+    ran = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == [offered], ran.stderr

@@ -1,21 +1,23 @@
 """How an optimizer can run on shards, found out by trying it, and the state that it keeps there.
 
 A shard is a flat piece of parameters. An elementwise optimizer gives a piece the values that it gives the whole
-parameter. The trial compares both over a few steps of the optimizer's own class, with the options of each of its
-groups. Of an optimizer that looks at a parameter as a whole (its rows, its norm), a second trial finds whether it updates
+parameter. The trial compares both over a few steps of the optimizer's own class, with the options and the shapes of each of
+its groups. Of an optimizer that looks at a parameter as a whole (its rows, its norm), a second trial finds whether it updates
 each parameter on its own: such parameters are updated whole, each by one rank. Others are refused.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mdcs.model.units import UnsupportedModel
 
@@ -23,21 +25,36 @@ FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Classes that need no trial: torch's functions update their shards."""
 
 _STEPS = 4
-_SHAPES = {1: (192,), 2: (12, 16), 3: (4, 6, 8), 4: (4, 3, 4, 4)}
-_OTHERS = {1: (40,), 2: (9, 7), 3: (5, 3, 4), 4: (3, 5, 2, 2)}
+_MOST = 1 << 16
+"""Elements of a tensor in the trial: larger parameters are tried smaller. Sizes from which optimizers differ are below."""
+_FEWEST = 192  # elements that are cut into pieces
 _RATE = 1e-2  # where a schedule begins with 0
 _ROUNDING = 1e-9  # of float64, in which the trial runs
+_KEEP = "and step() is called for one piece of the parameters after the other: keep it in self.state[p]"
+_REMEDY = " (of one that stacks parameters: put each into a parameter group of its own)"
 
 Options = Mapping[str, Any]
 
 
-def same_options(optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class for other parameters, with the options of one of its groups."""
+def same_options(
+    optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor, beside: Sequence[Tensor] = ()
+) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class for other parameters, with the options of one of its groups.
+
+    Options that the class keeps as attributes are the same, too. ``beside``: parameters of a second group.
+    """
     options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-    accepted, known = inspect.signature(type(optimizer)).parameters, {**optimizer.defaults, **options}
+    attributes = {k: v for k, v in vars(optimizer).items() if _is_plain(v)}
+    accepted, known = inspect.signature(type(optimizer)).parameters, {**attributes, **optimizer.defaults, **options}
     required = [k for k, p in accepted.items() if p.default is p.empty and k in known]
-    made: torch.optim.Optimizer = type(optimizer)([{**options, "params": list(parameters)}], **{k: known[k] for k in required})
+    groups = [{**options, "params": list(own)} for own in (parameters, beside) if own]
+    made: torch.optim.Optimizer = type(optimizer)(groups, **{k: known[k] for k in required})
+    vars(made).update(attributes)
     return made
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) or isinstance(value, tuple) and all(map(_is_plain, value))
 
 
 class FlatOptimizer:
@@ -45,7 +62,7 @@ class FlatOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._like = optimizer
-        self._made: torch.optim.Optimizer | None = None
+        self.made: torch.optim.Optimizer | None = None
 
     def first_state(self, options: Options, tensor: Tensor) -> dict[str, Any]:
         """Return the state that the class makes for a tensor before its first step (Adagrad), if any."""
@@ -53,9 +70,9 @@ class FlatOptimizer:
 
     def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Update a tensor in place; return its state after the step."""
-        if self._made is None:
-            self._made = same_options(self._like, options, tensor)
-        made = self._made
+        if self.made is None:
+            self.made = same_options(self._like, options, tensor)
+        made = self.made
         made.param_groups = [{**options, "params": [tensor]}]
         made.state = defaultdict(dict, {tensor: state} if state else {})
         tensor.grad = gradient
@@ -118,6 +135,8 @@ def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
         return [GroupLayout(groups, _known(optimizer))]
     if _needs_closure(optimizer):
         raise _refused(optimizer, "its step() needs a closure, which runs forward and backward again")
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        raise _refused(optimizer, "its train() and eval() change the parameters (schedule-free): stay with DDP")
     found = [_tried(optimizer, group) for group in optimizer.param_groups]
     out = []
     for whole in (False, True):
@@ -130,23 +149,39 @@ def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
     return out
 
 
+_TRIED: dict[tuple[Any, ...], StateLayout] = {}
+"""Results by class, options and shapes: a start asks several times, and groups are alike."""
+
+
 def _tried(optimizer: torch.optim.Optimizer, group: Options) -> StateLayout:
     """Return the state of a parameter group, on flat pieces if these become what whole parameters become."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
     if not float(options.get("lr", _RATE)):
         options["lr"] = optimizer.defaults.get("lr") or _RATE
-    dims = sorted({min(max(p.dim(), 1), 4) for p in group["params"]} or {2})
+    counts = Counter(_smaller(p.shape) for p in group["params"] if p.numel()) or Counter({(12, 16): 1})
+    shapes = [shape for shape, count in counts.items() for _ in range(min(count, 2))]
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     device = torch.device("cpu") if device.type == "meta" else device
-    found = StateLayout()
-    try:
-        for dim in dims:
-            found |= _Trial(optimizer, options, _SHAPES[dim], device).run()
-    except _ActsOnWhole:
-        found = StateLayout(whole=True)
-        for dim in dims:
-            found |= _WholeTrial(optimizer, options, (_SHAPES[dim], _OTHERS[dim]), device).run()
-    return found
+    elements = min(_MOST, sum(p.numel() for p in group["params"]))
+    attributes = [(k, v) for k, v in vars(optimizer).items() if _is_plain(v)]
+    key = type(optimizer), *map(repr, (options, optimizer.defaults, attributes, shapes, elements, device))
+    if key not in _TRIED:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), _NoMessages(optimizer):  # it may draw random numbers
+            trial = _Trial(optimizer, options, shapes, device)
+            try:
+                _TRIED[key] = trial.in_pieces(elements)
+            except _ActsOnWhole:
+                _TRIED[key] = trial.one_by_one()
+    return _TRIED[key]
+
+
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of at most ``_MOST`` elements: the longest side is halved until it is one."""
+    sides = list(shape) or [1]
+    while math.prod(sides) > _MOST:
+        longest = sides.index(max(sides))
+        sides[longest] = -(-sides[longest] // 2)
+    return tuple(sides)
 
 
 def _known(optimizer: torch.optim.Optimizer) -> StateLayout:
@@ -183,89 +218,147 @@ class _ActsOnWhole(UnsupportedModel):
     """A piece of a parameter becomes another than in the whole parameter."""
 
 
+class _NoMessages(TorchDispatchMode):
+    """Refuses collectives, before a rank waits for others that do not call them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _refused(
+                self._optimizer,
+                "its step() sends messages, and mdcs does so itself: take its variant for one device "
+                "(SingleDeviceMuonWithAuxAdam for MuonWithAuxAdam), or torch.optim.Muon",
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class _Trial:
-    """A few steps on a parameter of about 200 elements and on its pieces, which must become the same."""
+    """A few steps on a parameter group, which other ways to update it must give the same.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, shape: Sequence[int], device: torch.device) -> None:
+    ``shapes``: of its parameters. One more is in a group beside it.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: Options, shapes: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
         self._optimizer, self._options = optimizer, options
-        random = torch.Generator().manual_seed(0)
-        start, *self._gradients = (
-            torch.randn(shape, dtype=torch.float64, generator=random).to(device) for _ in range(_STEPS + 1)
+        random, shapes = torch.Generator().manual_seed(0), [*shapes, shapes[0]]
+        self._start, *self._gradients = (
+            [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) for shape in shapes] for _ in range(_STEPS + 1)
         )
-        self._start, self._whole, self._flat = start, torch.nn.Parameter(start.clone()), start.flatten()
-        cuts = (0, self._flat.numel() // 5, self._flat.numel() // 2 + 1, self._flat.numel())
-        self._places = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        self._flat = self._flat.clone()
-
-    def run(self) -> StateLayout:
-        """Return the state of the pieces. Raises UnsupportedModel where pieces and whole differ."""
-        forks = torch.random.fork_rng(devices=[])  # an optimizer may draw random numbers
-        with forks, torch.no_grad():
-            whole = self._try("on a parameter it raises", self._on_the_whole)
-            pieces = self._try(f"{self._as_a_whole()}: on a flat piece it raises", self._on_pieces, _ActsOnWhole)
-        if torch.equal(self._whole, self._start):
+        self._parameters = [torch.nn.Parameter(start.clone()) for start in self._start]
+        self._states, self._counters = self._try("on a parameter it raises", self._together)
+        if all(map(torch.equal, self._parameters, self._start)):
             raise self._refused("its step() does not change the parameters of its groups")
-        self._compare(self._whole, self._flat, "a parameter")
-        keys = [key for key in whole if any(state.get(key) is not None for state in (whole, *pieces))]
-        return self._layout(whole, pieces, keys)
 
-    def _on_the_whole(self) -> dict[str, Any]:
-        made = same_options(self._optimizer, self._options, self._whole)
-        before = {k: v for k, v in made.param_groups[0].items() if k != "params"}
-        for gradient in self._gradients:
-            self._whole.grad = gradient.clone()
+    def _together(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Update all parameters; return their state, and the numbers that the optimizer's object counts."""
+        *own, beside = self._parameters
+        made = same_options(self._optimizer, self._options, *own, beside=[beside])
+        options, numbers = _options_of(made), dict(_numbers(vars(made)))
+        for gradients in self._gradients:
+            for p, gradient in zip(self._parameters, gradients, strict=True):
+                p.grad = gradient.clone()
             made.step()
-        after = {k: v for k, v in made.param_groups[0].items() if k != "params"}
-        changed = [k for k, v in after.items() if k not in before or repr(v) != repr(before[k])]
+        changed = [k for k, v in _options_of(made).items() if options.get(k) != v]
         if changed:
-            raise self._refused(f"its step() changes {changed[0]} of its parameter groups, and shards keep state of their own")
-        return dict(made.state.get(self._whole, {}))
+            raise self._refused(f"its step() changes {changed[0]} of its parameter groups, {_KEEP}")
+        counters = {k: v for k, v in _numbers(vars(made)) if numbers.get(k) != v}
+        return [dict(made.state.get(p, {})) for p in self._parameters], counters
 
-    def _on_pieces(self) -> list[dict[str, Any]]:
-        """Update each piece as the runtime does. Gradients are overwritten after the step: no state may be a view of them."""
-        made, pieces = FlatOptimizer(self._optimizer), [self._flat[place] for place in self._places]
-        states = [made.first_state(self._options, piece) for piece in pieces]
-        for gradient in self._gradients:
-            for i, place in enumerate(self._places):
-                own = gradient.flatten()[place].clone()
-                states[i] = made.step(self._options, pieces[i], own, states[i])
+    def _apart(self, places: Sequence[Tensor], gradients_of: Callable[[list[Tensor]], Iterable[Tensor]]) -> list[dict[str, Any]]:
+        """Update tensors one after the other as the runtime does, with one object for all; return their state.
+
+        Gradients are overwritten after the step: no state may be a view of them.
+        """
+        made = FlatOptimizer(self._optimizer)
+        states = [made.first_state(self._options, place) for place in places]
+        for gradients in self._gradients:
+            for i, gradient in enumerate(gradients_of(gradients)):
+                own = gradient.clone()
+                states[i] = dict(made.step(self._options, places[i], own, states[i]))
                 own.fill_(torch.nan)
+        numbers = dict(_numbers(vars(made.made)))
+        counted = next((k for k, v in self._counters.items() if numbers.get(k) != v), None)
+        if counted is not None:
+            raise self._refused(f"its step() changes its attribute {counted.partition('.')[0]}, {_KEEP}")
         return states
 
-    def _layout(self, whole: dict[str, Any], pieces: list[dict[str, Any]], keys: list[str]) -> StateLayout:
-        per_element: dict[str, torch.dtype | None] = {}
-        plain, fixed = set(), 0
-        for key in keys:
-            value, cut = whole[key], [state.get(key) for state in pieces]
-            if isinstance(value, Tensor) and value.shape == self._whole.shape:
-                shapes = [getattr(c, "shape", None) for c in cut]
-                if shapes != [self._flat[place].shape for place in self._places]:
-                    raise self._refused(f"{self._as_a_whole()}: its {key} is not made piece by piece", _ActsOnWhole)
-                self._compare(value, torch.cat([c.flatten() for c in cut]), f"its {key}")  # type: ignore[union-attr]
-                per_element[key] = None if value.dtype == torch.float64 else value.dtype
-            elif isinstance(value, (Tensor, int, float)):
-                for c in cut:
-                    if type(c) is not type(value) or not torch.equal(torch.as_tensor(c), torch.as_tensor(value)):
-                        raise self._refused(f"{self._as_a_whole()}: its {key} is another one on each piece", _ActsOnWhole)
-                if isinstance(value, Tensor):
-                    fixed += value.nbytes
-                else:
-                    plain.add(key)
-            else:
-                raise self._refused(f"its state {key} is a {type(value).__name__}, neither a tensor nor a number")
-        return StateLayout(per_element, frozenset(keys) - per_element.keys(), frozenset(plain), fixed, len(per_element) + 2)
+    # -- on flat pieces
 
-    def _compare(self, whole: Tensor, flat: Tensor, what: str) -> None:
-        whole = whole.detach().flatten()
-        if not torch.equal(whole, flat) and not torch.allclose(
-            whole.double(), flat.double(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
-        ):
-            raise self._refused(
-                f"{self._as_a_whole()}: {what} becomes another one where it is updated piece by piece", _ActsOnWhole
-            )
+    def in_pieces(self, elements: int) -> StateLayout:
+        """Return the state of flat pieces. Raises _ActsOnWhole where pieces and whole differ.
+
+        The parameters lie one after the other, again and again: pieces of a unit, too, have parts of parameters, and many
+        parameters. The longest piece has ``elements`` at least.
+        """
+        own = sum(start.numel() for start in self._start)
+        times = -(-2 * max(elements, _FEWEST) // own)
+
+        def flat(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.cat([tensor.detach().flatten() for tensor in tensors]).repeat(times)
+
+        end, moved = own * times, flat(self._start)
+        cuts = 0, 7, end // 5, end // 2 + 1, end
+
+        def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [whole[a:b] for whole in [flat(tensors)] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+        pieces = [moved[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        states = self._try(f"{self._as_a_whole()}: on a flat piece it raises", lambda: self._apart(pieces, cut), _ActsOnWhole)
+        if not _alike(flat(self._parameters), moved):
+            raise self._acts_on_whole("a parameter becomes another one where it is updated piece by piece")
+        per_element: dict[str, torch.dtype | None] = {}
+        replicated: dict[str, Any] = {}
+        for key in dict.fromkeys(k for state in (*self._states, *states) for k, v in state.items() if v is not None):
+            values, parts = [state.get(key) for state in self._states], [state.get(key) for state in states]
+            self._check_kind(key, values)
+            if [getattr(v, "shape", None) for v in values] == [p.shape for p in self._parameters]:
+                if [getattr(part, "shape", None) for part in parts] != [piece.shape for piece in pieces]:
+                    raise self._acts_on_whole(f"its {key} is not made piece by piece")
+                if not _alike(flat(values), torch.cat(parts)):
+                    raise self._acts_on_whole(f"its {key} becomes another one where it is updated piece by piece")
+                per_element[key] = None if values[0].dtype == torch.float64 else values[0].dtype
+            elif all(_alike(values[0], other) for other in (*values, *parts)):
+                replicated[key] = values[0]
+            else:
+                raise self._acts_on_whole(f"its {key} is another one on each piece")
+        plain = frozenset(key for key, value in replicated.items() if not isinstance(value, Tensor))
+        fixed = sum(value.nbytes for value in replicated.values() if isinstance(value, Tensor))
+        return StateLayout(per_element, frozenset(replicated), plain, fixed, len(per_element) + 2)
+
+    # -- parameter by parameter
+
+    def one_by_one(self) -> StateLayout:
+        """Return the state of a parameter that is updated alone. Raises UnsupportedModel where together and alone differ."""
+        alone = [start.clone() for start in self._start]
+        states = self._try(f"updated alone, a parameter makes it raise{_REMEDY}", lambda: self._apart(alone, lambda own: own))
+        layout = StateLayout(whole=True)
+        for p, state, q, own in zip(self._parameters, self._states, alone, states, strict=True):
+            for key in [*state, *(k for k in own if k not in state)]:
+                if not _alike(state.get(key), own.get(key)):
+                    raise self._refused(f"its {key} is another one where a parameter is updated alone{_REMEDY}")
+            if not _alike(p.detach(), q):
+                raise self._refused("a parameter becomes another one where it is updated alone")
+            known = {key: value for key, value in own.items() if value is not None}
+            for key, value in known.items():
+                self._check_kind(key, [value])
+            shaped = {k: v for k, v in known.items() if getattr(v, "shape", None) == q.shape}
+            per_element = {k: None if v.dtype == q.dtype else v.dtype for k, v in shaped.items()}
+            plain = frozenset(key for key, value in known.items() if not isinstance(value, Tensor))
+            layout |= StateLayout(per_element, frozenset(known) - per_element.keys(), plain, whole=True)
+        return layout
+
+    def _check_kind(self, key: str, values: Sequence[Any]) -> None:
+        strange = next((v for v in values if v is not None and not isinstance(v, (Tensor, int, float))), None)
+        if strange is not None:
+            raise self._refused(f"its state {key} is a {type(strange).__name__}, neither a tensor nor a number")
 
     def _as_a_whole(self) -> str:
-        kind = "matrices" if self._whole.dim() > 1 else "parameters"
+        kind = "matrices" if any(p.dim() > 1 for p in self._parameters) else "parameters"
         return f"it updates {kind} as a whole, and a shard is a flat piece of them"
 
     def _try(self, what: str, work: Callable[[], Any], kind: type[UnsupportedModel] = UnsupportedModel) -> Any:
@@ -276,72 +369,32 @@ class _Trial:
         except Exception as e:
             raise self._refused(f"{what} {type(e).__name__}: {e}", kind) from e
 
+    def _acts_on_whole(self, reason: str) -> UnsupportedModel:
+        return self._refused(f"{self._as_a_whole()}: {reason}", _ActsOnWhole)
+
     def _refused(self, reason: str, kind: type[UnsupportedModel] = UnsupportedModel) -> UnsupportedModel:
         return _refused(self._optimizer, reason, kind)
 
 
-class _WholeTrial:
-    """A few steps on two parameters together and on each alone, which must become the same."""
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the options of all groups, in words."""
+    return {k: repr(v) for group in optimizer.param_groups for k, v in group.items() if k != "params"}
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, options: Options, shapes: Sequence[Sequence[int]], device: torch.device
-    ) -> None:
-        self._optimizer, self._options = optimizer, options
-        random = torch.Generator().manual_seed(0)
-        numbers = [
-            [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) for shape in shapes] for _ in range(_STEPS + 1)
-        ]
-        self._start, *self._gradients = numbers
 
-    def run(self) -> StateLayout:
-        """Return the state of a parameter. Raises UnsupportedModel where together and alone differ."""
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            together = self._together()
-            alone = [self._alone(i) for i in range(len(self._start))]
-        layout = StateLayout(whole=True)
-        for (p, state), (q, own) in zip(together, alone, strict=True):
-            for key in state.keys() | own.keys():
-                if not _alike(state.get(key), own.get(key)):
-                    raise self._refused(f"its {key} is another one where a parameter is updated alone")
-            if not _alike(p, q):
-                raise self._refused("a parameter becomes another one where it is updated alone")
-            layout |= self._layout(p, own)
-        return layout
-
-    def _together(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        parameters = [torch.nn.Parameter(start.clone()) for start in self._start]
-        made = same_options(self._optimizer, self._options, *parameters)
-        for gradients in self._gradients:
-            for p, gradient in zip(parameters, gradients, strict=True):
-                p.grad = gradient.clone()
-            made.step()
-        return [(p.detach(), dict(made.state.get(p, {}))) for p in parameters]
-
-    def _alone(self, i: int) -> tuple[Tensor, dict[str, Any]]:
-        """Update a parameter as the runtime does: its gradient is overwritten after the step."""
-        made, p = FlatOptimizer(self._optimizer), self._start[i].clone()
-        state = made.first_state(self._options, p)
-        for gradients in self._gradients:
-            gradient = gradients[i].clone()
-            state = made.step(self._options, p, gradient, state)
-            gradient.fill_(torch.nan)
-        return p, dict(state)
-
-    def _layout(self, p: Tensor, state: Mapping[str, Any]) -> StateLayout:
-        own = {key: value for key, value in state.items() if value is not None}
-        strange = next((key for key, value in own.items() if not isinstance(value, (Tensor, int, float))), None)
-        if strange is not None:
-            raise self._refused(f"its state {strange} is a {type(own[strange]).__name__}, neither a tensor nor a number")
-        per_element = {k: None if v.dtype == p.dtype else v.dtype for k, v in own.items() if getattr(v, "shape", None) == p.shape}
-        plain = frozenset(key for key, value in own.items() if not isinstance(value, Tensor))
-        return StateLayout(per_element, frozenset(own) - per_element.keys(), plain, whole=True)
-
-    def _refused(self, reason: str) -> UnsupportedModel:
-        return _refused(self._optimizer, reason)
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in an optimizer's attributes, and in their containers, by name."""
+    if isinstance(value, (int, float)) or isinstance(value, Tensor) and value.numel() == 1:
+        yield name, float(value)
+    elif isinstance(value, (list, tuple, dict)):
+        for key, own in value.items() if isinstance(value, dict) else enumerate(value):
+            if key not in ("param_groups", "state", "defaults"):
+                yield from _numbers(own, f"{name}.{key}" if name else str(key))
 
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether two values are the same, but for rounding."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and bool(a == b)
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
+    if a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or torch.allclose(a.double(), b.double(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)

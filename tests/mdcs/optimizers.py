@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 
@@ -110,6 +111,105 @@ class Joint(optim.SGD):
                     p.add_(p.grad, alpha=-group["lr"] / norm)
 
 
+class Blockwise(ByHand):
+    """Its averages have 8 bits per block of 256 in parameters of 4,096 elements and more."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        average = self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(gradient, 0.1)
+        if average.numel() >= 4096:
+            blocks = average.view(-1)[: average.numel() // 256 * 256].view(-1, 256)
+            largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-20)
+            blocks.copy_((blocks / largest * 127).round() * largest / 127)
+        p.sub_(average, alpha=group["lr"])
+
+
+class ByRowOfLarge(ByHand):
+    """It divides the rows of matrices with 32 and more by their mean squares, which it may keep ``factored``."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, factored: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "factored": factored})
+
+    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        square, is_large = gradient.square(), p.dim() == 2 and min(p.shape) >= 32
+        if is_large and group["factored"]:
+            square = square.mean(1, keepdim=True)
+        kept = self.state[p].setdefault("square", torch.zeros_like(square)).lerp_(square, 0.1)
+        p.sub_(gradient / ((kept.mean(1, keepdim=True) if is_large else kept).sqrt() + 1e-8), alpha=group["lr"])
+
+
+class OwnCount(optim.SGD):
+    """It counts its steps itself, and its rate depends on the count ``since`` a step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, since: int = 0) -> None:
+        super().__init__(params, lr)
+        self.since, self.steps = since, {"made": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps["made"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / max(1, self.steps["made"] - self.since))
+
+
+class Sending(optim.SGD):
+    """It sends its parameters, as KellerJordan's MuonWithAuxAdam does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.broadcast(p.data, 0)
+
+
+class Stacking(optim.Optimizer):
+    """It updates the matrices of a group as a stack, as nanochat's MuonAdamW does. Their momenta are the first one's state."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            gradients = torch.stack([p.grad for p in group["params"]])
+            state = self.state[group["params"][0]]
+            momentum = state.setdefault("momentum", torch.zeros_like(gradients)).lerp_(gradients, 0.5)
+            for p, update in zip(group["params"], momentum / momentum.norm(dim=(1, 2), keepdim=True), strict=True):
+                p.sub_(update, alpha=group["lr"])
+
+
+class Flagged(optim.SGD):
+    """Whether it decays is an attribute of the object, as the options of AdaBelief's first version are."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, decays: bool = True) -> None:
+        super().__init__(params, lr)
+        self.decays = decays
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9 if self.decays else 1.0).add_(p.grad, alpha=-group["lr"])
+
+
+class Lookahead(optim.Optimizer):
+    """As timm's: it steps another optimizer, and goes back half of the way every second time."""
+
+    def __init__(self, base_optimizer: optim.Optimizer) -> None:
+        self._base_optimizer, self.param_groups = base_optimizer, base_optimizer.param_groups
+
+
+class ScheduleFree(optim.SGD):
+    """Evaluation has other weights than training."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 class Counting(optim.Optimizer):
     """It counts in its parameter group."""
 
@@ -159,6 +259,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "fused": lambda ps: optim.Adagrad(ps, lr=1e-2, fused=True),
     "maximizing": lambda ps: optim.RMSprop(ps, lr=1e-4, maximize=True),
     "maximizing amsgrad": lambda ps: optim.AdamW(ps, lr=1e-4, maximize=True, amsgrad=True),
+    "flagged": lambda ps: Flagged(ps, lr=1e-3, decays=False),
 }
 
 WHOLE: dict[str, Callable[[list[nn.Parameter]], list[optim.Optimizer]]] = {
@@ -166,6 +267,7 @@ WHOLE: dict[str, Callable[[list[nn.Parameter]], list[optim.Optimizer]]] = {
     "adafactor": lambda ps: [optim.Adafactor(ps, lr=0.05)],
     "lamb": lambda ps: [Lamb(ps, lr=1e-2)],
     "shampoo": lambda ps: [optim.SGD(others(ps), lr=0.05, momentum=0.9), Shampoo(matrices(ps))],
+    "stacking": lambda ps: [optim.SGD(others(ps), lr=0.05), Stacking([{"params": [p]} for p in matrices(ps)], lr=1e-2)],
     "by row": lambda ps: [ByRow([{"params": others(ps)}, {"params": matrices(ps), "by_row": True}], lr=0.05)],
 }
 """Optimizers that need whole parameters, with those that take the rest."""

@@ -11,7 +11,22 @@ from torch import nn, optim
 
 from mdcs.model.elementwise import StateLayout, state_layouts
 from mdcs.model.units import UnsupportedModel
-from tests.mdcs.optimizers import OPTIMIZERS, ByRow, Counting, Joint, Lamb, Remembering, Shampoo
+from tests.mdcs.optimizers import (
+    OPTIMIZERS,
+    Blockwise,
+    ByRow,
+    ByRowOfLarge,
+    Counting,
+    Joint,
+    Lamb,
+    OwnCount,
+    Remembering,
+    ScheduleFree,
+    Sending,
+    Shampoo,
+    Stacking,
+)  # fmt: skip
+from tests.mdcs.runtime.ranks import Ranks
 
 
 def state_layout(optimizer: optim.Optimizer) -> StateLayout:
@@ -78,6 +93,9 @@ REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] 
     "LBFGS": (optim.LBFGS, "its step() needs a closure"),
     "SparseAdam": (optim.SparseAdam, "does not support dense gradients"),
     "Counting": (Counting, "its step() changes k of its parameter groups"),
+    "OwnCount": (OwnCount, "its step() changes its attribute steps"),
+    "Stacking": (lambda ps: Stacking([ps[0], nn.Parameter(ps[0].data)]), "put each into a parameter group of its own"),
+    "ScheduleFree": (ScheduleFree, "its train() and eval() change the parameters"),
     "Remembering": (Remembering, "its last is another one where a parameter is updated alone"),
 }
 
@@ -104,6 +122,28 @@ def test_what_needs_whole_parameters_is_found(name: str):
     assert found.whole and (set(found.per_element), found.replicated) == (per_element, replicated)
 
 
+@pytest.mark.parametrize("make", [Blockwise, ByRowOfLarge, lambda ps: ByRowOfLarge(ps, factored=True)])
+@pytest.mark.parametrize(("shape", "whole"), [((12, 16), False), ((72, 72), True), ((50257, 768), True)])
+def test_an_optimizer_is_tried_on_sizes_that_the_model_has(make: Any, shape: tuple[int, int], whole: bool):
+    model = nn.Parameter(torch.empty(shape, device="meta"))
+    assert state_layout(make([model])).whole is whole
+
+
+def test_many_small_parameters_are_one_long_piece_of_a_unit():
+    assert state_layout(Blockwise([nn.Parameter(torch.zeros(64)) for _ in range(70)])).whole
+
+
+def test_a_count_that_has_no_effect_yet_is_refused_too():
+    with pytest.raises(UnsupportedModel, match="attribute steps"):
+        state_layout(OwnCount(parameters(), since=1000))
+
+
+def test_each_matrix_may_have_a_group_of_its_own_where_groups_are_stacked():
+    matrices = [nn.Parameter(torch.zeros(6, 4)) for _ in range(3)]
+    found = state_layout(Stacking([{"params": [p]} for p in matrices]))
+    assert found.whole and found.replicated == {"momentum"}
+
+
 def test_groups_of_one_optimizer_may_be_updated_in_two_ways():
     """As optimizers that are published as one class: Muon for some groups, AdamW for the others."""
     ours = parameters()
@@ -127,3 +167,13 @@ def test_a_trial_changes_nothing():
     state_layout(made)
     assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
     assert torch.equal(torch.get_rng_state(), numbers) and not made.state and made.param_groups[0]["lr"] == 0.0
+
+
+def sends() -> str:
+    with pytest.raises(UnsupportedModel) as refusal:
+        state_layout(Sending(parameters()))
+    return str(refusal.value)
+
+
+def test_an_optimizer_that_sends_is_refused_before_it_does(two: Ranks):
+    assert all("Sending: its step() sends messages" in said for said in two.run(sends))

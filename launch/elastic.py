@@ -11,6 +11,7 @@ children are killed with it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,8 @@ from launch.rank import reason_of, report_of
 from launch.reserved import ReservedFile
 from launch.status import Status
 
+ATTEMPTS = "attempts"
+"""Folder in a job's folder: logs and failures of each earlier job there."""
 _POLL_SECONDS = 0.1
 REPORT_SECONDS = 6.0
 """Seconds that a failing job gets to end by itself, so that the first reason is known, not only the last."""
@@ -242,11 +245,15 @@ def _begin(run_dir: Path, cluster: Cluster) -> None:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the files that an earlier job left in the folder: their pids may belong to other processes by now."""
+    """Move the files that an earlier job left in the folder to `attempts/N`: their pids may belong to other processes by now.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json", "agent.log"):
-        for file in run_dir.glob(pattern):
-            file.unlink()
+    patterns = ("rank*.status", "rank*.error", "rank*.log", "agent*.json", "agent.log")
+    if left := [file for pattern in patterns for file in run_dir.glob(pattern)]:
+        number = next(n for n in itertools.count(1) if not (run_dir / ATTEMPTS / str(n)).exists())
+        (kept := run_dir / ATTEMPTS / str(number)).mkdir(parents=True)
+        for file in left:
+            file.rename(kept / file.name)
 
 
 def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:

@@ -47,6 +47,7 @@ def assert_nothing_left(folder: Path, count: int = 4) -> None:
 def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     leave(tmp_path, {1: 1}, [(1, 1.0, "no such luck")])
     status.StatusFile(tmp_path, 1).set(step=7, phase="all-reduce")
+    (tmp_path / "rank1.log").write_text("why")
     assert not elastic.outcome_of(tmp_path, CLUSTER, 1, None).ok
     seen = []
     env = {"MDCS_SAYS": "hello"}
@@ -56,6 +57,8 @@ def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     for rank in (0, 1):
         assert f"the end of rank {rank}, hello" in (tmp_path / f"rank{rank}.log").read_text()
     assert [said.step for said in seen[-1]] == [3, 3]
+    kept = tmp_path / "attempts" / "1"
+    assert (kept / "rank1.log").read_text() == "why" and "no such luck" in (kept / "rank1.error").read_text()
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ rank, so the launcher can name the step at which a rank was killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +20,8 @@ STARTING, JOINING = "starting", "joining"
 """The first phases of a rank: Python starts and imports; then the rank waits for the other ranks."""
 _BYTES = 192
 _PHASE_CHARACTERS = 64
+_WORKING_SECONDS, _WORKING_SHARE, _WORKING_BYTES = 2.0, 0.02, 4096
+"""Interval of `working`, and what a process does in it at least: a share of a core's time, or bytes that it writes."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,37 @@ def set(*, step: int | None = None, phase: str | None = None) -> None:
     """Report the step or phase of this rank. Does nothing in a process that is no rank of a launched job."""
     if _current is not None:
         _current.set(step=step, phase=phase)
+
+
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """Report progress during the block for as long as this process computes or writes files, as a download does."""
+    over = threading.Event()
+
+    def report() -> None:
+        before = _work()
+        while not over.wait(_WORKING_SECONDS):
+            now = _work()
+            if now[0] - before[0] > _WORKING_SHARE * _WORKING_SECONDS or now[1] - before[1] > _WORKING_BYTES:
+                set()
+            before = now
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        reporter.join()
+
+
+def _work() -> tuple[float, int]:
+    """Seconds of processor time, and bytes written, of this process so far."""
+    try:
+        written = Path("/proc/self/io").read_text("ascii").partition("wchar: ")[2].partition("\n")[0]
+    except OSError:
+        written = "0"
+    return time.process_time(), int(written)
 
 
 def current() -> Status | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,6 +15,7 @@ import mdcs
 from experiments.config.identity import about
 from experiments.config.schema import Config
 from experiments.job import profiles
+from experiments.job.preparation import prepared
 from launch import status
 from mdcs.model.blocks import block_roots
 from mdcs.planner.recompute import KEEP
@@ -45,7 +46,12 @@ class Workload:
         # In mixed precision, masters start from the rounded weights. Buffers (BatchNorm's statistics) are rounded too.
         self.master_dtype = torch.float32 if self.dtype.itemsize < 4 else None
         self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
-        self.task = config.model.build(seed=config.run.seed)
+        model, data = config.model, config.data
+        self.task = prepared("loading the model", lambda: model.build(seed=config.run.seed), in_turn=model.fills_cache)
+        if data.fills_cache:
+            data.require(self.task.inputs)
+            for held_out in (False, True)[: 1 + bool(config.run.eval_every)]:
+                prepared("preparing data", partial(data.samples, self.task.inputs, held_out), in_turn=True)
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
         if config.model.norms_fp32:
             widen_norms(self.model)
@@ -82,9 +88,10 @@ class Workload:
 
         On CUDA the host does not wait for their copies.
         """
-        made = self.config.data.batches(
-            self.task.inputs, rank=self.rank, world=self.world, pinned=self.device.type == "cuda", **options
-        )
+        with status.working():
+            made = self.config.data.batches(
+                self.task.inputs, rank=self.rank, world=self.world, pinned=self.device.type == "cuda", **options
+            )
         return ({key: self._on_device(value) for key, value in batch.items()} for batch in made)
 
     def _on_device(self, value: Tensor) -> Tensor:

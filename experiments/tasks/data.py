@@ -55,6 +55,11 @@ class Data(Checked, ABC):
         """Whether there are held-out samples."""
         return True
 
+    @property
+    def fills_cache(self) -> bool:
+        """Whether the first use on a machine downloads or computes what later ones find there."""
+        return False
+
     def tokens(self, inputs: Inputs) -> int | None:
         """Number of tokens in a sample; None for samples that have none."""
         return getattr(inputs, "sequence", None)

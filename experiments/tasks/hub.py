@@ -32,6 +32,10 @@ class Named(Data):
             if name is not None and is_local(name) and not Path(name).exists():
                 raise OptionError(key, f"no such file or folder: {name}")
 
+    @property
+    def fills_cache(self) -> bool:
+        return self.path is not None or self.tokenizer is not None
+
     def require_vocabulary(self, needed: int, vocabulary: int) -> None:
         """Raise ValueError for a model whose vocabulary has not all tokens. A tokenizer of the hub is not asked yet."""
         if self.tokenizer is None:

@@ -48,6 +48,10 @@ class Library(Model):
             if (found := getattr(there, name, value)) != value:
                 raise OptionError("weights", f"{self.weights} has {name}={shown(found)}, the model {shown(value)}")
 
+    @property
+    def fills_cache(self) -> bool:
+        return self.weights is not None and not is_local(self.weights)
+
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
         """The arguments of the model's config that determine its shape."""

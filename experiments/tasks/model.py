@@ -46,6 +46,11 @@ class Model(Checked, ABC):
         return {}
 
     @property
+    def fills_cache(self) -> bool:
+        """Whether the first build on a machine downloads what later ones find there."""
+        return False
+
+    @property
     @abstractmethod
     def inputs(self) -> Inputs:
         """The inputs that the model reads."""

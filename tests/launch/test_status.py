@@ -48,3 +48,22 @@ def test_saying_where_one_is_costs_one_write_into_an_open_file(tmp_path, monkeyp
 def test_outside_of_a_job_nothing_happens():
     status.set(step=1, phase="alone")
     assert status.current() is None
+
+
+def test_work_is_progress_and_waiting_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "_WORKING_SECONDS", 0.2)
+    monkeypatch.setattr(status, "_current", status.StatusFile(tmp_path, 0))
+
+    def beats(work):
+        before = status.read(tmp_path, 0)
+        with status.working():
+            work()
+        return status.read(tmp_path, 0) != before
+
+    def compute():
+        until = time.process_time() + 0.5
+        while time.process_time() < until:
+            pass
+
+    assert beats(compute) and not beats(lambda: time.sleep(1))
+    assert beats(lambda: [((tmp_path / "download").write_bytes(bytes(100_000)), time.sleep(0.2)) for _ in range(4)])

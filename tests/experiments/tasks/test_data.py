@@ -350,6 +350,17 @@ def test_text_is_packed_into_windows_of_a_tokenizer_s_tokens(tmp_path: Path, mon
     assert found[False][0, 100, 1, 100] == [100, 1, 100, 2] and found[True][18, 100, 19, 100] == [100, 19, 100, 20]
 
 
+@pytest.mark.parametrize("rows", [3000, 1500])
+def test_windows_of_text_go_on_over_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Rows of two bytes, which are read in thousands: a window of 2,500 has more than a thousand rows."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "lines.txt").write_text("\n".join("a" * rows))
+    source = Text(path=str(tmp_path / "lines.txt"), batch_size=1)
+    found = [*source.batches(Tokens(2500, 256), rank=0, world=1, epochs=1)]
+    assert len(found) == (2 * rows - 1) // 2500
+    assert all(b["input_ids"][0].tolist() == [97, 10] * 1250 and b["labels"][0].tolist() == [10, 97] * 1250 for b in found)
+
+
 # ---- refusals, at the call and not at the first batch
 
 

@@ -32,6 +32,16 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return context
 
 
+@contextlib.contextmanager
+def without_autograd() -> Iterator[None]:
+    """Run a block or a function without gradients and outside of the loop's inference mode.
+
+    The order counts: ``inference_mode(False)`` turns gradients on again.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a counter of the writes into a tensor: a change is seen without reading values from the device."""
     return tensor._version

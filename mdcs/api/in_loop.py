@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import ResumeInfo
 
 
+class NoPlanYet(RunError, AttributeError):
+    """A run has no plan in its first step: an AttributeError, so that ``hasattr()`` answers."""
+
+
 class PlannedInLoop(Parallel):
     """A model in training, without a plan until the end of a step that is measured: until then it is whole on every rank.
 
@@ -65,8 +69,8 @@ class PlannedInLoop(Parallel):
         self._unread: list[StepRecord] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_engine", "plan"):
-            raise RunError(f"rank {self.rank}: there is no plan before the end of this step, which is measured for it")
+        if name in ("_engine", "plan") or hasattr(type(self), name):  # a property asks for one of them
+            raise NoPlanYet(f"rank {self.rank}: there is no plan before the end of this step, which is measured for it")
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def _run(self, engine: Engine) -> None:
@@ -123,7 +127,8 @@ class PlannedInLoop(Parallel):
         self._resumed_after += done
         self._earlier += done
         try:
-            engine = Engine(self.model, self._all, plan, self.units, None, self._options, before)
+            options = dataclasses.replace(self._options, has_started=True)
+            engine = Engine(self.model, self._all, plan, self.units, None, options, before)
         except BaseException:
             before.fail()
             raise
@@ -156,7 +161,8 @@ class PlannedInLoop(Parallel):
         first.forget()
         self._resumed_after += 1
         self._earlier += 1
-        self._run(Engine(self.model, self._all, plan, self.units, self._group, self._options))
+        options = dataclasses.replace(self._options, has_started=True)
+        self._run(Engine(self.model, self._all, plan, self.units, self._group, options))
 
     def _plan(self, first: FirstStep) -> Plan:
         """Plan with the profile of an earlier start, if it has kept one, else with one that is measured, and kept."""
@@ -249,11 +255,11 @@ class PlannedInLoop(Parallel):
             with super().no_sync():
                 yield
             return
-        first.accumulates = True
+        before, first.accumulates = first.accumulates, True
         try:
             yield
         finally:
-            first.accumulates = False
+            first.accumulates = before
 
     def evaluate(self) -> AbstractContextManager[None]:
         """Run forward passes without gradients."""

@@ -21,7 +21,7 @@ class BatchSizes:
     """Listens to modules; :attr:`sizes` is the shape of the step's input, None before the first call.
 
     The input is the first tensor among the arguments of the first module that runs; of several calls of this module,
-    the largest input counts.
+    the largest input counts. Of a nested tensor only the number of elements is known.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -44,7 +44,7 @@ class BatchSizes:
         if module is self._first:
             found = next(iter(tensors_in([*args, *kwargs.values()])), None)
             if found is not None and (self.sizes is None or found.numel() > math.prod(self.sizes)):
-                self.sizes = tuple(found.shape)
+                self.sizes = (found.numel(),) if found.is_nested else tuple(found.shape)
 
 
 def in_words(sizes: Sizes) -> str:

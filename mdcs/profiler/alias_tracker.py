@@ -172,6 +172,8 @@ def _range(tensor: Tensor) -> tuple[int, int]:
         begin = tensor.data_ptr()
     except RuntimeError:  # wrapper subclass
         return 0, 0
+    if tensor.is_nested:  # has no shape
+        return begin, begin + tensor.numel() * tensor.element_size()
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (reach + 1) * tensor.element_size()
 

@@ -131,7 +131,8 @@ def run_periods(
     ):
         # The model's own weights are kept beside the plan's buffers, so the budget is exceeded.
         warnings.filterwarnings("ignore", r"rank \d+, step \d+: .* above the budget")
-        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
+        # Buffers are restored: each rank's own may change, whatever the run's option will be.
+        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate, broadcast_buffers=False)
         try:
             for _ in range(_WARMUP + count + 1):  # one more: the last is cut short by drain()
                 for _ in range(plan.micro_steps):

@@ -7,7 +7,6 @@ training.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import statistics
@@ -106,8 +105,7 @@ def measure_profile(
     updates = Updates(Optimizers(optimizer))
     state = [v for of in updates.optimizers.state.values() for v in of.values() if isinstance(v, Tensor)]
     for value in state:  # state of training so far: not activations
-        with contextlib.suppress(ValueError):  # memory that no meter counts, such as a mapped file
-            meter.retag(value, "optimizer")
+        meter.retag(value, "optimizer")
     batch = BatchSizes(module for unit in units for module in unit.modules)
     record = partial(
         _recorded, model, units, step, iterations=iterations, warmup=warmup, state=state,

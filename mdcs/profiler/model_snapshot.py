@@ -1,12 +1,17 @@
-"""Restore a model's buffers and the random state after steps that are only measured."""
+"""Restore what a model's modules keep, and the random state, after steps that are only measured."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,72 +19,141 @@ from mdcs.checkpoint.aux_state import random_state, set_random_state
 from mdcs.runtime.buffers import unexpanded
 from mdcs.telemetry.memory_meter import Meter
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_INTERNAL = vars(nn.Module()).keys() - {"training"}
+_MOST_OBJECTS = 10_000  # looked into at most: an attribute may lead to a whole data set
+_VALUES = str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, nn.Parameter
+_THREADED = {"mdcs", "torch", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "logging", "weakref"}
+"""Packages whose objects have a life of their own: other threads change them."""
 
 
-class _ModuleState(NamedTuple):
-    """A module's buffers, the names of its non-persistent ones, and its other attributes."""
+class ModuleSnapshot:
+    """What the modules of a model keep from pass to pass, besides parameters; :meth:`restore` restores it.
 
-    module: nn.Module
-    buffers: dict[str, Tensor | None]
-    not_saved: set[str]
-    attributes: dict[str, Any]
-
-
-class BufferSnapshot:
-    """The present buffers of a model, with copies of their values; :meth:`restore` restores them."""
+    - Buffers: made, replaced and written ones.
+    - Other attributes, such as counters. Tensors, containers and random generators in them are restored in place, and so
+      are the attributes of an object that a module holds. Iterators cannot be restored.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            _ModuleState(
-                module, dict(module._buffers), set(module._non_persistent_buffers_set),
-                {name: value for name, value in vars(module).items() if name not in _REGISTRIES},
-            )
-            for module in model.modules()
-        ]  # fmt: skip
-        self._values = [(b, unexpanded(b.detach()).clone()) for b in model.buffers()]
+        self._undo: list[Callable[[], object]] = []
+        self._draws: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}  # holds the objects, so that an id stays that of one object
+        for module in model.modules():
+            self._keep_module(module)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Remove buffers that forward has made, restore replaced ones, and restore all values.
+        """Restore all of it."""
+        for undo in self._undo:
+            undo()
+        self.draw_again()
 
-        A module that has made or replaced a buffer may have noted this in an attribute, such as a length or a flag: its
-        attributes are restored, too.
-        """
-        for before in self._modules:
-            module, now = before.module, before.module._buffers
-            if {name: id(b) for name, b in now.items()} != {name: id(b) for name, b in before.buffers.items()}:
-                now.clear()
-                now.update(before.buffers)
-                module._non_persistent_buffers_set.clear()
-                module._non_persistent_buffers_set.update(before.not_saved)
-                for name in vars(module).keys() - before.attributes.keys() - set(_REGISTRIES):
-                    del vars(module)[name]
-                vars(module).update(before.attributes)
-        for buffer, value in self._values:
-            place = unexpanded(buffer)
-            if place.shape == value.shape:
-                place.copy_(value)
+    def draw_again(self) -> None:
+        """Restore the random generators alone."""
+        for undo in self._draws:
+            undo()
+
+    def _keep_module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        for held in (module._buffers, module._non_persistent_buffers_set):
+            self._keep(held, 0)
+        self._keep_attributes(module, _INTERNAL, 1)
+
+    def _keep_attributes(self, of: object, without: Set[str], objects: int) -> None:
+        before = {name: value for name, value in vars(of).items() if name not in without}
+
+        def undo() -> None:
+            for name in vars(of).keys() - before.keys() - without:
+                del vars(of)[name]
+            vars(of).update(before)
+
+        self._undo.append(undo)
+        for value in before.values():
+            self._keep(value, objects)
+
+    def _keep(self, value: Any, objects: int) -> None:
+        """Keep what is in a value. ``objects``: how deep to look into objects of other classes."""
+        if isinstance(value, _VALUES) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+            return
+        if isinstance(value, nn.Module):  # registered nowhere
+            for module in value.modules():
+                self._keep_module(module)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, (list, deque, dict, set)):
+            self._undo.append(_refill(value))
+            for each in [*value.values()] if isinstance(value, dict) else [*value]:
+                self._keep(each, objects)
+        elif isinstance(value, tuple):
+            for each in value:
+                self._keep(each, objects)
+        elif isinstance(value, np.ndarray) and value.flags.writeable:
+            self._undo.append(partial(value.__setitem__, ..., value.copy()))
+        elif isinstance(value, np.random.Generator):
+            self._draws.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, (torch.Generator, np.random.RandomState)):
+            state: Any = value.get_state()
+            self._draws.append(partial(value.set_state, state))
+        elif isinstance(value, random.Random):
+            self._draws.append(partial(value.setstate, value.getstate()))
+        elif objects and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _THREADED:
+            self._keep_attributes(value, set(), objects - 1)
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None or tensor.is_inference() or tensor.is_nested or tensor.layout is not torch.strided:
+            return  # made anew by each forward, or not written in place
+        before = unexpanded(tensor.detach()).clone()
+
+        def undo() -> None:
+            place = unexpanded(tensor.data)
+            if place.shape == before.shape:
+                place.copy_(before)
             else:  # forward resized it through .data
-                buffer.data = value
+                tensor.data = before
+
+        self._undo.append(undo)
+
+
+def _refill(container: Any) -> Callable[[], None]:
+    before = dict(container) if isinstance(container, dict) else list(container)
+
+    def undo() -> None:
+        if [*map(id, _contents(container))] != [*map(id, _contents(before))]:
+            container.clear()
+            container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+
+    return undo
+
+
+def _contents(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 @contextlib.contextmanager
 def preserve_model(model: nn.Module, meter: Meter) -> Iterator[Callable[[], None]]:
-    """Run steps that are only measured: no garbage collection; buffers and the random state are restored.
+    """Run steps that are only measured: no garbage collection; what modules keep and the random state are restored.
 
-    The value restores the random state alone: steps that draw the same numbers drop the same layers.
+    The value restores random states alone: steps that draw the same numbers drop the same layers.
     """
     with meter.tag("parameters"):  # not part of a step: must not count as activations
-        buffers = BufferSnapshot(model)
+        snapshot = ModuleSnapshot(model)
         device = next(model.parameters()).device
         numbers = random_state(device)
+
+    def same_numbers() -> None:
+        set_random_state(numbers, device)
+        snapshot.draw_again()
+
     collected = gc.isenabled()
     gc.disable()  # a collection inside a slot would be measured as compute
     try:
-        yield lambda: set_random_state(numbers, device)
+        yield same_numbers
     finally:
         if collected:
             gc.enable()
-        buffers.restore()
+        snapshot.restore()
         set_random_state(numbers, device)

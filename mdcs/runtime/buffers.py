@@ -14,7 +14,7 @@ from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import dense_order
 from mdcs.sizes import MIB
-from mdcs.torch_compat import copy_all, has_batch_statistics, version_of
+from mdcs.torch_compat import copy_all, has_batch_statistics, version_of, without_autograd
 
 _TOGETHER = MIB  # bytes packed into one broadcast: one message per buffer would dominate the step of a model with many
 
@@ -97,7 +97,7 @@ class Buffers:
                 "the buffers that the first forward has made differ between the ranks in name, shape or type: parallelize(…, "
                 "broadcast_buffers=False) leaves each rank its own"
             )
-        with torch.no_grad(), torch.inference_mode(False):
+        with without_autograd():
             for name, buffer in made:
                 with place.during(f"broadcast of buffer {name}"):
                     broadcast(buffer, groups.host_group)
@@ -114,7 +114,7 @@ class Buffers:
                 "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
                 "broadcast_buffers=False) leaves each rank its own"
             )
-        with torch.no_grad(), torch.inference_mode(False):
+        with without_autograd():
             for members in _together(self._model.named_buffers()):
                 (name, first), others = members[0], len(members) - 1
                 with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -39,6 +38,7 @@ from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for, run_on_comm_stream
 from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.forks import forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.handover import Handover
 from mdcs.runtime.initialization import shard_units
@@ -59,7 +59,7 @@ from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.unshard import Unsharder
 from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import current_meter
-from mdcs.torch_compat import mark_stepped
+from mdcs.torch_compat import mark_stepped, without_autograd
 
 
 class Engine:
@@ -113,7 +113,7 @@ class Engine:
                 return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, device)
 
         try:
-            self.storages = shard_units(model, found.initialisation, make, groups.message_group, place)
+            self.storages = shard_units(model, found.initialisation, make, groups.message_group, place, options.keeps_buffers)
         except BaseException:
             self.failures.end()
             groups.destroy(failed=True)
@@ -145,6 +145,7 @@ class Engine:
         self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, _stop, self.transport, self.failures)
+        forget_in_child(self)
 
         # Sequencer: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
@@ -294,7 +295,7 @@ class Engine:
         finally:
             self.sequencer.exported_to = None
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def _finish(self, period: int) -> None:
         """Finish all issued messages and the updates of a period."""
         finish_iteration(self.transport, period * self.queue.n)
@@ -302,7 +303,7 @@ class Engine:
             with run_on_comm_stream(self.executor):
                 self.buffers.broadcast(self.groups, self.groups.message_group, self.place)
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def abandon(self) -> None:
         """Give up the current iteration on every rank. Raises RunError if its updates have begun."""
         self.check("abandon()")
@@ -328,8 +329,7 @@ class Engine:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def make_plain(self) -> str:
         """Make all units whole, in plain parameters, and the optimizer's state. Return why this failed, or ""."""
         if self.transport.error is not None:
@@ -340,8 +340,7 @@ class Engine:
             problem = self._give_up("close()")
             if problem is not None:
                 return problem
-            if self.plan.budget is not None:
-                self.executor.limit(None)
+            self.executor.limit(None)
             whole = self.optimizer_state.full(keep=True, cpu=False, release=True)
             state = optimizer_state.for_parameters(whole, self.optimizer_state.layout_of)
             for storage in self.unsharder.one_by_one():
@@ -367,6 +366,13 @@ class Engine:
         self._leave_model()
         self.groups.destroy(failed=failed)
 
+    def forget(self) -> None:
+        """Leave the run to the process that this one was forked from."""
+        self.is_closed, self.access.ended = True, "this process was forked from the one that has them"
+        self._stop_threads.detach()
+        self.failures.forget()
+        self._hooks.remove()
+
     def retire(self, call: str) -> Handover:
         """Stop between two steps, for this ``call`` of the loop; return what gives the units to the next run. Collective."""
         problem = self._give_up(call)
@@ -376,8 +382,7 @@ class Engine:
         return Handover(self.storages, self.unsharder, self.optimizer_state, self.end)
 
     def _leave_model(self) -> None:
-        if self.plan.budget is not None:
-            self.executor.limit(None)
+        self.executor.limit(None)
         self._hooks.remove()
         self._recomputation.remove()
         for handle in self._handles:

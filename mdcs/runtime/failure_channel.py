@@ -92,6 +92,10 @@ class FailureChannel:
             self._thread.join(1.0)
             self._thread = None
 
+    def forget(self) -> None:
+        """Use the store no more: another process has it."""
+        self.store = self._thread = None
+
     def _roll_call(self) -> str:
         """Call all ranks; return which do not answer, published to all; "" if all answer."""
         if self.store is None:

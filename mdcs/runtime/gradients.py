@@ -17,6 +17,7 @@ from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.validation import RunOptions
+from mdcs.torch_compat import without_autograd
 
 
 class Gradients:
@@ -29,7 +30,7 @@ class Gradients:
 
     # -- limits -------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the global norm of this iteration's gradients before they are clipped, as FSDP's method; once all are reduced.
 
@@ -98,7 +99,7 @@ class Gradients:
                 raise ValueError(f"watch_gradients({name!r}): give one of {', '.join(named)}")
         self._engine.updates.captured_gradients = {named[name]: {} for name in units}
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def gradients(self, unit: str) -> dict[str, Tensor]:
         """Return by parameter the gradient of a watched unit's last update: averaged over ranks, clipped, unscaled,
         whole.

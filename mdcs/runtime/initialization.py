@@ -17,6 +17,7 @@ from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.storage import UnitStorage, leave_meta
+from mdcs.torch_compat import version_of
 
 InitFunction = Callable[[nn.Module], object]
 """Initialises a module's own parameters and buffers, not those of its children."""
@@ -66,11 +67,13 @@ class Initializer:
 
     @torch.no_grad()
     def _run(self, modules: Sequence[nn.Module]) -> bool:
+        made: dict[int, tuple[Tensor, int]] = {}
         for module in modules:
             for local, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[local] = real = torch.empty_like(buffer, device=self._device)
                     real.reshape(-1).view(torch.uint8).fill_(_LEFT)
+                    made[id(real)] = real, version_of(real)
             for p in module._parameters.values():
                 if p is not None and p.is_meta and not p.numel():  # such a parameter is in no unit
                     leave_meta(p, torch.empty_like(p, device=self._device))
@@ -80,7 +83,7 @@ class Initializer:
                 self._init(module)
         for module in modules:
             for local, tensor in _own(module):
-                if _is_left(tensor, local in module._buffers):
+                if _is_left(tensor, made.get(id(tensor))):
                     raise UnsupportedModel(
                         f"{_path(self._names[module], local)}: was on the meta device, and the initialisation of "
                         f"{type(module).__name__} has left it without values"
@@ -90,12 +93,12 @@ class Initializer:
 
 def shard_units(
     model: nn.Module, initialisation: Initializer, make: Callable[[int], UnitStorage],
-    group: dist.ProcessGroup | None, place: ErrorContext,
+    group: dist.ProcessGroup | None, place: ErrorContext, keeps_buffers: bool = False,
 ) -> list[UnitStorage]:
     """Return the units' storages, settled.
 
-    With a ``group`` rank 0's values are broadcast. Raises UnsupportedModel for parameters or buffers that the
-    initialisation of their module does not set.
+    With a ``group`` rank 0's values are broadcast, those of buffers unless it ``keeps_buffers``. Raises
+    UnsupportedModel for parameters or buffers that the initialisation of their module does not set.
     """
     found: dict[int, UnitStorage] = {}
     for members in initialisation.together:
@@ -112,7 +115,7 @@ def shard_units(
     initialisation.the_rest()
     for storage in found.values():
         storage.guard.open()
-    for name, buffer in model.named_buffers() if group is not None else ():
+    for name, buffer in model.named_buffers() if group is not None and not keeps_buffers else ():
         with place.during(f"broadcast of buffer {name}"), torch.no_grad():
             broadcast(buffer, group)
     return [found[u] for u in range(len(found))]
@@ -141,12 +144,17 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield local, tensor
 
 
-def _is_left(tensor: Tensor, is_buffer: bool) -> bool:
-    """Return whether the first element is not written; a look at all would need as much memory again."""
-    first = tensor.detach().reshape(-1)[:1]
-    if not is_buffer:
-        return bool(first.isnan().any())
-    return first.numel() > 0 and bool((first.view(torch.uint8) == _LEFT).all())
+def _is_left(tensor: Tensor, made: tuple[Tensor, int] | None) -> bool:
+    """Return whether a parameter has elements without values, or nothing was written into a buffer that was ``made``.
+
+    Sums and extremes need no memory of the tensor's size.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return bool(tensor.detach().sum().isnan())
+    if made is None or version_of(tensor) != made[1] or not tensor.numel():
+        return False
+    left = tensor.reshape(-1).view(torch.uint8)  # writes through .data have no version
+    return left.amin().item() == left.amax().item() == _LEFT
 
 
 def _path(module: str, local: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from mdcs.model.optimizers import parameters_of
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.engine import Engine
+from mdcs.torch_compat import without_autograd
 
 
 class OptimizerDicts:
@@ -19,8 +20,7 @@ class OptimizerDicts:
     optimizers: tuple[torch.optim.Optimizer, ...]
     rank: int
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> Any:
         """Return the ``optimizer.state_dict()`` of a plain loop, on every rank or on rank 0 (else empty); drains first.
 
@@ -33,8 +33,7 @@ class OptimizerDicts:
         dicts = [optimizer_state.to_state_dict(optimizer, found) if keep else {} for optimizer in self.optimizers]
         return dicts if len(dicts) > 1 else dicts[0]
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def load_optimizer_state_dict(self, saved: Any) -> None:
         """Load a plain loop's ``optimizer.state_dict()``, or :meth:`optimizer_state_dict` (the same on every rank).
 
@@ -70,16 +69,14 @@ class OptimizerDicts:
                 "parameters of all: change it before backward or after the last step()"
             )
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the ``state_dict()`` that this optimizer has in a plain loop; drains first. Collective."""
         self._engine.drain("optimizer_state_dict()", needs_ranks=True)
         found = self._engine.optimizer_state.full(keep=True, cpu=False, of=parameters_of(optimizer))
         return optimizer_state.to_state_dict(optimizer, found)
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def load_state_dict_of(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         """Load a plain loop's ``state_dict()`` of this optimizer. Collective where there are several optimizers."""
         self._engine.drain("load_optimizer_state_dict()")

@@ -29,6 +29,7 @@ from mdcs.runtime.optimizer_dicts import OptimizerDicts
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.timeline import Interval
+from mdcs.torch_compat import without_autograd
 
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import Checkpoints, ResumeInfo, SaveHandle
@@ -209,7 +210,7 @@ class Parallel(Gradients, OptimizerDicts):
         )
         return engine.export_params(f"full_parameters({'writeback=True' if writeback else ''})", hold, needs_ranks=True)
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
         """Return the whole model's state dict for the plain model, on every rank or on rank 0 (else empty); drains
         first.
@@ -226,7 +227,7 @@ class Parallel(Gradients, OptimizerDicts):
                 self.model, engine.storages, engine.unsharder, keep=not rank0_only or self.rank == 0, cpu=cpu
             )
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
         self._engine.drain("load_state_dict()")
@@ -237,8 +238,7 @@ class Parallel(Gradients, OptimizerDicts):
         """Iterations done, including those before a resumed checkpoint."""
         return self._resumed_after + self._engine.sequencer.step - 1
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def checkpoint(self, root: str | Path, *, extra: Any = None, keep: int | None = None, wait: bool = True) -> SaveHandle:
         """Write ``root/step-N`` for :func:`mdcs.resume` into a folder that all ranks see. Collective; drains first.
 
@@ -264,8 +264,7 @@ class Parallel(Gradients, OptimizerDicts):
             self._checkpoints = Checkpoints(self._engine)
         return self._checkpoints
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @without_autograd()
     def _resume(self, path: Path) -> ResumeInfo | None:
         self._engine.drain("resume()", needs_ranks=True)
         resumed = self._checkpointing().resume(path)

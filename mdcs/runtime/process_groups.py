@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mdcs.runtime.communicator import backend_of
-from mdcs.torch_compat import abort, nccl_keeps_buffers
+from mdcs.torch_compat import abort, nccl_keeps_buffers, without_autograd
 
 SIDE_PASS = "a pass without gradients (no_grad), torch.autograd.grad, or a pass in no_sync()"
 CALLS = (
@@ -106,7 +106,7 @@ class ProcessGroups:
         """Return one more group, for a thread of its own. Collective."""
         return None if self.world == 1 else self._new(self._group, self._timeout)
 
-    @torch.inference_mode(False)
+    @without_autograd()
     def agree_on_call(self, call: str, *numbers: int) -> list[tuple[int, ...]]:
         """Return every rank's (at most three) numbers for the same call, by rank. Collective.
 

@@ -20,6 +20,7 @@ from mdcs.runtime.process_groups import SIDE_PASS, ProcessGroups
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
+from mdcs.torch_compat import without_autograd
 
 MORE = (
     "Call step() after each batch; to accumulate gradients, put all but the last forward and backward of a step under "
@@ -53,7 +54,7 @@ class SidePasses:
 
         ``period``: number of the period whose reductions are not issued yet; None inside of an iteration.
         """
-        with self._departures.timed(), self._place.during(SIDE_PASS), torch.inference_mode(False):
+        with self._departures.timed(), self._place.during(SIDE_PASS), without_autograd():
             answers = self._groups.agree_on_call(SIDE_PASS, self._place.step, progress)
             if len(set(answers)) > 1:
                 raise self._place.error(f"{SIDE_PASS}: run it at the same place of the step on every rank")

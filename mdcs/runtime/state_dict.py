@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mdcs.runtime.buffers import broadcast, write
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.unshard import Unsharder
+from mdcs.torch_compat import without_autograd
 
 
 class Fragment(NamedTuple):
@@ -96,7 +97,7 @@ def full_parameters(
             if keep:
                 storage.move_back(keep_changes=True)
                 moved.remove(u)
-            with torch.no_grad(), torch.inference_mode(False), unsharder.place.during(f"broadcast of {storage.name}"):
+            with without_autograd(), unsharder.place.during(f"broadcast of {storage.name}"):
                 for flat in storage.flat_params if group is not None else ():
                     broadcast(flat, group)
                 storage.update_shards_from_flat()

@@ -15,6 +15,7 @@ from mdcs.runtime.executor import Executor, run_on_comm_stream
 from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.trace_ranges import named_range
+from mdcs.torch_compat import without_autograd
 
 
 class Unsharder:
@@ -62,7 +63,7 @@ class Unsharder:
         """Make the unit whole and up to date, and open its parameters."""
         storage = self._storages[unit]
         if storage.strategy.value != "dp":
-            with torch.inference_mode(False), torch.no_grad():
+            with without_autograd():
                 self.allocate(unit)
                 with run_on_comm_stream(self._executor), self._during(f"gather of {storage.name}"):
                     self._executor.wait_works(self._wire.unshard_now(unit))

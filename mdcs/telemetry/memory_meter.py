@@ -66,9 +66,10 @@ class Meter:
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Move the tensor's whole storage to another category; return its bytes (0 if nothing is measured).
+        """Move the tensor's whole storage to another category; return its bytes.
 
-        Raises ValueError for a storage that did not come from the measured allocator.
+        0 if nothing is measured, and for memory that did not come from the measured allocator, such as a mapped file or
+        a numpy array: it is in no category.
         """
         return 0
 
@@ -120,16 +121,12 @@ class ShimMeter(Meter):
         return _Tagged(self._set_tag, _TAGS[category])
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Move a storage, as :meth:`Meter.retag`; return 0 for an empty one. Raises KeyError for an unknown category."""
+        """Move a storage, as :meth:`Meter.retag`. Raises KeyError for an unknown category."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return 0
         moved: int = self._retag(storage.data_ptr(), _TAGS[category])
-        if moved < 0:
-            raise ValueError(
-                f"cannot count a storage of {storage.nbytes()} bytes as {category}: it did not come from torch's CPU allocator"
-            )
-        return moved
+        return max(0, moved)
 
     def live(self) -> dict[str, int]:
         """Return the bytes allocated now, by category and in total."""

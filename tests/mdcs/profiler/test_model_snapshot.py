@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
-from mdcs.profiler.model_snapshot import BufferSnapshot
+from mdcs.profiler.model_snapshot import ModuleSnapshot
 
 
 class Cached(nn.Module):
@@ -32,7 +34,7 @@ class Cached(nn.Module):
 def test_a_module_that_made_buffers_is_as_it_was() -> None:
     model = nn.Sequential(Cached())
     table = model[0].table
-    before = BufferSnapshot(model)
+    before = ModuleSnapshot(model)
     model(torch.ones(3))
     assert {name for name, _ in model.named_buffers()} == {"0.table", "0.later", "0.mask"}
     before.restore()
@@ -53,23 +55,26 @@ class Counts(nn.Module):
         self.register_buffer("other", torch.zeros(2))
         self.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
         self.seen = 0
+        self.note = SimpleNamespace(seen=0, sums=[])
 
     def forward(self, x: Tensor) -> Tensor:
         self.places.add_(x)
         self.data.data = torch.ones(3)
         self.other = self.other + x
         self.seen += 1
+        self.note.seen += 1
+        self.note.sums.append(self.seen)
         return x
 
 
 def test_values_come_back_however_they_were_changed() -> None:
     model = Counts()
     buffers = dict(model.named_buffers())
-    before = BufferSnapshot(model)
+    before = ModuleSnapshot(model)
     for _ in range(2):
         model(torch.ones(2))
     before.restore()
     assert {name: b is buffers[name] for name, b in model.named_buffers()} == dict.fromkeys(buffers, True)
     assert all(not buffers[name].any() and buffers[name].shape == (2,) for name in ("places", "data", "other"))
     assert torch.equal(model.mask, torch.ones(4, 3)) and model.mask.stride() == (0, 1)
-    assert model.seen == 0
+    assert (model.seen, model.note.seen, model.note.sums) == (0, 0, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -223,6 +224,36 @@ class Forgetful(nn.Linear):
         nn.init.ones_(self.weight)
 
 
+class HalfForgetful(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.bias)
+        nn.init.ones_(self.weight[:, :2])
+
+
+class Bytes(nn.Module):
+    """Has bytes of the value that marks memory without values."""
+
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.sets = sets
+        self.register_buffer("bytes", torch.empty(2, dtype=torch.uint8))
+
+    def reset_parameters(self) -> None:
+        if self.sets:
+            self.bytes.fill_(0x5A)
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_any_value_may_be_a_buffers(sets: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Bytes(sets))
+    with nullcontext() if sets else pytest.raises(mdcs.UnsupportedModel, match="1.bytes"):
+        mdcs.materialize(model, mdcs.partition(model))
+
+
 class Meddling(nn.Linear):
     other: Any = None  # no module of its own
 
@@ -238,7 +269,7 @@ class Meddling(nn.Linear):
 def start(kind: str) -> Any:
     """Error that starting such a model raises, on a rank that is alone."""
     with torch.device("meta"):
-        second = {"bare": Bare, "forgetful": Forgetful, "meddling": Meddling}[kind]()
+        second = {"bare": Bare, "forgetful": Forgetful, "half": HalfForgetful, "meddling": Meddling}[kind]()
         model = nn.Sequential(nn.Linear(3, 3), second)
     units = mdcs.partition(model, mdcs.ByLeaf())
     twin = nn.Sequential(nn.Linear(3, 3), Bare() if kind == "bare" else nn.Linear(3, 3))
@@ -262,6 +293,7 @@ def start(kind: str) -> Any:
     [
         ("bare", "1.weight: is on the meta device, and Bare has no reset_parameters(): pass init="),
         ("forgetful", "1.bias: was on the meta device, and the initialisation of Forgetful has left it without values"),
+        ("half", "1.weight: was on the meta device, and the initialisation of HalfForgetful has left it without values"),
         ("meddling", "the initialisation of a module used 0.weight (fill_), which is of another unit"),
     ],
 )

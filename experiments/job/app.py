@@ -9,6 +9,7 @@ run (`experiments.job.sweep`). With a launcher that submits jobs, they run later
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -157,7 +158,14 @@ class _Call:
         except OSError as error:  # outside of any job, e.g. Hydra cannot make a folder
             if self.wants_tracebacks:
                 raise
-            self.session.results.append(_failed((), f"{type(error).__name__}: {error}"))
+            if error.errno == errno.ENOSPC or self.session.results:
+                self.session.results.append(_failed((), f"{type(error).__name__}: {error}"))
+            else:
+                keys = {each.partition("=")[0] for each in sys.argv[1:]}
+                own = "hydra.sweep.dir" if {"-m", "--multirun"} & keys else "hydra.run.dir"
+                key = own if own in keys or "paths.root" not in keys else "paths.root"
+                print(ConfigError(key, f"{error.filename} cannot be written: {error.strerror}"), file=sys.stderr)
+                return 2
         finally:
             if not self.wants_tracebacks:
                 os.environ.pop(_FULL, None)

@@ -11,6 +11,7 @@ from experiments.job.tracking import JsonLines
 from launch import status
 
 if TYPE_CHECKING:  # which import torch: a launcher need not wait for it
+    from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
     from experiments.engines.base import Engine
@@ -27,6 +28,20 @@ def require(config: Config, folder: Path) -> None:
     if run.resume is None and run.save_every is not None and any_in(folder):
         own = folder / FOLDER
         raise ConfigError("run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null")
+
+
+def require_same_model(config: Config, folder: Path, model: nn.Module) -> None:
+    """Raise ValueError, before anything is measured, if the checkpoint to resume is of a model with other shapes."""
+    if config.run.resume is None or config.cluster.name == "joined" and config.run.resume == "auto":
+        return
+    from mdcs.checkpoint import dcp_shards, directory
+
+    for saved in directory.candidates(folder / FOLDER if config.run.resume == "auto" else Path(config.run.resume))[:1]:
+        shapes = {path[-1]: tuple(told.size) for path, told in dcp_shards.read_shapes(saved).items() if path[0] == "model"}
+        for name, p in model.named_parameters():
+            if shapes.get(name) != tuple(p.shape):
+                there = shapes.get(name, "not")
+                raise ValueError(f"run.resume: {saved} is of another model: {name} is {there} there, {tuple(p.shape)} here")
 
 
 def any_in(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.budgets import Budget
-from experiments.config.schema import ClusterConfig, Config
+from experiments.config.schema import ClusterConfig, Config, ConfigError
 from mdcs.planner.recompute import KEEP
 from mdcs.sizes import GIB, MIB
 from mdcs.telemetry.memory_meter import preload_env
 
-_CROWD = 4
-"""Ranks per core above which a job is warned."""
+_CROWD, _MOST = 4, 16
+"""Ranks per core above which a job is warned, and refused."""
+
+_RANK_BYTES = 128 * MIB
+"""Memory that a rank takes whatever its model: above all its torch."""
 
 _WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
 """Keep freed buffers in the process.
@@ -36,6 +40,30 @@ def crowded(config: Config) -> str | None:
         f"warning: {ranks} ranks share {shared}: starting may take minutes, and step times are"
         " of cores that are shared (cluster=emulated runs one rank of many)"
     )
+
+
+def require_room(config: Config) -> None:
+    """Raise ConfigError for more ranks on this machine than its cores or its free memory carry, or its GPUs with NCCL."""
+    cluster, ranks = config.cluster, config.cluster.processes
+    if cluster.device == "cuda":
+        import torch  # late: this takes seconds
+
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise ConfigError("cluster.device", "torch finds no GPU here, got cuda")
+        if cluster.resolved_backend() == "nccl" and ranks > gpus:
+            raise ConfigError("cluster.ranks", f"nccl needs a GPU for each rank, of which there are {gpus}; got {ranks}")
+    cores, free = len(os.sched_getaffinity(0)), _free_memory()
+    most = min(_MOST * cores, free // _RANK_BYTES)
+    if ranks > max(1, most):
+        here = f"{cores} cores and {free / GIB:.1f} GiB of free memory"
+        raise ConfigError("cluster.ranks", f"{here} carry {most} ranks, got {ranks}; cluster=emulated runs one rank of many")
+
+
+def _free_memory() -> int:
+    """Bytes that new processes can use."""
+    said = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+    return int(said[1]) << 10 if said else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def resolve(config: Config, *, profile: Path | None = None) -> Config:

@@ -6,11 +6,12 @@ config from the folder. This process and the ranks share only files in that fold
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from experiments.job.events import job_event
 from experiments.job.planning import floor_of, job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
-from experiments.job.resolved import crowded, environment, resolve
+from experiments.job.resolved import crowded, environment, require_room, resolve
 from experiments.job.tracking import Event, Follower, JsonLines, show_files
 from launch import elastic, network, preemption
 from launch.claim import Occupied, claim
@@ -197,12 +198,17 @@ def _known_profile(config: Config, folder: Path, console: Console, known: Profil
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold the lock of a job's folder. Raises ConfigError if another job is in it."""
-    try:
-        with claim(folder.resolve()):
-            yield
-    except Occupied as error:
-        raise ConfigError("hydra.run.dir", str(error)) from error
+    """Hold the lock of a job's folder. Raises ConfigError if another job is in it, or if it cannot be written."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(claim(folder.resolve()))
+        except Occupied as error:
+            raise ConfigError("hydra.run.dir", str(error)) from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # which may pass: the job has failed
+                raise
+            raise ConfigError("hydra.run.dir", f"{folder} cannot be written: {error.strerror}") from error
+        yield
 
 
 @contextmanager
@@ -237,6 +243,8 @@ def _require_possible(config: Config, *, joined: bool) -> None:
         problem = f"{strategy.each} shards within a node, of which there must be several with several ranks each"
         raise ConfigError("strategy.each", f"{problem}; got cluster.ranks={cluster.ranks} on {cluster.hosts}")
     _require_batch(config)
+    if cluster.name != "joined":
+        require_room(config)
     config.engine.require()
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from experiments.config.checks import load
 from experiments.config.schema import Config
+from experiments.job import checkpoints
 from experiments.job.planning import floor_of, job_of, make_plan, write_plan
 from experiments.job.training import train
 from experiments.job.workload import Workload
@@ -36,6 +37,7 @@ def main(folder: Path, only: str | None = None) -> None:
         preemption.listen()
     device = start(config)
     workload = Workload(config, rank, world, device)
+    checkpoints.require_same_model(config, folder, workload.model)
     floor = plan_job(folder, workload, only) if config.engine.plans else None
     if only is None:
         train(folder, workload, floor)
@@ -70,8 +72,8 @@ def start(config: Config) -> torch.device:
     torch.set_num_threads(config.cluster.resolved_threads())
     timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
     if config.cluster.device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("cluster.device=cuda: torch finds no GPU here")
+        if not torch.cuda.is_available():  # on another host than the program's
+            raise ValueError("cluster.device: torch finds no GPU here, got cuda")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:

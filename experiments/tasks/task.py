@@ -42,6 +42,9 @@ class Task:
         return next(Synthetic(batch_size=batch_size, seed=seed).batches(self.inputs, rank=0, world=1))
 
 
+_GIVE_LOSS = "model.loss: null is cross-entropy of logits [labels…, class] or [batch, class, …] for numbers of classes"
+
+
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy over the labelled positions of the batch, for tokens and for images.
 
@@ -50,7 +53,13 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     output = model(**inputs) if len(inputs) > 1 else model(*inputs.values())
-    logits = output if isinstance(output, Tensor) else output.logits
+    logits, labels = output if isinstance(output, Tensor) else getattr(output, "logits", None), batch["labels"]
+    if not isinstance(logits, Tensor) or labels.is_floating_point():
+        raise ValueError(f"{_GIVE_LOSS}; got {type(output).__name__} for labels of {labels.dtype}")
+    if logits.shape[:-1] != labels.shape and (*logits.shape[:1], *logits.shape[2:]) == labels.shape:
+        logits = logits.movedim(1, -1)  # as torch's cross-entropy has it
+    if logits.shape[:-1].numel() != labels.numel():
+        raise ValueError(f"{_GIVE_LOSS}; got {list(logits.shape)} for labels {list(labels.shape)}")
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,14 +152,24 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, TensorShards) else super().lookup_tensor(index)
 
 
+_FULL = 1 << 16
+"""Free bytes below which a disk is full."""
+
+
 def save(folder: Path, leaves: FlatState, group: dist.ProcessGroup | None) -> None:
     """Write every rank's leaves. Collective over the group (None: this process alone).
 
     Raises RanksFailed on all ranks.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    with _translate_errors():
-        save_checkpoint(unflatten(leaves), writer, group, _SavePlanner())
+    try:
+        with _translate_errors():
+            save_checkpoint(unflatten(leaves), writer, group, _SavePlanner())
+    except RanksFailed as error:
+        if shutil.disk_usage(folder).free >= _FULL:
+            raise
+        problems = error.problems.items()  # torch's writer does not say so
+        raise RanksFailed({rank: f"no space left on device: {problem}" for rank, problem in problems}) from error
 
 
 def load(folder: Path, leaves: FlatState) -> None:

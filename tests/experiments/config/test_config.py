@@ -173,7 +173,7 @@ WRONG = {
     "run.steps=2.5": "run.steps: must be an integer, got 2.5",
     "run.steps=true": "run.steps: must be an integer, got true",
     "run.steps=null": "run.steps: must be an integer, got null",
-    "run.steps=5": "run.warmup_steps: must be < run.steps=5, got 5",
+    "run.steps=5 run.warmup_steps=5": "run.warmup_steps: must be < run.steps=5, got 5",
     "run=null": "run: must hold keys and values",
     "steps=3": "steps: no such key; did you mean run.steps?",
     "optimizer.fused=maybe": "optimizer.fused: must be true or false or null, got maybe",
@@ -500,3 +500,7 @@ def test_a_plan_that_was_taken_home_belongs_to_a_runs_identity_by_what_is_in_it(
         (tmp_path / name).write_text(json.dumps(PLAN | {"predicted": step}))
         found.add((identity_of(composed("engine=fsdp2", f"engine.plan={tmp_path / name}")), step))
     assert len(found) == 2 == len({identity for identity, _ in found})
+
+
+def test_the_warm_up_that_nobody_asked_for_is_shorter_than_the_run():
+    assert [composed(f"run.steps={steps}").run.warmup_steps for steps in (1, 5, 6)] == [0, 4, 5]

@@ -74,3 +74,13 @@ def test_checkpoints_of_a_former_run_are_not_mixed_with_new_ones(tmp_path):
 def test_what_is_resumed_must_be_there(tmp_path):
     with pytest.raises(ConfigError, match="run.resume: no such folder: .*/nothing"):
         checkpoints.require(composed(f"run.resume={tmp_path}/nothing"), tmp_path)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_before_anything_is_measured(tmp_path, warm):
+    losses(tmp_path / "first", warm, "run.save_every=3", "run.steps=3")
+    asked = composed(f"run.resume={tmp_path / 'first/checkpoints'}", "model.width=64")
+    outcome = jobs.run(
+        asked, tmp_path / "second", Console(file=io.StringIO()), worker="tests.experiments.hasty_worker", start=warm.run
+    )
+    assert "run.resume: " in outcome.reason and "before step 1" in outcome.reason
+    assert not (tmp_path / "second/profile.json").exists()

@@ -12,9 +12,10 @@ from rich.console import Console
 
 import analysis
 from analysis.events import METRICS, read_events
+from experiments import train
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
-from experiments.job import record
+from experiments.job import record, resolved
 from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.profiles import Profiles
@@ -123,7 +124,8 @@ def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_chan
 def test_many_ranks_on_few_cores_are_warned_of_before_they_start(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    for ranks in (8, 9, 64):
+    monkeypatch.setattr(resolved, "_free_memory", lambda: 8 << 30)
+    for ranks in (8, 9, 32):
         console = Console(file=io.StringIO(), width=400)
 
         def start(*_, console=console, **__):
@@ -132,4 +134,38 @@ def test_many_ranks_on_few_cores_are_warned_of_before_they_start(tmp_path, monke
 
         jobs.run(composed(f"cluster.ranks={ranks}"), tmp_path / f"{ranks}", console, start=start)
     assert ["warning" in each for each in said] == [False, True, True]
-    assert said[2].startswith("warning: 64 ranks share 2 cores: starting may take minutes")
+    assert said[2].startswith("warning: 32 ranks share 2 cores: starting may take minutes")
+
+
+def test_what_this_machine_does_not_have_is_refused_by_its_key_before_a_rank_starts(tmp_path, monkeypatch):
+    def start(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for free, gpus, key, overrides in (
+        (8 << 30, 0, "cluster.ranks", ["cluster.ranks=200"]),
+        (1 << 30, 0, "cluster.ranks", ["cluster.ranks=12"]),
+        (8 << 30, 0, "cluster.device", ["cluster.device=cuda"]),
+        (8 << 30, 1, "cluster.ranks", ["cluster.device=cuda"]),
+    ):
+        monkeypatch.setattr(resolved, "_free_memory", lambda free=free: free)
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(ConfigError) as refused:
+            jobs.run(composed(*overrides), tmp_path / "out", Console(file=io.StringIO()), start=start)
+        assert refused.value.key == key
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_key(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as refused:
+        jobs.run(composed(), tmp_path / "file/out", Console(file=io.StringIO()), start=one_process.run)
+    assert refused.value.key == "hydra.run.dir"
+    for typed, key in (
+        (["hydra.run.dir=file/out"], "hydra.run.dir"),
+        (["paths.root=file"], "paths.root"),
+        (["-m", "strategy=dp", "hydra.sweep.dir=file/out"], "hydra.sweep.dir"),
+    ):
+        done = one_process.call(train, tmp_path, *typed)
+        assert done.returncode == 2 and done.stderr.startswith(f"{key}: "), done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -1,6 +1,6 @@
 """accelerate's loop, in the style of transformers' run_clm_no_trainer, with a Mixtral. Each line that is mdcs's is marked.
 
-LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/accelerate_loop.py
+torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
 `accelerator.prepare` comes first, as always, and puts the model into DistributedDataParallel: `parallelize` takes it out again.
 Accumulation, schedules, shares of the data, `autocast` and gathering are accelerate's.

@@ -1,6 +1,6 @@
 """A Hugging Face Trainer whose model is trained by a plan of mdcs, made at the first batch.
 
-LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/hf_trainer.py
+torchrun --nproc-per-node 2 examples/hf_trainer.py
 
 The Trainer's default settings work, and so do its checkpoints with model and optimizer, `resume_from_checkpoint`,
 `load_best_model_at_end`, accumulation, schedules, label smoothing and evaluation. A checkpoint is the one that the plain Trainer

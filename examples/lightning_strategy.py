@@ -1,6 +1,6 @@
 """A Lightning strategy: trainer and module stay as they are, mdcs plans at the first batch and trains.
 
-LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/lightning_strategy.py
+torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
 Clipping, accumulation, schedules, validation, Lightning's checkpoints with the optimizer and `ckpt_path` work. Manual
 optimization is refused before the first batch; hooks between backward and the update (`on_before_optimizer_step`) are not

@@ -1,6 +1,6 @@
 """A training program in the style of nanoGPT. Five of its lines are mdcs's: each says what it was with DDP.
 
-LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/nanogpt.py
+torchrun --nproc-per-node 2 examples/nanogpt.py
 
 Accumulation, a learning rate set by hand, clipping, evaluation before the first step, and checkpoints are as they were.
 """

@@ -1,6 +1,6 @@
 """A training loop of one's own.
 
-LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/own_loop.py
+torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 import torch

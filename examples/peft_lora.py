@@ -1,6 +1,6 @@
 """LoRA and DoRA by PEFT: frozen weights are sharded, too, and only the adapters have gradients and optimizer state.
 
-LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/peft_lora.py
+torchrun --nproc-per-node 2 examples/peft_lora.py
 
 PEFT's own `get_peft_model`, `PeftModel.from_pretrained` and, in `parallel.full_parameters()`, `save_pretrained` stay as they are.
 """

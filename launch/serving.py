@@ -4,8 +4,9 @@ The rank runs in the main thread. A second thread talks to the store (`launch.st
 when the program says so or when the host of rank 0 is gone: both also work while the main thread waits in a collective.
 If the main thread keeps the interpreter's lock, so that they cannot, faulthandler ends the process.
 
-Before each job the process has exec start it anew, unless it is new and has the job's environment: a library to preload
-must be there when a process starts, and a job is to find nothing of the last one. torchrun and srun see one process.
+Before each job the process has exec start it anew, unless it is new and has the job's environment: settings of the
+allocator and of threads are read when a process starts, and a job is to find nothing of the last one. torchrun and srun
+see one process.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_two_ranks_train_elsewhere(python, tmp_path):
     """As README.md says, in a folder that has one's own training loop alone."""
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples/own_loop.py", tmp_path / "examples")
-    [command] = re.findall(r"^LD_PRELOAD=.*own_loop\.py$", (ROOT / "README.md").read_text(), re.M)
+    [command] = re.findall(r"^torchrun .*own_loop\.py$", (ROOT / "README.md").read_text(), re.M)
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     command = command.replace("torchrun ", "python -m torch.distributed.run ")  # the script has the Python of its environment
     said = said_by("bash", "-euc", command, cwd=tmp_path, PATH=path, OMP_NUM_THREADS="1", HOME=str(tmp_path))

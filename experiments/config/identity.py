@@ -62,7 +62,6 @@ def machine_identity(config: Config) -> dict[str, str]:
         "backend": cluster.resolved_backend(),
         "device": device_name(config),
         "iterations": str(config.run.profile_iterations),
-        "memory": shown(cluster.measure_memory),
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }

@@ -87,8 +87,6 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ("strategy.each",
      lambda c: c.profile.name == "analytic" and isinstance(c.strategy, Uniform) and Strategy(c.strategy.each).in_node,
      "{value} needs a profile of several hosts, measured; in calculated ones profile.group=node shards all units within nodes"),
-    ("cluster.measure_memory", lambda c: c.budget.limited and c.profile.measures and not c.cluster.measure_memory,
-     "must be true with a budget: it counts activations; got false"),
     ("profile.refresh", lambda c: c.profile.path is not None and c.profile.refresh,
      "measures a profile, and profile.path={c.profile.path} is one"),
     # other engines than mdcs

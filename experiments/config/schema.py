@@ -137,7 +137,6 @@ class ClusterConfig:
     backend: str | None = option(
         None, "backend of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
     )
-    measure_memory: bool = option(True, "count tensor bytes (on CPU: by a preloaded library)")
 
     @property
     def emulated(self) -> bool:

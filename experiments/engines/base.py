@@ -10,6 +10,7 @@ for messages. Where the engine does not show its waits or its messages, the time
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.telemetry.memory_meter import TOTAL, current_meter
+from mdcs.telemetry.memory_meter import TOTAL, current_meter, unmeasured
 from mdcs.telemetry.timeline import Span, intersection, length, union
 
 if TYPE_CHECKING:
@@ -190,6 +191,8 @@ class Peer:
         self.collectives = Collectives.default(config.cluster.resolved_backend())
         self._clip = config.optimizer.clip_norm
         self._executor, self._meter = executor_for(workload.device), current_meter(workload.device)
+        if why := unmeasured(workload.device):
+            warnings.warn(f"memory is not measured: {why}", stacklevel=2)
         self.seen, self._steps = Seen(), 0
         self._unread: list[tuple[int, Any, Any, Seen]] = []
         self.reset_memory()

@@ -29,7 +29,10 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     """
     budget = budget_bytes(config, floor)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
-        raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
+        from mdcs.telemetry.memory_meter import unmeasured  # torch takes seconds
+
+        why = unmeasured(config.cluster.device) or "measure it anew"
+        raise ValueError(f"a budget counts activations, and the profile has not measured them: {why}")
     try:
         return mdcs.make_plan(
             job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share,

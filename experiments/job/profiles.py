@@ -61,8 +61,7 @@ class Profiles:
         key, path = key_of(config), folder / "profile.json"
         self._measured = {k: p for k, p in self._measured.items() if p != path}  # overwritten by this job
         self._measured.setdefault(key, path)
-        has_memory = any(slot.peak for slot in profile.slots)
-        if config.profile.cache and has_memory == config.cluster.measure_memory:
+        if config.profile.cache and any(slot.peak for slot in profile.slots):
             cache.keep(profile, cache_folder() / f"{key}.json")
 
 

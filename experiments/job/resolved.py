@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from experiments.config.budgets import Budget
 from experiments.config.schema import ClusterConfig, Config, ConfigError
 from mdcs.planner.recompute import KEEP
 from mdcs.sizes import GIB, MIB
-from mdcs.telemetry.memory_meter import preload_env
 
 _CROWD, _MOST = 4, 16
 """Ranks per core above which a job is warned, and refused."""
@@ -99,12 +97,6 @@ def environment(cluster: ClusterConfig, base: Mapping[str, str] = os.environ) ->
     threads = str(cluster.resolved_threads())
     env = {key: value for key, value in _WARM_HEAP.items() if key not in base}
     env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    if cluster.measure_memory and cluster.device == "cpu":
-        try:
-            env |= preload_env({"LD_PRELOAD": base.get("LD_PRELOAD", "")})
-        except (OSError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            warnings.warn(f"memory is not measured: {reason} (cluster.measure_memory=false for none)", stacklevel=2)
     return env
 
 

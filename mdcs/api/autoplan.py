@@ -25,10 +25,17 @@ from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
 from mdcs.profiler.autotune import candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero, phase
 from mdcs.sizes import MIB, Budget
+from mdcs.telemetry.memory_meter import unmeasured
 
 SECONDS = 30.0
 """Default time budget of a profile and a plan."""
 T = TypeVar("T")
+
+
+def require_measured(budget: Budget, device: torch.device) -> None:
+    """Raise ValueError for a budget that depends on activations where memory cannot be measured."""
+    if budget.is_limit and budget.size is None and (why := unmeasured(device)):
+        raise ValueError(f"a budget of {budget} depends on the bytes of activations: {why}, or give the budget in bytes")
 
 
 def autoplan(
@@ -68,9 +75,9 @@ def autoplan(
     that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of
     :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
     :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and the
-    best of heuristics, run for a few steps each, and the fastest is returned (:func:`mdcs.profiler.autotune.fastest`). On
-    CPU, activations are measured in processes that are started with :func:`mdcs.telemetry.memory_meter.preload_env`;
-    elsewhere a budget does not count them, with a warning.
+    best of heuristics, run for a few steps each, and the fastest is returned (:func:`mdcs.profiler.autotune.fastest`).
+    Where memory cannot be measured (:func:`mdcs.telemetry.memory_meter.unmeasured`), a budget in bytes does not count
+    activations, with a warning, and a part is refused.
 
     ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are named, not
     given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With ``progress`` rank 0
@@ -90,17 +97,15 @@ def autoplan(
     wanted, until = Budget.of(budget), end_of(seconds)
     with on_all_ranks(tells=progress):
         if profile is None:
+            require_measured(wanted, units[0].parameters[0][1].device)
             within = wanted if wanted.size is None else Budget(wanted.size - reserve)
             profile = autoprofile(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
                 budget=within, seconds=seconds / 2, progress=progress, recompute=rule != KEEP,
             )  # fmt: skip
         if wanted.is_limit and not any(slot.peak for slot in profile.slots):
-            warnings.warn(
-                "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
-                "LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter)",
-                stacklevel=2,
-            )
+            why = unmeasured(units[0].parameters[0][1].device) or "the profile has not measured them"
+            warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
         job = Job(profile, micro_steps, cross_iteration, reserve)
         limit = limit_of(wanted, job, rule)
         left = max(seconds / 3, until - time.monotonic())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.api.autoplan import SECONDS
+from mdcs.api.autoplan import SECONDS, require_measured
 from mdcs.api.in_loop import PlannedInLoop
 from mdcs.api.sharded_start import must_shard
 from mdcs.emulation import Emulation
@@ -141,6 +141,7 @@ def parallelize(
         raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")
     if sharded and rule != KEEP:
         raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
+    require_measured(wanted, (with_index(device) if is_meta else None) or units[0].parameters[0][1].device)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
     if batches is not None:

@@ -1,18 +1,18 @@
 """Tensor bytes of this process by category: live, at their peaks, and per window (a slot, for example).
 
-On CPU a small C library (`shim.c`), preloaded into the process, counts the bytes requested from torch's allocator.
-The count is exact, covers all threads, and includes storages resized in place. A process can be measured only if it
-was started with the shim: start it with `preload_env(os.environ)`, then call `current_meter` in it.
+On CPU a small C library (`shim.c`), compiled and loaded at the first `current_meter` of a process, counts the bytes
+requested from torch's allocator. The count is exact, covers all threads, and includes storages resized in place. Tensors
+that are older than the first meter count from then on.
 
 Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). All other bytes
 count as "activations": activations, workspace, the batch.
-
-`python -m mdcs.telemetry.memory_meter` prints the library's path, for LD_PRELOAD.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import hashlib
 import os
 import platform
@@ -22,7 +22,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -33,7 +33,7 @@ from mdcs.plan.lifetimes import CATEGORIES
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer as _Function
 
-    import torch  # a launcher that only preloads the shim must not wait for this import
+    import torch  # imported by what uses it: who only names a meter must not wait for this import
 
 UNTAGGED = "activations"
 TOTAL = "total"
@@ -43,7 +43,6 @@ Reading = Mapping[str, int | None]
 
 _SOURCE = Path(__file__).with_name("shim.c")
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
-_LIBRARIES = ("-ldl",)  # part of libc since glibc 2.34, a library of its own before
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHIM_TAGS = 16
 _BACKEND_THREADS = b"pt_gloo_runloop"  # gloo's native collectives allocate their copies in these threads
@@ -94,16 +93,13 @@ class Meter:
 
 
 class ShimMeter(Meter):
-    """Read the preloaded shim: byte-exact for CPU tensors, in every thread.
+    """Read the shim: byte-exact for CPU tensors, in every thread.
 
-    All instances in a process read the same counters. Raises RuntimeError if the shim is not preloaded.
+    All instances in a process read the same counters. Raises RuntimeError if the shim cannot be loaded.
     """
 
     def __init__(self) -> None:
-        if not preloaded():
-            raise RuntimeError("the memory shim is not preloaded: start the process with preload_env(os.environ)")
-        # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
-        shim = ctypes.PyDLL(None)
+        shim = _shim()
         self._set_tag = _function(shim, "mdcs_set_tag", ctypes.c_int, ctypes.c_int)
         self._retag = _function(shim, "mdcs_retag", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
         self._live = _function(shim, "mdcs_live", ctypes.c_int64, ctypes.c_int)
@@ -113,8 +109,6 @@ class ShimMeter(Meter):
         self._snapshot = _function(shim, "mdcs_snapshot", None, ctypes.POINTER(ctypes.c_int64))
         self._window = _function(shim, "mdcs_window", None, ctypes.POINTER(ctypes.c_int64))
         self._reset_peaks = _function(shim, "mdcs_reset_peaks", None)
-        tag_threads = _function(shim, "mdcs_tag_threads", ctypes.c_bool, ctypes.c_char_p, ctypes.c_int)
-        tag_threads(_BACKEND_THREADS, _TAGS["staging"])
 
     def tag(self, category: str) -> AbstractContextManager[object]:
         """Label allocations, as :meth:`Meter.tag`."""
@@ -211,30 +205,60 @@ class CudaMeter(Meter):
 
 
 def current_meter(device: torch.device | str) -> Meter:
-    """Return the meter for `device`: CUDA's own, the shim's if it is preloaded, else one that measures nothing."""
+    """Return the meter for `device`: CUDA's own, the shim's, or one that measures nothing (:func:`unmeasured` says why)."""
     import torch
 
     device = torch.device(device)
     if device.type == "cuda":
         return CudaMeter(device)
-    return ShimMeter() if preloaded() else Meter()
+    return Meter() if unmeasured(device) else ShimMeter()
 
 
-def preloaded() -> bool:
-    """Return whether this process was started with the shim."""
-    return hasattr(ctypes.CDLL(None), "mdcs_set_tag")
+@functools.cache
+def unmeasured(device: torch.device | str) -> str:
+    """Return why memory is not measured on this device, in a line; "" where it is."""
+    try:
+        if not str(device).startswith("cuda"):
+            _shim()
+    except (OSError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
-def preload_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` in which a started process is measured: LD_PRELOAD is extended by the shim.
+@functools.cache
+def _shim() -> ctypes.PyDLL:
+    """Load the shim into this process: it counts from here on. Raises RuntimeError, also as `build` does.
 
-    Raises RuntimeError as `build` does, and for a cache path that LD_PRELOAD cannot express.
+    One path per process: a second copy of the library would count with the first.
     """
-    shim = str(build())
-    if " " in shim or ":" in shim:
-        raise RuntimeError(f"LD_PRELOAD cannot name {shim!r}: set XDG_CACHE_HOME to a path without space or colon")
-    others = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path != shim]
-    return {**env, "LD_PRELOAD": ":".join([shim, *others])}
+    # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
+    shim = ctypes.PyDLL(str(build()))
+    if _function(shim, "mdcs_attach", ctypes.c_int)() <= 0:
+        raise RuntimeError("memory on CPU cannot be measured: torch's allocator (libc10.so) is not found, or cannot be watched")
+    adopt = _function(shim, "mdcs_adopt", ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
+    for storage in _storages():
+        adopt(storage.data_ptr(), storage.nbytes())
+    tag_threads = _function(shim, "mdcs_tag_threads", ctypes.c_bool, ctypes.c_char_p, ctypes.c_int)
+    tag_threads(_BACKEND_THREADS, _TAGS["staging"])
+    return shim
+
+
+def _storages() -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of all tensors in this process, gradients included, that come from torch's CPU allocator."""
+    import torch
+
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.Tensor):  # isinstance would ask proxies, which import or warn
+            continue
+        for tensor in (each, each.grad if each.is_leaf else None):
+            try:
+                storage = None if tensor is None else tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of tensors
+                continue
+            if storage is None or storage.device.type != "cpu" or storage.nbytes() == 0:
+                continue
+            if storage.resizable() and not storage.is_shared():  # else another's: NumPy's, a file's, several processes'
+                yield storage
 
 
 def build() -> Path:
@@ -245,7 +269,7 @@ def build() -> Path:
     folder.
     """
     if sys.platform != "linux":
-        raise RuntimeError("memory on CPU is measured on Linux only: set the memory measurement off")
+        raise RuntimeError("memory on CPU is measured on Linux only")
     source = _SOURCE.read_bytes()
     # The C library is part of the machine: a home directory may be shared by nodes of different releases.
     machine = f"{platform.machine()}-{'-'.join(platform.libc_ver())}"
@@ -263,7 +287,7 @@ def build() -> Path:
     compiler = _compiler()
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         unfinished = Path(folder) / library.name
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished), *_LIBRARIES]
+        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stderr.strip()}")
@@ -315,7 +339,3 @@ def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: ty
 
 def _only_total(total: int) -> Reading:
     return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}
-
-
-if __name__ == "__main__":
-    print(build())

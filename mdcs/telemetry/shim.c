@@ -1,20 +1,20 @@
-/* A byte-exact meter of tensor memory, preloaded with LD_PRELOAD.
+/* A byte-exact meter of tensor memory, loaded into a running process.
  *
- * torch's CPU allocator takes every tensor from posix_memalign(…, 64, bytes) and gives it back with
- * free(). This library stands in front of both, remembers (address -> requested bytes, tag) of every
- * such block, and keeps live bytes and peaks per tag and in total. Other alignments, malloc and mmap
- * pass through uncounted; another library that asks for 64-byte alignment (oneDNN's scratchpads) is
- * counted like a tensor, which is what a memory budget wants.
+ * torch's CPU allocator takes every tensor from posix_memalign(…, 64, bytes) and gives it back with free(), both called
+ * from torch's own libraries. mdcs_attach makes the global offset tables of those libraries name the two functions of
+ * this file, which remember (address -> requested bytes, tag) of every such block, and keep live bytes and peaks per
+ * tag and in total. Other alignments, malloc and mmap pass through uncounted; what else in torch's libraries asks for
+ * 64-byte alignment (oneDNN's scratchpads) is counted like a tensor, which is what a memory budget wants. Blocks that
+ * are older than the meter are counted if mdcs_adopt is told of them, else they pass through.
  *
- * Exactness: one lock guards the table and all counters, so a total, its peak and the per-tag snapshot
- * at that peak always belong together. Speed: free() is called for everything in the process; it reaches
- * the lock only for 64-byte aligned addresses whose bucket in a lock-free counting filter is not empty.
- *
- * Nothing here may allocate through malloc: the table lives in its own mmap.
+ * Exactness: one lock guards the table and all counters, so a total, its peak and the per-tag snapshot at that peak
+ * always belong together. Speed: torch's libraries free more than tensors; free() reaches the lock only for 64-byte
+ * aligned addresses whose bucket in a lock-free counting filter is not empty.
  */
 #define _GNU_SOURCE
-#include <dlfcn.h>
+#include <elf.h>
 #include <errno.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -23,30 +23,19 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-/* initial-exec: reading a thread-local must never make the dynamic linker allocate. */
-#define PER_THREAD static _Thread_local __attribute__((tls_model("initial-exec")))
+
+#if defined __x86_64__
+enum { JUMP_SLOT = R_X86_64_JUMP_SLOT, GLOB_DAT = R_X86_64_GLOB_DAT };
+#elif defined __aarch64__
+enum { JUMP_SLOT = R_AARCH64_JUMP_SLOT, GLOB_DAT = R_AARCH64_GLOB_DAT };
+#else
+#error "memory on CPU is measured on x86-64 and aarch64 only"
+#endif
 
 enum { TAGS = 16, ALIGNMENT = 64, FILTER_BITS = 16, FIRST_TABLE_BITS = 14 };
-
-/* ---- the allocator behind this one --------------------------------------------------------------------- */
-
-static int (*next_posix_memalign)(void **, size_t, size_t);
-static void (*next_free)(void *);
-static void *(*next_realloc)(void *, size_t);
-/* dlsym may itself allocate or free: such calls are refused or ignored, not recursed into. */
-PER_THREAD bool resolving;
-
-static bool resolve(void) {
-    if (resolving) return false;
-    resolving = true;
-    *(void **)&next_posix_memalign = dlsym(RTLD_NEXT, "posix_memalign");
-    *(void **)&next_realloc = dlsym(RTLD_NEXT, "realloc");
-    *(void **)&next_free = dlsym(RTLD_NEXT, "free");
-    resolving = false;
-    return next_posix_memalign && next_realloc && next_free;
-}
 
 /* ---- counters (guarded by `lock`) ---------------------------------------------------------------------- */
 
@@ -60,12 +49,12 @@ static struct bytes live;
 static struct bytes peak;    /* since mdcs_reset_peaks */
 static struct bytes window;  /* peaks since the last mdcs_window */
 static struct bytes at_peak; /* live bytes when peak.total was last reached */
-PER_THREAD int current_tag;
+static _Thread_local int current_tag;
 
 /* Threads of others, known by their name, in which nobody calls mdcs_set_tag: what they allocate has this tag. */
 static char others_name[16];
 static _Atomic int others_tag;
-PER_THREAD enum { UNKNOWN, OURS, OTHERS } owner;
+static _Thread_local enum { UNKNOWN, OURS, OTHERS } owner;
 
 static int tag_of_thread(void) {
     int tag = current_tag ? 0 : atomic_load_explicit(&others_tag, memory_order_acquire);
@@ -198,21 +187,14 @@ static bool track(void *pointer, int64_t bytes, int tag) {
     return room;
 }
 
-/* Forgets a block and, if it was known, describes it. Must precede the real free: the address may be
- * handed out again at once. */
-static bool untrack(void *pointer, struct block *forgotten) {
-    bool known = false;
+/* Forgets a block if it is known. Must precede the real free: the address may be handed out again at once. */
+static void untrack(void *pointer) {
     pthread_mutex_lock(&lock);
     if (places) {
         struct block *block = find((uintptr_t)pointer);
-        known = block->address != 0;
-        if (known) {
-            if (forgotten) *forgotten = *block;
-            erase(block);
-        }
+        if (block->address != 0) erase(block);
     }
     pthread_mutex_unlock(&lock);
-    return known;
 }
 
 /* ---- a forked child must not inherit a lock that another thread held ----------------------------------- */
@@ -220,42 +202,107 @@ static bool untrack(void *pointer, struct block *forgotten) {
 static void hold(void) { pthread_mutex_lock(&lock); }
 static void release(void) { pthread_mutex_unlock(&lock); }
 
-__attribute__((constructor)) static void start(void) {
-    resolve();
-    pthread_atfork(hold, release, release);
-}
+__attribute__((constructor)) static void start(void) { pthread_atfork(hold, release, release); }
 
-/* ---- the interposed functions -------------------------------------------------------------------------- */
+/* ---- what torch's libraries call ----------------------------------------------------------------------- */
 
-EXPORT int posix_memalign(void **pointer, size_t alignment, size_t bytes) {
-    if (!next_posix_memalign && !resolve()) return ENOMEM;
-    int error = next_posix_memalign(pointer, alignment, bytes);
+static int counted_posix_memalign(void **pointer, size_t alignment, size_t bytes) {
+    int error = posix_memalign(pointer, alignment, bytes);
     if (error == 0 && alignment == ALIGNMENT && *pointer && !track(*pointer, (int64_t)bytes, tag_of_thread())) {
-        next_free(*pointer);
+        free(*pointer);
         return ENOMEM;
     }
     return error;
 }
 
-EXPORT void free(void *pointer) {
-    if (!next_free && !resolve()) return;
-    if (maybe_tracked(pointer)) untrack(pointer, NULL);
-    next_free(pointer);
+static void counted_free(void *pointer) {
+    if (maybe_tracked(pointer)) untrack(pointer);
+    free(pointer);
 }
 
-/* torch never reallocates. Should someone, the block leaves the meter: it is no tensor, and need not be
- * aligned any more. */
-EXPORT void *realloc(void *pointer, size_t bytes) {
-    struct block forgotten;
-    if (!next_realloc && !resolve()) {
-        errno = ENOMEM;
-        return NULL;
+static uintptr_t counted(const char *name) {
+    if (strcmp(name, "posix_memalign") == 0) return (uintptr_t)&counted_posix_memalign;
+    return strcmp(name, "free") == 0 ? (uintptr_t)&counted_free : 0;
+}
+
+/* A loaded library. The linker makes the pages from sealed to sealed_end read-only after relocation. */
+struct library {
+    uintptr_t base, page, sealed, sealed_end;
+    const ElfW(Sym) *symbols;
+    const char *strings;
+};
+
+/* Makes the offset table of these relocations name our functions. Returns how many slots name them, or -1 where the
+ * system forbids it. */
+static int redirect(const struct library *in, const ElfW(Rela) *entry, size_t bytes) {
+    int redirected = 0;
+    for (const ElfW(Rela) *end = entry + bytes / sizeof *entry; entry < end; entry++) {
+        uint32_t type = (uint32_t)ELF64_R_TYPE(entry->r_info);
+        if (type != JUMP_SLOT && type != GLOB_DAT) continue;
+        uintptr_t ours = counted(in->strings + in->symbols[ELF64_R_SYM(entry->r_info)].st_name);
+        if (ours == 0) continue;
+        uintptr_t slot = in->base + entry->r_offset;
+        void *page = (void *)(slot & -in->page);
+        bool sealed = in->sealed <= slot && slot < in->sealed_end;
+        if (sealed && mprotect(page, in->page, PROT_READ | PROT_WRITE) != 0) return -1;
+        atomic_store((_Atomic uintptr_t *)slot, ours); /* other threads call through it meanwhile */
+        if (sealed) mprotect(page, in->page, PROT_READ);
+        redirected++;
     }
-    bool known = maybe_tracked(pointer) && untrack(pointer, &forgotten);
-    void *moved = next_realloc(pointer, bytes);
-    /* It failed: the old block still lives. */
-    if (known && !moved && bytes > 0) track(pointer, forgotten.bytes, forgotten.tag);
-    return moved;
+    return redirected;
+}
+
+/* glibc stores addresses in the dynamic section when it loads a library; other linkers leave offsets there. */
+static const void *located(const struct library *in, ElfW(Addr) address) {
+    return (const void *)(address < in->base ? in->base + address : address);
+}
+
+static int attach_library(struct dl_phdr_info *info, size_t size, void *attached) {
+    const char *slash = strrchr(info->dlpi_name, '/'), *name = slash ? slash + 1 : info->dlpi_name;
+    struct library in = {.base = info->dlpi_addr, .page = (uintptr_t)sysconf(_SC_PAGESIZE)};
+    const ElfW(Dyn) *dynamic = NULL;
+    const ElfW(Rela) *jumps = NULL, *data = NULL;
+    size_t jump_bytes = 0, data_bytes = 0;
+    (void)size;
+    if (strncmp(name, "libc10", 6) != 0 && strncmp(name, "libtorch", 8) != 0) return 0;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *part = &info->dlpi_phdr[i];
+        uintptr_t begin = in.base + part->p_vaddr;
+        if (part->p_type == PT_DYNAMIC) dynamic = (const ElfW(Dyn) *)begin;
+        if (part->p_type == PT_GNU_RELRO) {
+            in.sealed = begin & -in.page;
+            in.sealed_end = (begin + part->p_memsz) & -in.page;
+        }
+    }
+    for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) switch (dynamic->d_tag) {
+            case DT_SYMTAB: in.symbols = located(&in, dynamic->d_un.d_ptr); break;
+            case DT_STRTAB: in.strings = located(&in, dynamic->d_un.d_ptr); break;
+            case DT_JMPREL: jumps = located(&in, dynamic->d_un.d_ptr); break;
+            case DT_RELA: data = located(&in, dynamic->d_un.d_ptr); break;
+            case DT_PLTRELSZ: jump_bytes = dynamic->d_un.d_val; break;
+            case DT_RELASZ: data_bytes = dynamic->d_un.d_val; break;
+        }
+    /* libc10 has the allocator. Freed without being counted out is worse than not counted: give up at once. */
+    int slots = redirect(&in, data, data_bytes), more = slots < 0 ? -1 : redirect(&in, jumps, jump_bytes);
+    if (more < 0) return *(int *)attached = -1;
+    if (strncmp(name, "libc10.", 7) == 0) *(int *)attached += slots + more;
+    return 0;
+}
+
+/* Counts from now on what torch allocates. Returns how many calls of its allocator are counted: 0 where there is no
+ * libc10, -1 where the system forbids it. To call it again changes nothing. */
+EXPORT int mdcs_attach(void) {
+    int attached = 0;
+    dl_iterate_phdr(attach_library, &attached);
+    return attached;
+}
+
+/* Counts a block that is older than the meter and comes from torch's allocator. False where there is no memory. */
+EXPORT bool mdcs_adopt(void *pointer, int64_t bytes) {
+    pthread_mutex_lock(&lock);
+    bool known = places && find((uintptr_t)pointer)->address != 0;
+    pthread_mutex_unlock(&lock);
+    return known || track(pointer, bytes, 0);
 }
 
 /* ---- reading the meter --------------------------------------------------------------------------------- */

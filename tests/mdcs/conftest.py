@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from mdcs.telemetry.memory_meter import preload_env
 from tests.mdcs.runtime.ranks import Ranks
 
 
@@ -18,16 +16,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def _pool(world: int, environment: dict[str, str] | None = None) -> Iterator[Ranks]:
-    ranks = Ranks(world, environment)
+def _pool(world: int) -> Iterator[Ranks]:
+    ranks = Ranks(world)
     yield ranks
     ranks.stop()
 
 
 @pytest.fixture(scope="session")
 def single() -> Iterator[Ranks]:
-    """One process whose tensor memory is counted."""
-    yield from _pool(1, preload_env(os.environ))
+    yield from _pool(1)
 
 
 @pytest.fixture(scope="session")
@@ -49,15 +46,3 @@ def nodes() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def four(nodes: Ranks) -> Ranks:
     return nodes
-
-
-@pytest.fixture(scope="session")
-def measured() -> Iterator[Ranks]:
-    """Two ranks whose tensor memory is counted."""
-    yield from _pool(2, preload_env(os.environ))
-
-
-@pytest.fixture(scope="session")
-def measured_nodes() -> Iterator[Ranks]:
-    """Two nodes of two ranks whose tensor memory is counted."""
-    yield from _pool(4, preload_env(os.environ))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.config import checks, files, rules, schema, targets
+from experiments.config import checks, files, schema, targets
 from experiments.config.identity import about, job_identity
 from experiments.config.schema import OPTION_GROUPS, ClusterConfig, CompareConfig, Config, ConfigError, ScaleConfig
 from experiments.job.record import identity_of
@@ -232,9 +232,6 @@ WRONG = {
     "data=digits": "data: digits gives images, the model reads tokens; use another source, or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
     "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",
-    "cluster.measure_memory=false budget.gib=1": (
-        "cluster.measure_memory: must be true with a budget: it counts activations; got false"
-    ),
     "profile.path=/no/such/file": "profile.path: no such file: /no/such/file",
     "profile.path=x profile.refresh=true": "profile.refresh: measures a profile, and profile.path=x is one",
     "profile.layers=2": "profile.layers: has no effect with profile.name=measured, got 2",
@@ -322,13 +319,11 @@ def test_a_saved_config_is_loaded_unchanged(tmp_path):
 
 def test_the_config_of_ranks_on_another_host_is_without_the_profile_and_loaded_all_the_same(tmp_path):
     path = Path(__file__).parents[1] / "profile.json"
-    known = ("model=gpt2-tiny", "link=emulated", f"profile.path={path}", "budget.gib=1", "cluster.measure_memory=false")
+    known = ("model=gpt2-tiny", "link=emulated", f"profile.path={path}", "budget.gib=1")
     made = composed(*known)
     there = replace(made, profile=replace(made.profile, path=None))
     checks.save(there, tmp_path / "config.yaml")
     assert checks.load(tmp_path / "config.yaml").profile.path is None
-    with pytest.raises(ConfigError, match=r"^cluster\.measure_memory: must be true with a budget"):
-        rules.check(there)
 
 
 def test_threads_are_the_cores_divided_by_ranks(monkeypatch):

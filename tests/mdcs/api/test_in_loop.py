@@ -510,9 +510,9 @@ def as_ddp_recomputing(recompute: str, options: dict[str, Any], replans: bool) -
         ("planned", {"budget": "70%", "batches": [torch.rand(1500, 8)]}, False),
     ],
 )  # fmt: skip
-def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(measured, recompute, options, replans, tmp_path):
+def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(two, recompute, options, replans, tmp_path):
     options |= {"profiles": str(tmp_path)}
-    for rank in measured.run(as_ddp_recomputing, recompute, options, replans, timeout_s=200.0):
+    for rank in two.run(as_ddp_recomputing, recompute, options, replans, timeout_s=200.0):
         assert rank["differs"] == [] and "full" in rank["choices"] and rank["plans"] == 1 + replans
         assert rank["budget"] is None or rank["peak"] <= rank["budget"]
         assert rank["inputs"] == ("1500 x 8" if "batches" in options else "1000 x 8")

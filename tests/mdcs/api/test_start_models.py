@@ -117,8 +117,8 @@ def of_other_memory(kind: str, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["numpy", "mapped"])
-def test_weights_of_a_mapped_file_or_an_array_are_trained(measured: Ranks, tmp_path: Path, kind: str) -> None:
-    assert measured.run(of_other_memory, kind, str(tmp_path)) == measured.run(of_other_memory, "torch", "")
+def test_weights_of_a_mapped_file_or_an_array_are_trained(two: Ranks, tmp_path: Path, kind: str) -> None:
+    assert two.run(of_other_memory, kind, str(tmp_path)) == two.run(of_other_memory, "torch", "")
 
 
 def evaluated_nested() -> tuple[int, ...]:

@@ -80,17 +80,17 @@ def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks, recompute: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), [*(("gpt2", s) for s in ("fsdp", "sdp", "zero2", "dp")), ("resnet", "random")])
-def test_the_peak_is_near_the_prediction(measured: Ranks, model: str, strategy: str) -> None:
-    for rank in measured.run(peak, model, How(strategy, "sequential", seed=7), LARGE[model]):
+def test_the_peak_is_near_the_prediction(two: Ranks, model: str, strategy: str) -> None:
+    for rank in two.run(peak, model, How(strategy, "sequential", seed=7), LARGE[model]):
         assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), [("gpt2", "fsdp"), ("gpt2", "sdp"), ("resnet", "random")])
 @pytest.mark.parametrize("choice", ["full", "selective"])
-def test_the_peak_with_recomputation_is_near_the_prediction(measured: Ranks, model: str, strategy: str, choice: str) -> None:
+def test_the_peak_with_recomputation_is_near_the_prediction(two: Ranks, model: str, strategy: str, choice: str) -> None:
     shape = LARGE[model] | {"samples": 4}
-    kept, again = (measured.run(peak, model, How(strategy, "sequential", seed=7, recompute=c), shape) for c in ("", choice))
+    kept, again = (two.run(peak, model, How(strategy, "sequential", seed=7, recompute=c), shape) for c in ("", choice))
     for before, rank in zip(kept, again, strict=True):
         assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
         assert rank["measured"]["total"] < (0.9 if model == "gpt2" else 1.0) * before["measured"]["total"]
@@ -98,8 +98,8 @@ def test_the_peak_with_recomputation_is_near_the_prediction(measured: Ranks, mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), [("gpt2", "hsdp_no_reshard"), ("resnet", "hsdp"), ("gpt2", "random")])
-def test_the_peak_of_shards_within_nodes_is_near_the_prediction(measured_nodes: Ranks, model: str, strategy: str) -> None:
-    for rank in measured_nodes.run(peak, model, How(strategy, "sequential", seed=7, per_node=2), LARGE[model]):
+def test_the_peak_of_shards_within_nodes_is_near_the_prediction(nodes: Ranks, model: str, strategy: str) -> None:
+    for rank in nodes.run(peak, model, How(strategy, "sequential", seed=7, per_node=2), LARGE[model]):
         # Whether the last message's staging is freed before the next is a matter of time: 1.1 of 22.6 MB.
         assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.06)
 

@@ -193,12 +193,24 @@ def test_what_needs_a_plan_says_so() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="init= needs a plan, made before the loop: mdcs.autoplan"):
         mdcs.parallelize(net, optimizer, init=lambda module: None)
-    with pytest.raises(ValueError, match="budget must be bytes, such as .*; got '40 lbs'"):
+    with pytest.raises(ValueError, match="budget must be a size, such as .*; got '40 lbs'"):
         mdcs.parallelize(net, optimizer, budget="40 lbs")
     with pytest.raises(ValueError, match="the plan has a budget already"):
         mdcs.parallelize(net, optimizer, SimpleNamespace(), budget=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="micro_steps= is for a plan that is made here"):
         mdcs.parallelize(net, optimizer, SimpleNamespace(), micro_steps=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["60%", "floor+10%"])
+def test_a_part_is_refused_where_activations_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, budget: str) -> None:
+    net = Net()
+    optimizer, units = torch.optim.Adam(net.parameters()), mdcs.partition(net)
+    monkeypatch.setattr("mdcs.api.autoplan.unmeasured", lambda device: "there is no compiler: install one")
+    with pytest.raises(ValueError, match="depends on the bytes of activations: .* install one, or give the budget in bytes"):
+        mdcs.parallelize(net, optimizer, budget=budget)
+    with pytest.raises(ValueError, match="depends on the bytes of activations"):
+        mdcs.autoplan(net, optimizer, units, lambda: net(batch(0))["logits"].mean(), budget=budget, progress=False)
+    mdcs.parallelize(net, optimizer, budget="1GiB", progress=False).close()
 
 
 def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_said(capsys: pytest.CaptureFixture[str]) -> None:

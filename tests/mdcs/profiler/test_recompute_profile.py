@@ -52,8 +52,8 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("name", "shape"), few(SHAPES))
-def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(measured: Ranks, name, shape):
-    for rank in measured.run(measured_and_predicted, name, shape):
+def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(two: Ranks, name, shape):
+    for rank in two.run(measured_and_predicted, name, shape):
         for found, predicted in rank:
             if name in ("gpt2", "bert"):
                 assert predicted == found
@@ -113,8 +113,8 @@ def options_and_reasons() -> tuple[list[tuple[str, str]], str]:
     return [(units[o.unit].name, o.choice) for o in profile.recompute], profile.about["recompute"]
 
 
-def test_units_that_cannot_keep_their_activations_and_the_profile_says_why(measured: Ranks):
-    for options, reasons in measured.run(options_and_reasons):
+def test_units_that_cannot_keep_their_activations_and_the_profile_says_why(two: Ranks):
+    for options, reasons in two.run(options_and_reasons):
         assert options == [("plain", FULL)]  # selectively it would keep the output of its last layer, which it need not
         assert reasons.split("; ") == [
             "by_hand: the model checkpoints it already", "inside: the model checkpoints it already",

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from mdcs.profiler import update_timing
-from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, ShimMeter, preloaded
+from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, ShimMeter
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a rank imports sooner or later; torch brings its compiler when an optimizer is first used.
@@ -55,7 +55,7 @@ NOT_CONNECTED = "the ranks did not connect"
 
 
 class Ranks:
-    """``environment`` is what the processes start with instead of this one's (the memory shim's, say).
+    """``environment`` is what the processes start with instead of this one's.
 
     Without one they are forks of a server that has imported what ranks need, ready in milliseconds.
     """
@@ -194,8 +194,7 @@ def _call(rank: int, world: int, store: str, module: str, name: str, arguments: 
 
     torch.set_num_threads(1)
     gc.collect()
-    if preloaded():
-        _count_from_here()
+    _count_from_here()
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)

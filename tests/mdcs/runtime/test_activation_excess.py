@@ -2,7 +2,7 @@
 
 Where messages can wait the budget is kept; where they cannot this is said once, and counted in records.
 
-The ranks run with the memory shim.
+Tensor memory is counted in all ranks.
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ def run(samples: list[int], strategy: str = "fsdp", keeps: int = 0, room: int = 
     }
 
 
-def test_nothing_is_said_of_a_loop_that_is_as_profiled(measured: Ranks):
-    for found in measured.run(run, [SAMPLES] * 6):
+def test_nothing_is_said_of_a_loop_that_is_as_profiled(two: Ranks):
+    for found in two.run(run, [SAMPLES] * 6):
         assert found["inputs"] == f"{SAMPLES} x {WIDTH}"
         assert found["said"] == [] and set(found["over"]) == {0} == set(found["slots"])
         assert found["peak"] <= found["budget"]
 
 
-def test_a_longer_batch_is_said_once_with_sizes_and_bytes_and_counted(measured: Ranks):
+def test_a_longer_batch_is_said_once_with_sizes_and_bytes_and_counted(two: Ranks):
     larger = 16 * SAMPLES
-    for found in measured.run(run, [SAMPLES, SAMPLES, larger, larger, SAMPLES, larger]):
+    for found in two.run(run, [SAMPLES, SAMPLES, larger, larger, SAMPLES, larger]):
         [said] = found["said"]
         above = found["over"][2] / MIB
         assert f"step 3: {above:.2f} MiB above the budget of {found['budget'] / MIB:.2f} MiB in the " in said
@@ -109,17 +109,17 @@ def test_a_longer_batch_is_said_once_with_sizes_and_bytes_and_counted(measured: 
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-def test_messages_make_room_for_what_the_loop_keeps(measured: Ranks, strategy: str):
+def test_messages_make_room_for_what_the_loop_keeps(two: Ranks, strategy: str):
     """The schedule would run ahead of its reductions as far as the budget goes, and what the loop keeps would come on top."""
     keeps = 2 * BLOCK
-    for found in measured.run(run, [SAMPLES] * 6, strategy, keeps, keeps + BLOCK):
+    for found in two.run(run, [SAMPLES] * 6, strategy, keeps, keeps + BLOCK):
         assert found["said"] == [] and set(found["over"]) == {0}
         assert found["peak"] <= found["budget"]
 
 
-def test_what_the_loop_keeps_and_nothing_makes_room_for_is_said(measured: Ranks):
+def test_what_the_loop_keeps_and_nothing_makes_room_for_is_said(two: Ranks):
     keeps = 2 * BLOCK
-    for found in measured.run(run, [SAMPLES] * 6, "zero2", keeps):
+    for found in two.run(run, [SAMPLES] * 6, "zero2", keeps):
         [said] = found["said"]
         assert "step 1: 0.13 MiB above the budget" in said and f"(a batch of {SAMPLES} x {WIDTH})" in said
         assert "The loop keeps what the measured step does not" in said and "delete it before backward(), or plan with" in said
@@ -149,8 +149,8 @@ def evaluating() -> tuple[list[str], int]:
     return [str(w.message) for w in said], sum(r.slots_over_budget for r in records)
 
 
-def test_evaluations_and_whole_parameters_between_steps_are_not_counted(measured: Ranks):
-    assert measured.run(evaluating) == [([], 0)] * 2
+def test_evaluations_and_whole_parameters_between_steps_are_not_counted(two: Ranks):
+    assert two.run(evaluating) == [([], 0)] * 2
 
 
 # ---- one process
@@ -264,14 +264,14 @@ def raising(only: int | None) -> str:
     return ""
 
 
-def test_every_rank_ends_where_a_batch_above_the_budget_is_to_raise(measured: Ranks):
-    for rank, told in enumerate(measured.run(raising, None)):
+def test_every_rank_ends_where_a_batch_above_the_budget_is_to_raise(two: Ranks):
+    for rank, told in enumerate(two.run(raising, None)):
         assert f"rank {rank}, step 3: " in told or "rank 0 left" in told or "rank 1 left" in told
         assert "above the budget of" in told and f"The batch is {16 * SAMPLES} x {WIDTH}" in told, told
 
 
-def test_a_rank_whose_batch_fits_ends_with_the_words_of_the_one_whose_does_not(measured: Ranks):
-    first, second = measured.run(raising, 1)
+def test_a_rank_whose_batch_fits_ends_with_the_words_of_the_one_whose_does_not(two: Ranks):
+    first, second = two.run(raising, 1)
     assert second.startswith("rank 1, step 3: ") and "said once" not in second
     assert "rank 1 left the run in step 3: OverBudget: rank 1, step 3: " in first and "above the budget of" in first
 
@@ -301,6 +301,6 @@ def planned_for(sizes: list[int]) -> tuple[list[float], list[int], str, int, int
     return losses, [r.over_budget for r in records], plan.profile.about[INPUTS], peak, plan.budget
 
 
-def test_a_plan_of_several_batches_has_room_for_the_largest(measured: Ranks):
-    for _, over, inputs, peak, budget in measured.run(planned_for, [SAMPLES, 16 * SAMPLES, 4 * SAMPLES], timeout_s=200.0):
+def test_a_plan_of_several_batches_has_room_for_the_largest(two: Ranks):
+    for _, over, inputs, peak, budget in two.run(planned_for, [SAMPLES, 16 * SAMPLES, 4 * SAMPLES], timeout_s=200.0):
         assert set(over) == {0} and peak <= budget and inputs == f"{16 * SAMPLES} x {WIDTH}"

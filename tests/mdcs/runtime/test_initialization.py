@@ -200,8 +200,8 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize(("strategy", "half"), [*((s, False) for s in HOWS), ("zero2", True), ("fsdp", True)])
-def test_no_more_than_a_unit_is_whole_beside_the_shards(measured: Ranks, strategy: str, half: bool) -> None:
-    for found, predicted, buffers, whole in measured.run(bytes_of_start, strategy, half):
+def test_no_more_than_a_unit_is_whole_beside_the_shards(two: Ranks, strategy: str, half: bool) -> None:
+    for found, predicted, buffers, whole in two.run(bytes_of_start, strategy, half):
         assert predicted <= found <= predicted + buffers + 16  # and a number or two
         if strategy in ("sdp", "fsdp") and not half:
             assert predicted < 0.85 * whole

@@ -1,6 +1,6 @@
 """The ledger says to the byte what the allocator gave; and no rank ever goes above its budget.
 
-The ranks run with the memory shim. ``predicted`` is the ledger as it ran, ``planned`` the simulator's replay, which for
+Tensor memory is counted in all ranks. ``predicted`` is the ledger as it ran, ``planned`` the simulator's replay, which for
 the sequential schedule, whose memory no timing can change, must agree as well.
 """
 
@@ -114,7 +114,7 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured_in(measured: Ranks) -> Callable[[tuple[str, str, str]], list[dict[str, Any]]]:
+def measured_in(two: Ranks) -> Callable[[tuple[str, str, str]], list[dict[str, Any]]]:
     """Measurements of every rank in a combination, which is run when it is first asked for."""
 
     @cache
@@ -122,7 +122,7 @@ def measured_in(measured: Ranks) -> Callable[[tuple[str, str, str]], list[dict[s
         model, strategy, scheduler = combination
         budget = 1.2 if strategy in ("random", "greedy") else None
         how = How(strategy, scheduler, budget=budget, seed=7, bytes=BLOCK)
-        return measured.run(measure, Job(model), how, SHAPES[model])
+        return two.run(measure, Job(model), how, SHAPES[model])
 
     return measured_in
 
@@ -184,9 +184,9 @@ def test_every_slot_is_exact(measured_in, combination):
     ],
     ids=lambda value: f"{value.model}-{value.wide_gradients}" if isinstance(value, Job) else value.strategy,
 )
-def test_mixed_precision(measured: Ranks, job, how):
+def test_mixed_precision(two: Ranks, job, how):
     """Masters are with the optimizer's state; a gradient is copied for its update unless it has their precision."""
-    for rank in measured.run(measure, job, how, SHAPES[job.model]):
+    for rank in two.run(measure, job, how, SHAPES[job.model]):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
         assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
         assert how.budget is None or rank["measured"]["total"] <= rank["budget"]
@@ -203,8 +203,8 @@ def test_mixed_precision(measured: Ranks, job, how):
     ],
     ids=["two groups", "two groups cut", "momentum, barrier", "clipped", "frozen, clipped"],
 )
-def test_other_optimizers_accumulation_and_clipping(measured: Ranks, job, how):
-    for rank in measured.run(measure, job, how, {}):
+def test_other_optimizers_accumulation_and_clipping(two: Ranks, job, how):
+    for rank in two.run(measure, job, how, {}):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
         assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
 
@@ -212,13 +212,13 @@ def test_other_optimizers_accumulation_and_clipping(measured: Ranks, job, how):
 @pytest.mark.parametrize(
     ("strategy", "scheduler"), [("random", "random"), pytest.param("fsdp", "fusion", marks=pytest.mark.slow)]
 )
-def test_native_collectives_hold_what_the_ledger_says(measured: Ranks, strategy, scheduler):
+def test_native_collectives_hold_what_the_ledger_says(two: Ranks, strategy, scheduler):
     """gloo's own buffers included; when its threads allocate those of several messages in flight is up to them.
 
     The other tests have rings, which are exact.
     """
     how = How(strategy, scheduler, seed=3, collectives=Collectives("native"))
-    for rank in measured.run(measure, Job("gpt2"), how, SHAPES["gpt2"]):
+    for rank in two.run(measure, Job("gpt2"), how, SHAPES["gpt2"]):
         exact = [c for c in BUFFERS if c != "staging"]
         assert {c: rank["predicted"][c] for c in exact} == {c: rank["measured"][c] for c in exact}
         assert 0.5 * rank["predicted"]["staging"] <= rank["measured"]["staging"] <= rank["predicted"]["staging"]
@@ -259,14 +259,14 @@ def peak_under_budget(job: Job, how: How, share: float | None) -> tuple[int, int
 @pytest.mark.parametrize(
     "scheduler", [pytest.param(name, marks=[pytest.mark.slow] if n % 4 else []) for n, name in enumerate(SCHEDULERS)]
 )
-def test_never_above_the_budget(measured: Ranks, scheduler):
+def test_never_above_the_budget(two: Ranks, scheduler):
     cases = [
         (How("fsdp", scheduler, budget=1.0, bytes=BLOCK), None),
         (How("greedy", scheduler, budget=1.05, bytes=BLOCK), None),
         (How("greedy", scheduler, budget=1.4, bytes=BLOCK), 0.5),
         (How("random", scheduler, budget=1.4, seed=3, bytes=BLOCK), 1.0),
     ]
-    for results in measured.run(peaks_under_budgets, "gpt2", cases):
+    for results in two.run(peaks_under_budgets, "gpt2", cases):
         assert [(budget, peak) for budget, peak in results if peak > budget] == []
         # The budgets bind: what is used is most of them.
         assert all(peak > 0.6 * budget for budget, peak in results)
@@ -307,9 +307,9 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     }
 
 
-def test_a_drain_keeps_to_the_budget(measured: Ranks):
+def test_a_drain_keeps_to_the_budget(two: Ranks):
     """It reduces at the turn what the plan has room for only later: what is gathered ahead must make way."""
-    for found in measured.run(drain_with_a_gather_ahead):
+    for found in two.run(drain_with_a_gather_ahead):
         assert found["over"] <= 0 and found["big"] == (True, True) and found["same"]
 
 

@@ -29,8 +29,8 @@ def test_every_strategy_and_scheduler_trains_as_ddp_does(two: Ranks) -> None:
     [(Job("mixed", 2, "adamw"), s) for s in ("zero2", "fsdp")] + [(Job("mixed", half="masters"), s) for s in ("dp", "sdp")],
     ids=["plain-zero2", "plain-fsdp", "masters-dp", "masters-sdp"],
 )
-def test_the_ledger_is_exact(measured: Ranks, job: Job, strategy: str) -> None:
-    for rank in measured.run(measure, job, How(strategy, "fusion", bytes=200), {}):
+def test_the_ledger_is_exact(two: Ranks, job: Job, strategy: str) -> None:
+    for rank in two.run(measure, job, How(strategy, "fusion", bytes=200), {}):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
 
 

@@ -5,8 +5,6 @@ The ranks share this machine; the profile says that each two of them share a hos
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profiler.link_timing import measure_link, ranks_per_node
-from mdcs.telemetry.memory_meter import preload_env
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_checkpointing import other_start
 from tests.mdcs.runtime.test_loops import one_step
@@ -69,18 +66,10 @@ def held(strategy: str, collectives: Collectives) -> dict[str, Any]:
         return {**parallel.memory(), "planned": parallel.plan.prediction.memory}
 
 
-@pytest.fixture(scope="module")
-def counted() -> Iterator[Ranks]:
-    """Four ranks whose tensor memory is counted."""
-    ranks = Ranks(4, preload_env(os.environ))
-    yield ranks
-    ranks.stop()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "collectives"), [("hsdp_no_reshard", RING), ("hsdp", NATIVE), ("hsdp", RING)])
-def test_the_ledger_is_right_to_the_byte(counted: Ranks, strategy, collectives):
-    for rank in counted.run(held, strategy, collectives):
+def test_the_ledger_is_right_to_the_byte(nodes: Ranks, strategy, collectives):
+    for rank in nodes.run(held, strategy, collectives):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
         assert {c: rank["planned"][c] for c in BUFFERS} == {c: rank["predicted"][c] for c in BUFFERS}
 

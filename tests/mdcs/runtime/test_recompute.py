@@ -126,8 +126,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("model", "strategy"), few([("gpt2", "fsdp"), ("llama", "dp"), ("bert", "zero2"), ("resnet", "sdp")]))
-def test_peaks_are_those_of_the_ledger_slot_by_slot(measured: Ranks, model, strategy):
-    for slots in measured.run(bytes_of_slots, model, strategy, timeout_s=120):
+def test_peaks_are_those_of_the_ledger_slot_by_slot(two: Ranks, model, strategy):
+    for slots in two.run(bytes_of_slots, model, strategy, timeout_s=120):
         assert slots
         assert max(m for _, m, _ in slots) == pytest.approx(max(p for _, _, p in slots), rel=0.005)
         assert [(name, m, p) for name, m, p in slots if m > p] == []

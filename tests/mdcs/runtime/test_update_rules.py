@@ -69,9 +69,9 @@ def measure(name: str, strategy: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["adagrad", "nadam", "lion", "subclass", "rprop", "fused"])
-def test_its_state_is_in_the_ledger_to_the_byte(measured: Ranks, name: str):
+def test_its_state_is_in_the_ledger_to_the_byte(two: Ranks, name: str):
     for strategy in ("dp", "fsdp"):
-        for rank in measured.run(measure, name, strategy):
+        for rank in two.run(measure, name, strategy):
             (_, reserved), (predicted, held) = rank
             assert held == predicted and 0.8 * predicted < reserved <= predicted, (strategy, rank)
 

@@ -141,10 +141,10 @@ def measure(name: str, strategy: str) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "three"])
-def test_its_state_is_in_the_ledger(measured: Ranks, name: str):
+def test_its_state_is_in_the_ledger(two: Ranks, name: str):
     """To the byte where every rank has all, or all are elementwise; else on the rank that owns the most."""
     for strategy in ("dp", "fsdp"):
-        found = measured.run(measure, name, strategy)
+        found = two.run(measure, name, strategy)
         held = [own for _, own, _ in found]
         assert all(predicted >= own for predicted, own, _ in found), found
         assert max(held) == found[0][0] or name != "three" and strategy == "fsdp", found

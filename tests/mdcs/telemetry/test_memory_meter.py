@@ -1,7 +1,7 @@
 """The memory meter counts exactly what torch requests.
 
-The shim counts only in a process it was preloaded into, so the stories below run one after the other in one
-child process (this file, run as a program), and each becomes one test here.
+The stories below run one after the other in one child process (this file, run as a program), in which nothing else
+allocates, and each becomes one test here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,7 +70,7 @@ def tensor_of(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-# ---- stories, told in the preloaded process -------------------------------------------------------------
+# ---- stories, told in a process of their own -------------------------------------------------------------
 
 
 @story
@@ -323,11 +325,39 @@ def a_forked_child_keeps_counting(change: Change) -> None:
 
 
 @story
-def a_preloaded_process_gets_the_shim_for_cpu(change: Change) -> None:
+def a_cpu_has_the_shim(change: Change) -> None:
     assert isinstance(current_meter("cpu"), ShimMeter)
 
 
+@story
+def what_is_older_than_the_meter_is_counted_once_and_leaves_nothing(change: Change) -> None:
+    assert BEFORE.pop("live") == OLDER + OLDER_GRADIENT
+    older = BEFORE.pop("older")
+    assert change.meter.retag(older, "parameters") == OLDER
+    assert change.live() == {"parameters": OLDER, "activations": -OLDER}
+    older.grad = None
+    del older
+    assert change.live() == {"activations": -OLDER - OLDER_GRADIENT, "total": -OLDER - OLDER_GRADIENT}
+    BEFORE.clear()  # NumPy's, and memory of several processes: not counted, neither when it is freed
+    assert change.live()["total"] == -OLDER - OLDER_GRADIENT
+
+
+OLDER = OLDER_GRADIENT = 40_000
+BEFORE: dict[str, Any] = {}
+
+
+def allocate_before() -> None:
+    BEFORE["older"] = torch.ones(OLDER // 4, requires_grad=True)
+    BEFORE["older"].sum().backward()
+    BEFORE["view"] = BEFORE["older"].detach()[5:]
+    BEFORE["numpy"] = torch.from_numpy(np.ones(1000))
+    BEFORE["shared"] = torch.ones(1000).share_memory_()
+    BEFORE["live"] = ShimMeter().live()["total"]
+    del BEFORE["view"]
+
+
 def tell_stories() -> None:
+    allocate_before()
     outcomes = {}
     for name, tell in STORIES.items():
         try:
@@ -352,7 +382,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def outcomes(cache: Path) -> dict[str, str]:
     import_path = os.pathsep.join(path for path in sys.path if path)
-    env = memory_meter.preload_env({**os.environ, "PYTHONPATH": import_path})
+    env = {**os.environ, "PYTHONPATH": import_path}
     story_teller = [sys.executable, __file__]
     child = subprocess.run(story_teller, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert child.returncode == 0, child.stderr
@@ -361,7 +391,7 @@ def outcomes(cache: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_in_a_preloaded_process(name: str, outcomes: dict[str, str]) -> None:
+def test_in_a_process_of_its_own(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
@@ -406,7 +436,7 @@ def test_a_folder_of_another_user_is_refused_by_its_path(tmp_path: Path, monkeyp
     planted(tmp_path)
     monkeypatch.setattr(memory_meter, "_ours", lambda found: False)
     with pytest.raises(RuntimeError, match=f"^{tmp_path / 'mdcs'} is another user's, .*: set XDG_CACHE_HOME"):
-        memory_meter.preload_env({})
+        memory_meter.build()
 
 
 def test_concurrent_builds_leave_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,23 +466,20 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list((tmp_path / "mdcs").iterdir()), "nothing half-built stays behind"
 
 
-def test_preload_env_keeps_other_libraries_and_adds_itself_once(cache: Path) -> None:
-    shim = str(memory_meter.build())
-    env = memory_meter.preload_env({"LD_PRELOAD": "/lib/other.so", "HOME": "/home/me"})
-    assert env == {"LD_PRELOAD": f"{shim}:/lib/other.so", "HOME": "/home/me"}
-    assert memory_meter.preload_env(env) == env
+@pytest.fixture
+def uncounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process whose meter has not been loaded, and cannot be: there is no compiler."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for cached in (memory_meter._shim, memory_meter.unmeasured):
+        cached.cache_clear()
+    yield
+    for cached in (memory_meter._shim, memory_meter.unmeasured):
+        cached.cache_clear()
 
 
-def test_preload_env_refuses_a_path_that_the_loader_would_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
-    with pytest.raises(RuntimeError, match="XDG_CACHE_HOME"):
-        memory_meter.preload_env({})
-
-
-@pytest.mark.skipif(memory_meter.preloaded(), reason="this test process is itself measured")
-def test_without_the_shim_nothing_is_measured_and_nothing_fails() -> None:
+def test_without_a_compiler_nothing_is_measured_and_nothing_fails(uncounted: None) -> None:
     meter = current_meter(torch.device("cpu"))
     assert type(meter) is Meter
     with meter.tag("parameters"):
@@ -461,7 +488,8 @@ def test_without_the_shim_nothing_is_measured_and_nothing_fails() -> None:
     meter.reset()
     readings = [read() for read in (meter.live, meter.peaks, meter.at_peak, meter.window)]
     assert readings == [None] * 4
-    with pytest.raises(RuntimeError, match="not preloaded"):
+    assert "gcc" in memory_meter.unmeasured(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="needs a C compiler"):
         ShimMeter()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
+from mdcs.runtime.state_dict import units_of
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import Budget
@@ -247,6 +248,10 @@ class PlannedInLoop(Parallel):
         else:
             self._first.forget()
 
+    def _can_drop(self) -> bool:
+        first = self._first
+        return super()._can_drop() if first is None else first.micro_steps > 0 and not self._planning["cross_iteration"]
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients accumulate in ``.grad``: the passes in the block are not among those that are planned."""
@@ -270,11 +275,12 @@ class PlannedInLoop(Parallel):
         return super().pause() if self._first is None else nullcontext()
 
     def full_parameters(
-        self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+        self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
     ) -> AbstractContextManager[None]:
         """Hold whole parameters in the model, which they are until the plan is made."""
         if self._first is None:
-            return super().full_parameters(rank0_only=rank0_only, cpu=cpu, writeback=writeback)
+            return super().full_parameters(*names, rank0_only=rank0_only, cpu=cpu, writeback=writeback)
+        units_of(self.model, (), names, "full_parameters()")
         return self._written_back() if writeback else nullcontext()
 
     @contextmanager
@@ -283,6 +289,9 @@ class PlannedInLoop(Parallel):
         with torch.no_grad():
             for p in self.model.parameters() if dist.is_initialized() else ():
                 broadcast(p.data, None)
+
+    def _one_by_one(self, call: str) -> Iterable[Iterable[nn.Parameter]]:
+        return super()._one_by_one(call) if self._first is None else [self.model.parameters()]
 
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
         """Return the whole model's state dict."""
@@ -345,13 +354,11 @@ class PlannedInLoop(Parallel):
     @property
     def grad_norm(self) -> float | None:
         """Global gradient norm of the last clipped iteration."""
-        if self._first is not None:
-            return None
-        later = super().grad_norm
-        return self._first_norm if later is None else later
+        norm = super().grad_norm if self._first is None else self._first.norm
+        return self._first_norm if norm is None else norm
 
-    def _reduced_norm(self) -> float | None:
-        return None if self._first is not None else super()._reduced_norm()
+    def _reduce(self) -> None:
+        super()._reduce() if self._first is None else self._first.reduce()
 
     def close(self, *, whole: bool = True) -> None:
         """End the run."""

@@ -169,6 +169,17 @@ class Plan:
         return tuple(out)
 
     @cached_property
+    def held_update(self) -> int | None:
+        """The message behind which all updates wait for the loop's ``step()``, which may leave them out: in barrier mode the last
+        reduction. None where there is none, and where backward still needs a message behind it.
+        """
+        last = max((i for i, m in enumerate(self.messages) if not m.kind.is_gather), default=-1)
+        if self.cross_iteration or last < 0:
+            return None
+        behind = self.messages[last + 1 :]
+        return None if any(m.kind.plain is Kind.AG_B and m.slot < self.period.turn for m in behind) else last
+
+    @cached_property
     def early(self) -> tuple[float, ...]:
         """For each message, the fraction of the slot before its own after which it may leave
         (:mod:`mdcs.plan.gradient_readiness`).

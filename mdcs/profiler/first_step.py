@@ -57,7 +57,7 @@ class FirstStep:
     - ``step``: the step's number.
     - ``micro_steps``: backward passes so far, without side passes (:class:`mdcs.model.hooks.Listener`).
     - ``accumulates``: the loop is in ``no_sync()``.
-    - ``norm``: the gradients' norm before clipping, once finished; None without ``clip_norm``.
+    - ``norm``: the gradients' norm before clipping, once reduced; None without ``clip_norm``.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class FirstStep:
         self._calls: list[Call] = []  # before the first backward pass; those in no_sync() as long as there are no others
         self._checkpointed: list[Call] = []  # in reentrant checkpoints, which backward has not run again
         self._are_side, self._forwards, self.micro_steps = False, 0, 0
+        self._is_reduced, self._is_finite = False, True
         self._in_backward = self._in_side_backward = False
         self._depth = 0  # calls under way, one inside of the other
         self._loss_bytes = 0
@@ -159,6 +160,11 @@ class FirstStep:
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
+            if self._is_reduced:
+                raise RunError(
+                    f"rank {self._rank}, step {self._step}: backward ran again after clip_grad_norm_(): it comes after the last "
+                    "backward pass of a step, and step() or zero_grad() after it"
+                )
             self._in_backward = True
             self._in_side_backward = not self._reentrant.begin_backward()
             self._loss_bytes = max(self._loss_bytes, _untagged(self._meter.window()) - _untagged(self._before_loss))
@@ -176,10 +182,10 @@ class FirstStep:
 
     # -- the end of the step
 
-    def finish(self) -> None:
-        """Average the gradients over the ranks, unscale and clip them, and update all parameters. Collective.
+    def reduce(self) -> None:
+        """Average the gradients over the ranks, unscale and clip them, once. Collective.
 
-        With a loss scale the update is left out if a gradient has overflowed.
+        Raises RunError before backward, and for gradients that the loop has changed.
         """
         if not any(g is not None for call in self._calls for g in call.gradients):
             raise RunError(
@@ -191,18 +197,29 @@ class FirstStep:
                     f"rank {self._rank}, step {self._step}: the gradient of {name} was changed by the loop: clip with "
                     "parallelize(…, clip_norm=…), and zero gradients only after step()"
                 )
-        for handle in self._handles:
-            handle.remove()
-        self.micro_steps = max(1, self.micro_steps)
-        self._calls = self._calls[: max(1, round(self._forwards / self.micro_steps))]
+        if self._is_reduced:
+            return
+        self._is_reduced = True
         self._average()
-        is_finite = self._loss_scale is None or self._unscale(self._loss_scale)
+        self._is_finite = self._loss_scale is None or self._unscale(self._loss_scale)
         if self._clip_norm is not None:
             self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))
         if self._clip_value is not None:
             nn.utils.clip_grad_value_(self._trained, self._clip_value)
+        self._versions = {p: (id(p.grad), version_of(p.grad)) for p in self._trained if p.grad is not None}
+
+    def finish(self) -> None:
+        """Reduce the gradients, and update all parameters. Collective.
+
+        With a loss scale the update is left out if a gradient has overflowed.
+        """
+        self.reduce()
+        for handle in self._handles:
+            handle.remove()
+        self.micro_steps = max(1, self.micro_steps)
+        self._calls = self._calls[: max(1, round(self._forwards / self.micro_steps))]
         for optimizer in self._optimizers:
-            if is_finite:
+            if self._is_finite:
                 type(optimizer).step(optimizer)
             mark_stepped(optimizer)
         for p in self._trained:

@@ -166,9 +166,8 @@ class Engine:
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
         self._recomputation = Recomputation(units, chosen, self._recomputing)
-        self._handles = [*batch.handles]
-        self._handles += [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
-        self._handles.append(validation.refuse_state_dict(model, self.storages, place))
+        forbidden = [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
+        self._handles = [*batch.handles, *forbidden, validation.refuse_state_dict(model, self.storages, place)]
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
@@ -270,7 +269,7 @@ class Engine:
     def drain(self, call: str, *, needs_ranks: bool = False) -> None:
         """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step."""
         self.check(call, needs_ranks=needs_ranks)
-        if not self.sequencer.at_turn:
+        if not self.sequencer.at_turn or self.sequencer.step_pending:
             raise self.place.error(f"{call} inside an iteration, between its forward pass and step(): call it after step()")
         self.excess.skips = True
         with self.place.during(call):
@@ -323,6 +322,7 @@ class Engine:
         if problem is not None:
             return problem
         sequencer.advance_to(max(progress for _, progress, _ in answers))
+        sequencer.decide(False)
         self._finish(sequencer.periods - sequencer.step_pending)
         sequencer.restart()
         return None

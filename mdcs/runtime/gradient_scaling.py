@@ -99,13 +99,13 @@ class UpdateScale:
         self._reduce(top, dist.ReduceOp.MAX)
         squares = norm.squares(counted, top, work)
         self._reduce(squares, dist.ReduceOp.SUM)
-        total, undo = norm.norm(top, squares), 1.0
+        total, undo, is_finite = norm.norm(top, squares), 1.0, True
         if self._loss_scale is not None:
             is_finite, undo = math.isfinite(float(total)), 1 / self._loss_scale.value
             self._loss_scale.update(is_finite)
-            if not is_finite:
-                return False, None
         self.norm = (total * undo).to(self._dtype)
+        if not is_finite:
+            return False, None
         if self._clip_norm is None:
             return True, torch.full_like(total, undo)
         return True, (self._clip_norm / (self.norm + 1e-6)).clamp(max=1.0) * undo

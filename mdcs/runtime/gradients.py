@@ -34,33 +34,24 @@ class Gradients:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the global norm of this iteration's gradients before they are clipped, as FSDP's method; once all are reduced.
 
-        Call it between backward and :meth:`step`, on every rank. NaN where the gradients are reduced after
-        :meth:`step`: in the first step of a run without a plan, for example. Raises RunError unless the run clips at ``max_norm``
+        Call it between backward and :meth:`step`, on every rank. Then :meth:`step` applies the gradients, and ``zero_grad()``
+        or :meth:`abandon` drops them. Raises RunError unless the run clips at ``max_norm``
         (``parallelize(…, clip_norm=max_norm)``).
         """
         limit = self._options.clip_norm
         if norm_type != 2:
             raise RunError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is clipped; leave norm_type out")
         self._check("clip_grad_norm_", "clip_norm", max_norm, limit, "; a plan= of your own: make it with cross_iteration=False")
-        norm = self._reduced_norm()
-        return torch.tensor(math.nan if norm is None else norm)
+        self._reduce()
+        return torch.tensor(self.grad_norm)
 
-    def _reduced_norm(self) -> float | None:
-        """Wait until the gradients of this iteration are reduced; return their norm, or None if the plan does so after this call.
-
-        Raises RunError before backward has ended.
-        """
+    def _reduce(self) -> None:
+        """Let the reductions of this iteration be sent. Raises RunError before backward has ended."""
         engine, sequencer = self._engine, self._engine.sequencer
         engine.check("clip_grad_norm_()")
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
             raise engine.place.error("clip_grad_norm_() comes between backward and step()")
-        index = sequencer.periods * engine.queue.n + engine.runner.last_reduction
-        if index >= engine.queue.issued:  # beside the next forward pass, of units that are not trained
-            return None
-        with engine.account.lock:
-            engine.transport.wait_for(index + 1, "the gradients' norm")
-        return self.grad_norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Check that gradients are clipped at ``clip_value``, as they are when they are reduced: no rank waits for it.
@@ -78,11 +69,17 @@ class Gradients:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last clipped iteration; on CUDA the host waits for it."""
-        norm = self._engine.update_scale.norm
+        """Global gradient norm of the last clipped iteration, before clipping; after :meth:`step` that step's, for which the host
+        waits.
+        """
+        engine = self._engine
+        index = engine.sequencer.periods * engine.queue.n + engine.runner.last_reduction
+        if engine.update_scale.is_needed and index < engine.queue.issued and not engine.is_closed:
+            engine.transport.wait_for_norm(index)
+        norm = engine.update_scale.norm
         if norm is None:
             return None
-        with self._engine.executor.on_comm_stream():
+        with engine.executor.on_comm_stream():
             return float(norm)
 
     # -- copies -------------------------------------------------------------------------------------------------

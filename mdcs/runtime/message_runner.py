@@ -74,11 +74,18 @@ class MessageRunner:
         self._kept: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         self.last_reduction = reductions[-1] if reductions else -1
+        self.decided = 0  # messages whose updates the loop has let be made, or has dropped
+        self.drops = False
+
+    def is_held(self, index: int) -> bool:
+        """Return whether the message's updates wait for the loop to decide."""
+        return index % self.n == self.plan.held_update and index >= self.decided
 
     def restart(self, first_period: int) -> None:
         """Drop what earlier periods have left. ``first_period``: number of the next prologue."""
         self._periods_ahead = first_period + 1 - self.place.step
         self._kept.clear()
+        self.drops = False
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +157,7 @@ class MessageRunner:
     def update(self, update: Update) -> None:
         """Update parameters and optimizer state."""
         begin = self.executor.record_timestamp()
-        if update.is_due:
+        if update.is_due and not self.drops:
             with self.wire.range("update", self.plan.messages[update.message]):
                 self.updates.step(update.gradients, update.scale)
         self.recorder.update(update.message, begin, self.executor.record_timestamp())

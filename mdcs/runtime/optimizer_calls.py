@@ -19,6 +19,10 @@ class Run(Protocol):
     def step(self) -> None:
         """End an iteration."""
 
+    def drops_gradients(self) -> bool:
+        """Give up an iteration that has gradients and no updates yet; return whether there was one."""
+        ...
+
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RunError if the optimizer's options have changed since the iteration's updates."""
 
@@ -31,7 +35,7 @@ class Run(Protocol):
 
 
 class OptimizerCalls:
-    """Redirects ``step``, ``state_dict`` and ``load_state_dict`` of the optimizers to ``run`` until :meth:`end`.
+    """Redirects ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` of the optimizers to ``run`` until :meth:`end`.
 
     All ranks must make each of these calls. The other members, such as ``param_groups``, are the optimizer's own, so
     schedules of the learning rate work, whether they are made before or after. Where there are several optimizers, the
@@ -80,6 +84,11 @@ class OptimizerCalls:
         def step(own: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self.step(own, closure)
 
+        def zero_grad(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            run = self._run()
+            if run is None or not run.drops_gradients():
+                type(own).zero_grad(own, *args, **kwargs)
+
         def state_dict(own: torch.optim.Optimizer) -> dict[str, Any]:
             return self._running().state_dict_of(own)
 
@@ -87,7 +96,9 @@ class OptimizerCalls:
             self._running().load_state_dict_of(own, state_dict)
 
         count_as_scheduled(step)
-        calls: dict[str, Callable[..., Any]] = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
+        calls: dict[str, Callable[..., Any]] = {
+            "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
+        }  # fmt: skip
         before = {name: vars(optimizer).get(name) for name in calls}
         for name, call in calls.items():
             setattr(optimizer, name, types.MethodType(call, optimizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,9 +139,21 @@ class Parallel(Gradients, OptimizerDicts):
         """Give up the current iteration on every rank, as if its batches did not exist: the response to an exception.
 
         The ranks may be at different places of a forward pass. Raises RunError if updates of the iteration have begun;
-        without ``plan.cross_iteration`` none begins before backward has ended.
+        without ``plan.cross_iteration`` none begins before :meth:`step`.
         """
         self._engine.abandon()
+
+    def drops_gradients(self) -> bool:
+        """Give up the iteration for the optimizer's ``zero_grad()``, between two passes; return whether this could be done."""
+        if not self._can_drop():
+            return False
+        self.abandon()
+        return True
+
+    def _can_drop(self) -> bool:
+        sequencer = self._engine.sequencer
+        is_between = sequencer.has_gradients and (sequencer.at_turn or sequencer.after_micro_step)
+        return is_between and not (self._engine.is_closed or sequencer.updates_begun)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,21 +206,38 @@ class Parallel(Gradients, OptimizerDicts):
     # -- state --------------------------------------------------------------------------------------------------
 
     def full_parameters(
-        self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+        self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
     ) -> AbstractContextManager[None]:
         """Hold copies of whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``;
-        drains first.
+        drains first. With ``names`` of parameters only of the units that have them.
 
         With ``writeback`` rank 0's changes reach every rank; without it, and if the block raises, changes are lost.
         Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
-        Collective.
+        Raises ValueError for an unknown name. Collective.
         """
         engine, keep = self._engine, not rank0_only or self.rank == 0
         group = engine.groups.message_group
+        units = state_dict.units_of(self.model, engine.storages, names, "full_parameters()")
         hold = functools.partial(
-            state_dict.full_parameters, engine.storages, engine.unsharder, keep=keep, cpu=cpu, writeback=writeback, group=group
-        )
+            state_dict.full_parameters, engine.storages, engine.unsharder, units, keep=keep, cpu=cpu, writeback=writeback,
+            group=group,
+        )  # fmt: skip
         return engine.export_params(f"full_parameters({'writeback=True' if writeback else ''})", hold, needs_ranks=True)
+
+    @without_autograd()
+    def ema_update_(self, other: nn.Module, decay: float) -> None:
+        """Update a whole copy of the model, such as a moving average or a momentum teacher: each of its parameters by
+        ``lerp_(parameter, 1 - decay)``, while buffers are copied; drains first.
+
+        Units are gathered one by one, and a rank holds one whole unit besides the copy. Raises ValueError by name for a
+        model of other parameters or buffers, and for a decay that is not between 0 and 1. Collective.
+        """
+        state_dict.check_average(other, self.model, decay)
+        state_dict.average_into(other, self.model, self._one_by_one("ema_update_()"), decay)
+
+    def _one_by_one(self, call: str) -> Iterable[Iterable[nn.Parameter]]:
+        self._engine.drain(call, needs_ranks=True)
+        return (storage.parameters for storage in self._engine.unsharder.one_by_one())
 
     @without_autograd()
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:

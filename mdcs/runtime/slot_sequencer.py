@@ -52,8 +52,7 @@ class SlotSequencer(SlotPosition):
         self.ledger, self.storages = ledger, storages
         self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
         self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
-        self.departures, self.side = departures, side
-        self.limits = SlotDependencies(plan)
+        self.departures, self.side, self.limits = departures, side, SlotDependencies(plan)
         self.watches_memory = not executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
@@ -239,8 +238,7 @@ class SlotSequencer(SlotPosition):
 
     def _arrive(self) -> None:
         """Arrive at the boundary before ``next_slot``: end the slot before it, issue messages."""
-        q, lock = self.next_slot, self.account.lock
-        stamp = self.executor.record_timestamp()
+        q, lock, stamp = self.next_slot, self.account.lock, self.executor.record_timestamp()
         if self.entered is not None:
             self.recorder.compute((q - 1) % self.period.length, self.entered, stamp)
             self.entered = None
@@ -267,11 +265,17 @@ class SlotSequencer(SlotPosition):
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.set_activations(slot.live)
-            beyond = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
+            counts = self.watches_memory and self.queue.cap is not None
+            beyond = self.excess.arrived(q, self.meter.live() if counts else None)
             self.queue.excess = beyond + departures.bytes if departures.outside else beyond
-        while self.queue.issued < self.periods * self.queue.n + self.limits.issued_through[q]:
-            self.transport.issue(slot.live)
+        self._issue(q, self.plan.held_update if self.step_pending else None)
         self.arrived = True
+
+    def _issue(self, q: int, last: int | None = None) -> None:
+        """Issue the messages of the slots up to ``q``, none behind the ``last``."""
+        through = self.limits.issued_through[q] if last is None else min(self.limits.issued_through[q], last + 1)
+        while self.queue.issued < self.periods * self.queue.n + through:
+            self.transport.issue(self.ledger.slots[q].live)
 
     def _send_early(self) -> None:
         """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
@@ -293,10 +297,6 @@ class SlotSequencer(SlotPosition):
         if self.arrived or self.entered is None or self.next_slot not in self._tables.early:
             return 0
         return self.queue.issued - self.periods * self.queue.n - self.limits.issued_through[self.next_slot - 1]
-
-    @property
-    def _counts_excess(self) -> bool:
-        return self.watches_memory and self.queue.cap is not None
 
     def _window(self, ended: int, has_run: bool) -> None:
         """Keep the peaks of the slot that ended; those of the last ``length`` slots are one period."""
@@ -330,8 +330,7 @@ class SlotSequencer(SlotPosition):
                     )
             storage.guard.open()
         self.entered = self.executor.record_timestamp()
-        self.arrived = False
-        self.next_slot = (q + 1) % self.period.length
+        self.arrived, self.next_slot = False, (q + 1) % self.period.length
 
     def _allocate_gradient(self, unit: int) -> None:
         with self.account.lock:
@@ -348,10 +347,8 @@ class SlotSequencer(SlotPosition):
     @property
     def updates_begun(self) -> bool:
         """Whether updates of the current iteration may have begun."""
-        issued = range(self.queue.issued - self.periods * self.queue.n)
-        reductions = [i for i, m in enumerate(self.plan.messages) if not m.kind.is_gather]
-        begins = reductions[:1] if self.plan.cross_iteration else reductions[-1:]  # with a barrier the last one updates
-        return self.step_pending and any(i in issued for i in begins)
+        reduced = any(not m.kind.is_gather for m in self.plan.messages[: self.queue.issued - self.periods * self.queue.n])
+        return self.step_pending and self.plan.held_update is None and reduced
 
     def advance_to(self, progress: int) -> None:
         """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are."""
@@ -368,6 +365,11 @@ class SlotSequencer(SlotPosition):
         while self.entered is not None and slots[self.next_slot - 1].phase == slots[self.next_slot].phase == "F":
             self.advance_to(self.progress + 2)
 
+    def decide(self, applies: bool) -> None:
+        """Let the held updates of the iteration be made, or drop them."""
+        if self.step_pending and self.plan.held_update is not None:
+            self.transport.decide(self.periods * self.queue.n + self.plan.held_update, applies)
+
     def end_short(self) -> None:
         """End the step before its last micro-step, if compute is between two, or has had side passes only."""
         if not (self.after_micro_step or self.at_turn and not self.step_pending and self.side.had_backward):
@@ -375,24 +377,22 @@ class SlotSequencer(SlotPosition):
         self.advance_to(2 * self.period.length + 1)
 
     def end_step(self) -> None:
-        """Begin the next step."""
+        """Let held updates be made, and begin the next step."""
+        self.decide(True)
+        self._issue(self.period.turn)
         self.step += 1
         self.step_pending = self.side.had_backward = False
         self.gradients.restart()
 
     def restart(self) -> None:
-        """Give up the current iteration: back to the turn, as before step 1. No messages may be in flight.
-
-        Updates already made stay.
-        """
+        """Give up the current iteration, with nothing in flight: back to the turn. Updates already made stay."""
         with self.account.lock:
             for storage in self.storages:
                 storage.reset_iteration()
             self.account.restart()
         self.departures.restart()
-        self._in_backward = False
+        self._in_backward = self.side.had_backward = False
         self.gradients.restart()
-        self.side.had_backward = False
         self.periods = self.transport.restart()
         self.next_slot, self.arrived, self.step_pending, self.entered = self.period.turn, False, False, None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -75,24 +76,25 @@ def _copy(tensor: Tensor, cpu: bool) -> Tensor:
 
 @contextmanager
 def full_parameters(
-    storages: Sequence[UnitStorage], unsharder: Unsharder, *, keep: bool, cpu: bool, writeback: bool,
+    storages: Sequence[UnitStorage], unsharder: Unsharder, units: Sequence[int], *, keep: bool, cpu: bool, writeback: bool,
     group: dist.ProcessGroup | None,
 ) -> Iterator[None]:  # fmt: skip
-    """Hold whole parameters on the ranks that ``keep`` them.
+    """Hold whole parameters of these ``units`` on the ranks that ``keep`` them.
 
     With ``writeback`` rank 0's changes are broadcast over ``group`` at the end; otherwise changes are lost.
     """
+    chosen = [storages[u] for u in units]
     target = torch.device("cpu") if cpu else storages[0].device
     moved: set[int] = set()  # units whose parameters are copies
     try:
-        for u, storage in enumerate(unsharder.one_by_one()):
+        for storage in unsharder.one_by_one(units):
             if keep:
                 storage.move(target)
-                moved.add(u)
-        for storage in storages:
+                moved.add(storage.unit)
+        for storage in chosen:
             storage.guard.open() if keep else storage.guard.close()
         yield
-        for u, storage in enumerate(storages) if writeback else ():
+        for u, storage in zip(units, chosen, strict=True) if writeback else ():
             unsharder.allocate(u)
             if keep:
                 storage.move_back(keep_changes=True)
@@ -107,8 +109,51 @@ def full_parameters(
             unsharder.allocate(u)  # a view of freed memory cannot be made
             storages[u].move_back(keep_changes=False)
             unsharder.reshard(u)
-        for storage in storages:
+        for storage in chosen:
             storage.guard.open() if storage.is_open_between_steps else storage.guard.close()
+
+
+def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[str], call: str) -> list[int]:
+    """Return the units that have parameters of these ``names``; all units for no names. Raises ValueError for an unknown name."""
+    if not names:
+        return list(range(len(storages)))
+    known = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(f"{call}: no parameter is called {name!r}" + f", but {near[0]!r} is" * len(near))
+    wanted = {known[name] for name in names}
+    return [u for u, storage in enumerate(storages) if not wanted.isdisjoint(storage.parameters)]
+
+
+def average_into(other: nn.Module, model: nn.Module, wholes: Iterable[Iterable[nn.Parameter]], decay: float) -> None:
+    """Move the parameters of ``other`` to those of ``model`` by ``lerp_(…, 1 - decay)``, and copy the buffers.
+
+    ``wholes``: the model's parameters, group by group, each whole while it is the group's turn.
+    """
+    theirs = dict(other.named_parameters())
+    target = {p: theirs[name] for name, p in model.named_parameters()}
+    for parameters in wholes:
+        for p in parameters:
+            mine = target[p]
+            mine.lerp_(p.detach().to(mine.device, mine.dtype), 1 - decay)
+    for own, buffer in zip(other.buffers(), model.buffers(), strict=True):
+        own.copy_(buffer)
+
+
+def check_average(other: nn.Module, model: nn.Module, decay: float) -> None:
+    """Raise ValueError unless :func:`average_into` can do this."""
+    if not 0 <= decay <= 1:
+        raise ValueError(f"ema_update_(): decay must be between 0 and 1, got {decay}")
+    for kind in ("parameters", "buffers"):
+        ours, theirs = ({n: tuple(t.shape) for n, t in getattr(m, f"named_{kind}")()} for m in (model, other))
+        for name in ours.keys() | theirs.keys() if ours != theirs else ():
+            if ours.get(name) != theirs.get(name):
+                ours_is, theirs_is = (shapes.get(name, "not there") for shapes in (ours, theirs))
+                raise ValueError(
+                    f"ema_update_(): {name} is {ours_is} in the model and {theirs_is} in the copy: make it in "
+                    "parallel.full_parameters(), with copy.deepcopy(model)"
+                )
 
 
 @torch.no_grad()

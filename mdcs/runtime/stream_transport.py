@@ -19,6 +19,7 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mdcs.emulation import Pacer
@@ -73,6 +74,7 @@ class StreamTransport:
         self._sent: deque[_Sent] = deque()
         self._updating: deque[_Updating] = deque()
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
+        self._held: Callable[[], None] | None = None  # enqueues the updates that wait for the loop, and ends their message
         # Without a budget: the predicted peak. Without any limit compute would wait only where a slot needs a message,
         # and gradients would pile up.
         predicted = runner.plan.prediction
@@ -93,7 +95,7 @@ class StreamTransport:
             self._send(index, frees_gradients=not has_room)
         else:
             queue.issue()
-        if runner.plan.messages[index % queue.n].blocking:
+        if runner.plan.messages[index % queue.n].blocking and not runner.is_held(index):
             self.wait_for(index + 1, runner.describe(index))
 
     def has_room(self, activations: int) -> bool:
@@ -111,6 +113,19 @@ class StreamTransport:
         with named_range("wait", what):
             while self.queue.done < count:
                 self._wait_oldest_on_compute()
+
+    def wait_for_norm(self, index: int) -> None:
+        """Do nothing: who reads the norm waits for it."""
+
+    def decide(self, index: int, applies: bool) -> None:
+        """Enqueue the updates of a held message, or its end without them."""
+        self.runner.decided, self.runner.drops = index + 1, not applies
+        held, self._held = self._held, None
+        if held is not None:
+            with self.runner.errors_of(index):
+                held()
+        if self.runner.plan.messages[index % self.queue.n].blocking:
+            self.wait_for(min(index + 1, self.queue.issued), self.runner.describe(index))
 
     def check(self) -> None:
         """Do nothing: there is no other thread that could have failed."""
@@ -215,9 +230,17 @@ class StreamTransport:
             kept = self._free_or_keep(effect.gradients_after_link, end, frees_gradients)
             update = runner.completed_update(index, transfer)
             if update is not None:
-                end = self._update(index, update, end)
-            kept += self._free_or_keep(effect.gradients_after_update, end, frees_gradients)
-        self._sent.append(_Sent(end, kept))
+                end = self._scale(update, end)
+
+            def finish() -> None:
+                last = end if update is None else self._update(index, update, end)
+                after = self._free_or_keep(effect.gradients_after_update, last, frees_gradients)
+                self._sent.append(_Sent(last, kept + after))
+
+            if runner.is_held(index):
+                self._held = finish
+            else:
+                finish()
 
     def _mark_compute(self) -> Any:
         """Return a mark of compute now."""
@@ -234,8 +257,8 @@ class StreamTransport:
         runner.land(index, transfer, begin)  # frees staging: memory of this stream, whose next user is on it, too
         return transfer
 
-    def _update(self, index: int, update: Update, landed: Any) -> Any:
-        """Enqueue the update on its own stream, so that the next collective does not wait for it. Return its end."""
+    def _scale(self, update: Update, landed: Any) -> Any:
+        """Enqueue what the factor on the gradients needs. Return the point behind it."""
         runner, executor = self.runner, self.executor
         if runner.scale.is_needed:
             # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in an
@@ -245,6 +268,11 @@ class StreamTransport:
                 landed = executor.record_event()
         else:
             runner.find_scale(update)
+        return landed
+
+    def _update(self, index: int, update: Update, landed: Any) -> Any:
+        """Enqueue the update on its own stream, so that the next collective does not wait for it. Return its end."""
+        runner, executor = self.runner, self.executor
         with executor.on_update_stream():
             executor.wait_event(landed)
             runner.update(update)

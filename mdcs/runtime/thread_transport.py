@@ -48,6 +48,7 @@ class ThreadTransport:
         self._starting = False  # a thread is starting a message, and will start the next one
         self._progress = threading.Condition(self.lock)  # the training thread waits on this
         self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
+        self._scaled = 0  # messages up to the last one whose norm is known
         self._is_large = [runner.plan.wire(m) >= _LARGE_BYTES for m in runner.plan.messages]
         finisher = threading.Thread(target=self._run, args=(self._finish_all,), name="mdcs-finisher", daemon=True)
         starter = threading.Thread(target=self._run, args=(self._start_large,), name="mdcs-starter", daemon=True)
@@ -66,7 +67,7 @@ class ThreadTransport:
             index = queue.issued
             queue.issue()
         self._start_ready()
-        if self.runner.plan.messages[index % queue.n].blocking:
+        if self.runner.plan.messages[index % queue.n].blocking and not self.runner.is_held(index):
             with self.lock:
                 self.wait_for(index + 1, self.runner.describe(index))
 
@@ -82,6 +83,19 @@ class ThreadTransport:
     def wait_for(self, count: int, what: str) -> None:
         """Wait until the first ``count`` messages are done. Call with the lock held."""
         self.wait(lambda: self.queue.done >= count, what)
+
+    def wait_for_norm(self, index: int) -> None:
+        """Wait until the norm of the gradients that this message completes is known."""
+        with self.lock:
+            self.wait(lambda: self._scaled > index or self.queue.done > index, "the gradients' norm")
+
+    def decide(self, index: int, applies: bool) -> None:
+        """Let the updates of a held message be made, or drop them."""
+        with self.lock:
+            self.runner.decided, self.runner.drops = index + 1, not applies
+            self._work.notify()
+            if self.runner.plan.messages[index % self.queue.n].blocking:
+                self.wait_for(min(index + 1, self.queue.issued), self.runner.describe(index))
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait until ``ready``. Call with the lock held exactly once.
@@ -250,6 +264,19 @@ class ThreadTransport:
             update = runner.completed_update(index, transfer)
             if update is not None:
                 runner.find_scale(update)
+                self._hold(index)
                 runner.update(update)
                 runner.free_shards(update)
             runner.free_gradients(effect.gradients_after_update)
+
+    def _hold(self, index: int) -> None:
+        """Wait for the loop to decide on the updates of a message; the end of the run drops them."""
+        with self.lock:
+            self._scaled = index + 1
+            if self._awaited is not None and self._awaited():
+                self._progress.notify()
+            while self.runner.is_held(index) and self.error is None:
+                if self._stop:
+                    self.runner.decided, self.runner.drops = index + 1, True
+                    return
+                self._work.wait()

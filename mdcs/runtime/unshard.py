@@ -37,12 +37,12 @@ class Unsharder:
         """Free these units no more at the end of their use."""
         self._kept.update(units)
 
-    def one_by_one(self) -> Iterator[UnitStorage]:
-        """Gather each unit in turn, and free it before the next one."""
+    def one_by_one(self, units: Iterable[int] | None = None) -> Iterator[UnitStorage]:
+        """Gather each of these units (None: all) in turn, and free it before the next one."""
         self._begin()
-        for u, storage in enumerate(self._storages):
+        for u in range(len(self._storages)) if units is None else units:
             self.unshard(u)
-            yield storage
+            yield self._storages[u]
             self.reshard(u)
 
     @contextmanager

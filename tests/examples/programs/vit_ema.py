@@ -85,8 +85,7 @@ for epoch in range(2):
         loss.backward()
         # was: nn.utils.clip_grad_value_(model.parameters(), 0.02)
         optimizer.step()
-        with parallel.full_parameters():  # was: model_ema.update(model.module)
-            model_ema.update(model)  # new
+        parallel.ema_update_(model_ema.module, model_ema.decay)  # was: model_ema.update(model.module)
         losses.append(loss.item())
     with torch.no_grad():
         losses += [model_ema.module(input).sum().item() for input, _ in loader]

@@ -230,6 +230,42 @@ def test_a_moving_average(two: Ranks, strategy):
     assert two.run(average, strategy) == [[], []]
 
 
+def average_unit_by_unit(strategy: str) -> list[str]:
+    """A copy that follows the model every step, from a run without a plan on; the units of one parameter alone are opened."""
+    job, found = Job("tied", steps=4), []
+    made, plain = setup("tied"), setup("tied")
+    ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
+    mine, wanted, theirs = copy.deepcopy(made.model), copy.deepcopy(plain.model), optimizer_for("adam", plain.model)
+    with parallel_for(job, how(strategy), made) as (_, parallel, optimizer):
+        for step in range(job.steps):
+            one_step(made, parallel, step)
+            parallel.ema_update_(mine, 0.9)
+            made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
+            theirs.step()
+            theirs.zero_grad()
+            for ours, weights in zip(wanted.parameters(), plain.model.parameters(), strict=True):
+                ours.data.lerp_(weights.detach(), 1 - 0.9)
+            found += differing(mine.state_dict(), wanted.state_dict())
+            with parallel.full_parameters("norm.weight", writeback=True), torch.no_grad():
+                open_units = [u for u, s in enumerate(parallel._engine.storages) if type(s.parameters[0]) is nn.Parameter]
+                made.model.norm.weight.clamp_(max=0.99)
+            plain.model.norm.weight.data.clamp_(max=0.99)
+            if strategy == "fsdp":
+                found += [] if len(open_units) == 1 else [f"open: {open_units}"]
+        found += differing(parallel.state_dict(), plain.model.state_dict())
+        messages = [
+            said(lambda: parallel.ema_update_(mine, 1.5)), said(lambda: parallel.ema_update_(mine.norm, 0.9)),
+            said(lambda: parallel.full_parameters("norm.wieght")),
+        ]  # fmt: skip
+    words = ("decay must be between 0 and 1", "in the copy", "'norm.weight' is")
+    return found + [m for m, part in zip(messages, words, strict=True) if not m.startswith("ValueError") or part not in m]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
+def test_a_moving_average_unit_by_unit(two: Ranks, strategy):
+    assert two.run(average_unit_by_unit, strategy) == [[], []]
+
+
 # ---- after close()
 
 

@@ -442,6 +442,9 @@ def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
     for found in two.run(misuse_all, strategy, micro_steps, timeout_s=120):
         for habit, parts in REFUSED.items():
             message = found[habit.__name__]
+            if micro_steps == 2 and habit is zero_gradients:
+                assert message == ""  # between two micro-steps it drops their gradients, as with DDP
+                continue
             if micro_steps == 2 and habit in late:
                 continue  # with one backward pass the iteration has not come to where it is noticed
             assert message.startswith(("RunError: ", "UnsupportedModel: ")), (habit.__name__, message)

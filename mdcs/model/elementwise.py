@@ -24,7 +24,7 @@ from mdcs.model.units import UnsupportedModel
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Classes that need no trial: torch's functions update their shards."""
 
-_STEPS = 4
+_SCALES = 1, 1, 1e-3, 1e3, 1  # of the values and of each step's gradients: limits may be anywhere
 _MOST = 1 << 16
 """Elements of a tensor in the trial: larger parameters are tried smaller. Sizes from which optimizers differ are below."""
 _FEWEST = 192  # elements that are cut into pieces
@@ -238,16 +238,16 @@ class _NoMessages(TorchDispatchMode):
 class _Trial:
     """A few steps on a parameter group, which other ways to update it must give the same.
 
-    ``shapes``: of its parameters. One more is in a group beside it.
+    ``shapes``: of its parameters. One more is in a group beside it, as a step may depend on all groups.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, options: Options, shapes: Sequence[Sequence[int]], device: torch.device
     ) -> None:
         self._optimizer, self._options = optimizer, options
-        random, shapes = torch.Generator().manual_seed(0), [*shapes, shapes[0]]
+        random, own = torch.Generator().manual_seed(0), [*shapes, shapes[0]]
         self._start, *self._gradients = (
-            [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) for shape in shapes] for _ in range(_STEPS + 1)
+            [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) * scale for shape in own] for scale in _SCALES
         )
         self._parameters = [torch.nn.Parameter(start.clone()) for start in self._start]
         self._states, self._counters = self._try("on a parameter it raises", self._together)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mdcs.model.units import UnsupportedModel
+
 
 def without_ddp(model: nn.Module) -> nn.Module:
     """Return the module inside of DistributedDataParallel. The wrapper stays callable, but reduces nothing from now on.
@@ -25,6 +27,19 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside of accelerate's, whose ``step`` calls it."""
-    inner = getattr(optimizer, "optimizer", None)
-    return without_accelerate(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    """Return the optimizer inside of accelerate's, whose ``step`` only calls it.
+
+    Raises UnsupportedModel for another wrapper, whose own work in ``step`` would be left out, and for other objects.
+    """
+    inner = next((own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, torch.optim.Optimizer)), None)
+    name = type(optimizer).__name__
+    if inner is None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedModel(f"{name} is no torch.optim.Optimizer")
+        return optimizer
+    if not any(base.__module__.startswith("accelerate.") for base in type(optimizer).__mro__):
+        raise UnsupportedModel(
+            f"optimizer {name}: wraps {type(inner).__name__}: give mdcs that one, and do what {name} adds after its step(), on "
+            "every rank: with parallel.full_parameters(writeback=True): …"
+        )
+    return without_accelerate(inner)

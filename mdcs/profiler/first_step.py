@@ -22,6 +22,7 @@ from mdcs.profiler.job_identity import described
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
+from mdcs.runtime.parameter_access import WITH_GRADIENTS
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
 from mdcs.torch_compat import at_end_of_backward, backward_pass, in_function_forward, mark_stepped, version_of
 
@@ -194,8 +195,7 @@ class FirstStep:
         for name, p in self._model.named_parameters():
             if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
                 raise RunError(
-                    f"rank {self._rank}, step {self._step}: the gradient of {name} was changed by the loop: clip with "
-                    "parallelize(…, clip_norm=…), and zero gradients only after step()"
+                    f"rank {self._rank}, step {self._step}: the gradient of {name} was changed by the loop. {WITH_GRADIENTS}"
                 )
         if self._is_reduced:
             return

@@ -50,8 +50,7 @@ class ParameterAccess:
             if not sequencer.has_gradients:
                 return None
             return self._place.error(
-                f"{name}.grad does not hold the gradient between backward and step(). Clip with parallelize(…, clip_norm=1.0), "
-                "read the norm in parallel.grad_norm, scale with parallel.scaler, call zero_grad() after step()"
+                f"{name}.grad does not hold the gradient between backward and step(). {WITH_GRADIENTS}"
             )
         if what == THAW:  # parameters may be frozen for some passes
             is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
@@ -64,6 +63,14 @@ class ParameterAccess:
             f"{name} cannot be used here ({what}): it is sharded (in pieces) or being updated between its layer's passes. "
             f"{_remedy(what)}"
         )
+
+
+WITH_GRADIENTS = (
+    "Clip with parallelize(…, clip_norm=1.0) or clip_value=, each parameter by its own norm in step() of a subclass of the "
+    "optimizer; read the norm in parallel.grad_norm, scale with parallel.scaler, call zero_grad() after step(), and to leave a "
+    "parameter out of a step take p.detach() in forward"
+)
+"""What to write instead of a use of ``p.grad`` between backward and ``step()``."""
 
 
 def _remedy(what: str) -> str:

@@ -77,6 +77,8 @@ TRIED = [
     (PROGRAMS / "vit_ema.py", 4, 0.0),
     (PROGRAMS / "dcgan.py", 4, 1e-4),
     (PROGRAMS / "muon.py", 2, 0.0),
+    (PROGRAMS / "dino.py", 8, 0.0),
+    (PROGRAMS / "nanochat.py", 6, 0.0),
     (EXAMPLES / "accelerate_loop.py", 3, 0.0),
 ]
 """Programs with the lines changed, and how far losses may be from DDP's: torch's norm of gradients rounds otherwise."""

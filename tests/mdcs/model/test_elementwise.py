@@ -133,6 +133,19 @@ def test_many_small_parameters_are_one_long_piece_of_a_unit():
     assert state_layout(Blockwise([nn.Parameter(torch.zeros(64)) for _ in range(70)])).whole
 
 
+class Clipped(optim.AdamW):
+    """Clips each parameter alone, at a norm that gradients of 64 numbers around 1 do not have."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            nn.utils.clip_grad_norm_([p], 100.0)
+        return super().step(closure)
+
+
+def test_limits_of_gradients_are_found_wherever_they_are():
+    assert state_layout(Clipped([nn.Parameter(torch.zeros(64))])).whole
+
+
 def test_a_count_that_has_no_effect_yet_is_refused_too():
     with pytest.raises(UnsupportedModel, match="attribute steps"):
         state_layout(OwnCount(parameters(), since=1000))

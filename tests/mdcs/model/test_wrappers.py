@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,20 +13,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mdcs.model.optimizers import Optimizers
+from mdcs.model.units import UnsupportedModel
 from mdcs.model.wrappers import without_accelerate, without_ddp
+from tests.mdcs.optimizers import Lookahead
 from tests.mdcs.runtime.ranks import Ranks
 
 
 class Wrapped(torch.optim.Optimizer):
     """As AcceleratedOptimizer."""
 
+    __module__ = "accelerate.optimizer"
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+
+
+class ScheduleFreeWrapper:
+    """Wraps an optimizer, and is none."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups = base, base.param_groups
 
 
 def test_an_optimizer_is_found_in_what_wraps_it() -> None:
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
     assert without_accelerate(Wrapped(Wrapped(plain))) is without_accelerate(plain) is plain
+
+
+@pytest.mark.parametrize("wrapper", [Lookahead, ScheduleFreeWrapper])
+def test_a_wrapper_with_work_of_its_own_is_refused(wrapper: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{wrapper.__name__}: wraps SGD: .*writeback=True"):
+        Optimizers(wrapper(torch.optim.SGD(nn.Linear(2, 2).parameters())))
+    with pytest.raises(UnsupportedModel, match="Linear is no torch.optim.Optimizer"):
+        Optimizers(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_a_model_without_ddp_is_as_it_is() -> None:

@@ -172,7 +172,7 @@ def test_gradients_that_the_loop_changes_are_refused_as_in_later_steps(habit: Ca
     net, _, first = begun()
     one_output(net)
     habit(net)
-    with pytest.raises(RunError, match=r"gradient of first.weight was changed by the loop: clip with .*clip_norm="):
+    with pytest.raises(RunError, match=r"gradient of first.weight was changed by the loop. Clip with .*clip_norm="):
         first.finish()
 
 

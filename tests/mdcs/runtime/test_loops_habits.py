@@ -313,6 +313,14 @@ def clip_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None
     nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
 
 
+def clip_each(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+    """As DINO does."""
+    made.loss(made.model, made.batch(1, 0, 0)).backward()
+    for p in made.model.parameters():
+        if p.grad is not None:
+            p.grad.data.mul_(0.5)
+
+
 def judge_another(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
     """The generator's loss goes through the discriminator, which is parallel, too."""
     made.loss(made.model, made.batch(1, 0, 0)).backward()  # the generator's
@@ -399,6 +407,7 @@ REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     zero_by_hand: (TAKEN,),
     zero_gradients: (TAKEN, "call zero_grad() after step()"),
     clip_gradients: (TAKEN, "parallelize(…, clip_norm=1.0)"),
+    clip_each: (TAKEN, "each parameter by its own norm in step() of a subclass of the optimizer", "p.detach() in forward"),
     judge_another: ("the model ran again before optimizer.step()", "with parallel.no_sync()"),
     freeze: ("norm.weight: what is trained is fixed while a plan runs",),
     replace_a_weight: ("norm.weight was replaced or removed while a plan runs",),

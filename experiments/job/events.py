@@ -221,7 +221,7 @@ def doubt(plan: mdcs.Plan, measured_s: float) -> str:
     assert plan.prediction is not None
     predicted_s, warning = plan.prediction.step_s, plan.profile.reliability_warning
     if not is_far_off(predicted_s, measured_s):
-        return warning
+        return ""
     said = f"a step was predicted to take {predicted_s * 1e3:.1f} ms, and took {measured_s * 1e3:.1f}"
     said += "; profile.refresh=true measures anew"
     return f"{said}; {warning}" if warning else said

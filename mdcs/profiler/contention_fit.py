@@ -36,7 +36,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contention import Contention
-from mdcs.profile.schema import Profile
+from mdcs.profile.schema import Profile, is_far_off
 from mdcs.profiler.autotune import run_periods
 from mdcs.profiler.consensus import all_gather_object
 from mdcs.profiler.model_profile import time_compute_alone
@@ -46,6 +46,7 @@ from mdcs.simulator.simulate import replay
 
 _PERIODS, _MOST_ROUNDS = 2, 3
 _STABLE = 0.03  # relative change of the mean step from round to round below which no further round is run
+_BUSY = 0.2  # fraction of compute's time without the processor above which other programs are a cause
 _SWEEPS = 8
 _TRUST = 0.05  # relative error of a step that weighs as much as one unit of distance from the first guess
 # The first overlaps nothing; of the next two one has few large messages, the other many. The last has all-reduces.
@@ -102,7 +103,8 @@ def measure_contention(
     - ``emulate``: that of :func:`mdcs.parallelize`.
     - ``budget``: bytes per rank that the plans keep. A strategy that does not fit is replaced by a mix that does.
 
-    Rank 0 warns of predictions that are more than half off all the same. Raises InfeasibleBudget where no plan fits.
+    Rank 0 warns of predictions that are more than half off all the same, in every round, with the cause. Raises
+    InfeasibleBudget where no plan fits.
     """
     if profile.world == 1 or units[0].parameters[0][1].device.type != "cpu":
         return profile
@@ -116,9 +118,33 @@ def measure_contention(
         rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
     lost = _busy_cores() if shares_cores else 0.0
     found = fit_contention(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)], _median(alone), lost)
-    if found.unreliable_runs and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn(f"{found.reliability_warning}: is the machine busy? measure again", stacklevel=3)
+    if (said := _off_in_every_round(found, rounds, alone, shares_cores)) and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(said, stacklevel=3)
     return found
+
+
+def _off_in_every_round(
+    profile: Profile, rounds: Sequence[Sequence[StepBreakdown]], alone: Sequence[StepBreakdown], shares_cores: bool
+) -> str:
+    """Return which plans took in no round about what is predicted, and why; "" if there are none.
+
+    A plan that was as predicted in one round tells how much the rounds differ, not that it is predicted wrongly.
+    """
+    seen = dict(zip(profile.calibration_runs, zip(*rounds, strict=True), strict=True))
+    off = {
+        name: seconds
+        for name, seconds in profile.unreliable_runs.items()
+        if all(is_far_off(seconds[0], run.step) for run in seen[name])
+    }
+    if not off:
+        return ""
+    without = 1 - sum(each.processor for each in alone) / sum(each.computing for each in alone)
+    why = "the model of costs does not describe these plans"
+    if shares_cores and without > _BUSY:
+        why = f"other programs had the processor for {without:.0%} of the time; measure again without them"
+    elif len(rounds) == 1:
+        why = "there was time for one round; more seconds measure several"
+    return f"{dataclasses.replace(profile, calibration_runs=off).reliability_warning} in every round: {why}"
 
 
 def fit_contention(

@@ -18,7 +18,14 @@ from mdcs.profile.contention import Contention
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles
-from mdcs.profiler.contention_fit import CALIBRATION_PLANS, StepBreakdown, _nearest, fit_contention, measure_contention
+from mdcs.profiler.contention_fit import (
+    CALIBRATION_PLANS,
+    StepBreakdown,
+    _nearest,
+    _off_in_every_round,
+    fit_contention,
+    measure_contention,
+)
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
@@ -93,6 +100,23 @@ def test_a_profile_that_predicts_by_more_than_half_wrongly_says_so() -> None:
         "in calibration runs (zero2 dear 160.0 ms, measured 100.0; dp wfbp 40.0 ms, measured 100.0)"
     )
     assert replace(off, calibration_runs={}).reliability_warning == ""
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "processor", "rounds", "cause"),
+    [
+        ((0.09, 0.03), 1.0, 2, ""),  # once as predicted: the rounds differ, the prediction is none the worse
+        ((0.09, 0.10), 0.5, 2, "other programs had the processor for 50% of the time"),
+        ((0.09, 0.10), 1.0, 2, "the model of costs does not describe these plans"),
+        ((0.09,), 1.0, 1, "there was time for one round"),
+    ],
+)
+def test_a_prediction_is_wrong_where_no_round_is_as_predicted_and_the_cause_is_said(steps_s, processor, rounds, cause) -> None:  # type: ignore[no-untyped-def]
+    profile = replace(chain(3), calibration_runs={"dp wfbp": (0.03, 0.095), "fsdp wfbp": (0.1, 0.1)})
+    seen = [[StepBreakdown(0.01, s - 0.01, 0.0), StepBreakdown(0.02, 0.08, 0.0)] for s in steps_s]
+    alone = [StepBreakdown(0.01, 0.0, 0.0, 0.01 * processor)] * rounds
+    said = _off_in_every_round(profile, seen, alone, shares_cores=True)
+    assert cause in said and ("dp wfbp" in said and "fsdp" not in said) == bool(cause) == bool(said)
 
 
 def measure() -> tuple[Profile, bool]:

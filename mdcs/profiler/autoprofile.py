@@ -132,6 +132,7 @@ def autoprofile(
                 own = measure_profile(
                     model, units, each, optimizer, world=world, link=link.link, iterations=iterations, about=about,
                     master_dtype=master_dtype, grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
+                    agree=lambda enough: any(all_gather_object(enough)),
                 )  # fmt: skip
                 return merge_profiles(with_link(own, link))
 

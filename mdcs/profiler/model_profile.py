@@ -68,6 +68,7 @@ def measure_profile(
     seconds: float = math.inf,
     recompute: bool = False,
     host: bool = True,
+    agree: Callable[[bool], bool] = bool,
 ) -> Profile:
     """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
 
@@ -82,6 +83,8 @@ def measure_profile(
     - ``recompute``: measure as many steps twice more, in which units free their activations and compute them again
       (:attr:`Profile.recompute`).
     - ``host``: measure the host's time for a message, where the device executes behind the host.
+    - ``agree``: given whether this rank has measured enough, returns whether all ranks end: a forward may have collectives of
+      its own, which need as many steps on every rank.
 
     Parameters as wide as these types keep their own. Weights are not changed; buffers such as BatchNorm's statistics
     and the random state are restored.
@@ -109,7 +112,7 @@ def measure_profile(
     batch = BatchSizes(module for unit in units for module in unit.modules)
     record = partial(
         _recorded, model, units, step, iterations=iterations, warmup=warmup, state=state,
-        limit_s=seconds / (3 if recompute else 1),
+        limit_s=seconds / (3 if recompute else 1), agree=agree,
     )  # fmt: skip
     options: tuple[RecomputeOption, ...] = ()
     kept: dict[str, str] = {}
@@ -247,6 +250,7 @@ def time_compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Calla
 def _recorded(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
     state: Sequence[Tensor] = (), watch: bool = False, limit_s: float = math.inf, selective: dict[int, bool] | None = None,
+    agree: Callable[[bool], bool] = bool,
 ) -> SlotRecorder:
     until = time.monotonic() + limit_s
     device = units[0].parameters[0][1].device
@@ -283,7 +287,7 @@ def _recorded(
                     recorder.begin(kept)
                     loss = step()
                     loss.backward()
-                if _is_enough(recorder.seconds, until):
+                if agree(_is_enough(recorder.seconds, until)):
                     break
             loss = None
             alias = still_held(model, held)  # tensors that forward makes anew in every step are gone

@@ -79,6 +79,11 @@ TRIED = [
     (PROGRAMS / "muon.py", 2, 0.0),
     (PROGRAMS / "dino.py", 8, 0.0),
     (PROGRAMS / "nanochat.py", 6, 0.0),
+    (PROGRAMS / "finetune.py", 2, 0.0),
+    (PROGRAMS / "ddpm.py", 2, 0.0),
+    (PROGRAMS / "hifigan.py", 4, 0.0),
+    (PROGRAMS / "vqvae.py", 2, 0.0),
+    (PROGRAMS / "moco.py", 5, 0.0),
     (EXAMPLES / "accelerate_loop.py", 3, 0.0),
 ]
 """Programs with the lines changed, and how far losses may be from DDP's: torch's norm of gradients rounds otherwise."""

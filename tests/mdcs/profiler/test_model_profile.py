@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import mdcs
 from experiments.tasks.waiting import Block, Clock, Waiting
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profiler import model_profile
+from mdcs.profiler.model_profile import measure_profile
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.telemetry.memory_meter import Meter, Reading, ShimMeter
 
@@ -160,3 +163,22 @@ def bytes_with_and_without_state(meter: str) -> list[list[tuple[int, int]]]:
 def test_the_optimizers_state_of_a_run_that_goes_on_is_no_activations(single: Ranks, meter: str) -> None:
     ((fresh, resumed),) = single.run(bytes_with_and_without_state, meter)
     assert resumed == fresh
+
+
+def test_all_ranks_run_as_many_steps() -> None:
+    """A forward may have collectives: no rank stops before the others have measured enough."""
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [0]
+
+    def step() -> Tensor:
+        calls[0] += 1
+        return model(torch.ones(2, 4)).sum()
+
+    def steps(**options: Any) -> int:
+        calls[0] = 0
+        measure_profile(
+            model, mdcs.partition(model), step, torch.optim.SGD(model.parameters(), lr=0.1), world=2,
+            link=mdcs.Link.uniform(1.0, 50.0), iterations=3, seconds=1e-9, **options,
+        )  # fmt: skip
+        return calls[0]
+
+    assert (steps(), steps(agree=lambda is_enough: False)) == (3, 5)

@@ -21,6 +21,7 @@ from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.collective_ops import CollectiveOps, Transfer
 from mdcs.runtime.communicator import Communicator
 from mdcs.runtime.storage import UnitStorage
+from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -32,7 +33,7 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     part of; ``depth`` messages in flight.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    units = tuple(Unit(f"u{i}", (n,), True, (i, i), (2 - i, 2 - i)) for i, n in enumerate(SIZES))
+    units = tuple(Unit(f"u{i}", (aligned(n),), True, (i, i), (2 - i, 2 - i)) for i, n in enumerate(SIZES))
     slots = tuple(Slot(i, "F", 1.0, 0, 0) for i in range(3)) + tuple(Slot(2 - i, "B", 1.0, 0, 0) for i in range(3))
     collectives = Collectives(algorithm)
     profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)

@@ -35,13 +35,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, maximize=True, fused=True),
     "fused, lr in a tensor": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.1), amsgrad=True, fused=True),
 }
-SIZES = (5, 3, 6)
+SIZES = (16, 8, 24)
 
 
 def job(
     optimizer: str, strategy: str, rank: int, seed: int
 ) -> tuple[ShardedOptimizer, UnitStorage, Any, list[nn.Parameter], Any]:
-    """One unit of 14 numbers in two groups (5 + 3 with weight decay, 6 without), and the same parameters alone."""
+    """One unit of 48 numbers in two groups (16 + 8 with weight decay, 24 without), and the same parameters alone."""
     torch.manual_seed(0)
     alone = [nn.Parameter(torch.randn(n)) for n in SIZES]
     ours = [nn.Parameter(p.detach().clone()) for p in alone]
@@ -51,7 +51,7 @@ def job(
             [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0, "lr": 0.02}]
         )
 
-    unit = Unit("u", (8, 6), True, (0, 0), (0, 0))
+    unit = Unit("u", (24, 24), True, (0, 0), (0, 0))
     profile = Profile(
         (unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), 2, Link((0.0,) * 4, (0.0,) * 4)
     )
@@ -71,7 +71,7 @@ def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int
     for seed in range(4):
         updates, storage, mine, alone, theirs = job(optimizer, strategy, rank, seed)
         for step in range(3):
-            flat = torch.randn(14)
+            flat = torch.randn(sum(SIZES))
             for p, g in zip(alone, flat.split(SIZES), strict=True):
                 p.grad = g.clone()
             theirs.step()

@@ -137,7 +137,7 @@ class Clipped(optim.AdamW):
     """Clips each parameter alone, at a norm that gradients of 64 numbers around 1 do not have."""
 
     def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
+        for p in (p for group in self.param_groups for p in group["params"]):
             nn.utils.clip_grad_norm_([p], 100.0)
         return super().step(closure)
 

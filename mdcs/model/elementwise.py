@@ -135,8 +135,6 @@ def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
         return [GroupLayout(groups, _known(optimizer))]
     if _needs_closure(optimizer):
         raise _refused(optimizer, "its step() needs a closure, which runs forward and backward again")
-    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
-        raise _refused(optimizer, "its train() and eval() change the parameters (schedule-free): stay with DDP")
     found = [_tried(optimizer, group) for group in optimizer.param_groups]
     out = []
     for whole in (False, True):

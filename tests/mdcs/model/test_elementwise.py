@@ -21,7 +21,6 @@ from tests.mdcs.optimizers import (
     Lamb,
     OwnCount,
     Remembering,
-    ScheduleFree,
     Sending,
     Shampoo,
     Stacking,
@@ -95,7 +94,6 @@ REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] 
     "Counting": (Counting, "its step() changes k of its parameter groups"),
     "OwnCount": (OwnCount, "its step() changes its attribute steps"),
     "Stacking": (lambda ps: Stacking([ps[0], nn.Parameter(ps[0].data)]), "put each into a parameter group of its own"),
-    "ScheduleFree": (ScheduleFree, "its train() and eval() change the parameters"),
     "Remembering": (Remembering, "its last is another one where a parameter is updated alone"),
 }
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import UnsupportedModel
 from mdcs.model.wrappers import without_accelerate, without_ddp
-from tests.mdcs.optimizers import Lookahead
+from tests.mdcs.optimizers import Lookahead, ScheduleFree
 from tests.mdcs.runtime.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-class ScheduleFreeWrapper:
+class Ema:
     """Wraps an optimizer, and is none."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
@@ -41,10 +41,12 @@ def test_an_optimizer_is_found_in_what_wraps_it() -> None:
     assert without_accelerate(Wrapped(Wrapped(plain))) is without_accelerate(plain) is plain
 
 
-@pytest.mark.parametrize("wrapper", [Lookahead, ScheduleFreeWrapper])
+@pytest.mark.parametrize("wrapper", [Lookahead, Ema])
 def test_a_wrapper_with_work_of_its_own_is_refused(wrapper: Any) -> None:
     with pytest.raises(UnsupportedModel, match=f"{wrapper.__name__}: wraps SGD: .*writeback=True"):
         Optimizers(wrapper(torch.optim.SGD(nn.Linear(2, 2).parameters())))
+    with pytest.raises(UnsupportedModel, match="ScheduleFree: its train.. and eval.. change the parameters"):
+        Optimizers(ScheduleFree(nn.Linear(2, 2).parameters()))
     with pytest.raises(UnsupportedModel, match="Linear is no torch.optim.Optimizer"):
         Optimizers(nn.Linear(2, 2))  # type: ignore[arg-type]
 

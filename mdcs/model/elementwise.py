@@ -164,7 +164,8 @@ def _tried(optimizer: torch.optim.Optimizer, group: Options) -> StateLayout:
     attributes = [(k, v) for k, v in vars(optimizer).items() if _is_plain(v)]
     key = type(optimizer), *map(repr, (options, optimizer.defaults, attributes, shapes, elements, device))
     if key not in _TRIED:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), _NoMessages(optimizer):  # it may draw random numbers
+        random = torch.random.fork_rng(devices=[])  # it may draw random numbers
+        with random, torch.no_grad(), torch.compiler.set_stance("force_eager"), _NoMessages(optimizer):
             trial = _Trial(optimizer, options, shapes, device)
             try:
                 _TRIED[key] = trial.in_pieces(elements)

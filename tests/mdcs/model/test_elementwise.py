@@ -131,6 +131,25 @@ def test_many_small_parameters_are_one_long_piece_of_a_unit():
     assert state_layout(Blockwise([nn.Parameter(torch.zeros(64)) for _ in range(70)])).whole
 
 
+@torch.compile(dynamic=False, fullgraph=True)
+def compiled(p: torch.Tensor, gradient: torch.Tensor) -> None:
+    p.sub_(gradient.sign())
+
+
+class Compiled(optim.SGD):
+    """As nanochat's: its update is compiled as one graph."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                compiled(p, p.grad)
+
+
+def test_a_trial_compiles_nothing():
+    assert not state_layout(Compiled(parameters())).whole
+
+
 class Clipped(optim.AdamW):
     """Clips each parameter alone, at a norm that gradients of 64 numbers around 1 do not have."""
 

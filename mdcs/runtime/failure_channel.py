@@ -24,6 +24,7 @@ _CHARACTERS = 400
 _KEY, _ROLL, _HERE = "left", "roll", "here"
 _LISTEN_S = 0.25  # seconds between a rank's checks whether it is called
 _ANSWER_S = 2.0  # seconds to wait for answers: the answering threads may have to wait for a core
+_END_S = 5.0  # to wait for the answering thread: one that is in C++ when the interpreter ends aborts the process
 _OF_A_PEER = re.compile("gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
 """Words in a backend's error when another rank does not take part."""
 
@@ -89,7 +90,7 @@ class FailureChannel:
         if self._thread is not None and self.store is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.set(self._here(self.place.rank), "")
-            self._thread.join(1.0)
+            self._thread.join(_END_S)
             self._thread = None
 
     def forget(self) -> None:

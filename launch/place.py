@@ -16,8 +16,9 @@ from launch.rank import AGENT_PID
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIOCGIFADDR = 0x8915
-_SRUN_PORTS = 20_000, 10_000
-"""First port, and number of ports. Each step of a SLURM job uses one of them, the same on all hosts."""
+_SRUN_PORTS = 20_000, 10_000, 101
+"""First port, number of ports, and ports of a SLURM job. Each of a job's steps uses one of them, the same on all hosts. Jobs of
+near numbers, which may share a node, have no port in common. 101 divides no power of 10: all ports are in use."""
 
 
 class NoPlace(RuntimeError):
@@ -98,9 +99,9 @@ def _of_srun(environment: Mapping[str, str]) -> Place:
     first, *_ = expand(environment.get("SLURM_STEP_NODELIST", "")) or [""]
     beside = _number({"": environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]}, "", world)
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID", 0)
-    start, count = _SRUN_PORTS
+    start, count, most = _SRUN_PORTS
     return Place(
-        rank, world, _number(environment, "SLURM_LOCALID"), beside, hosts, resolved(first), start + (job * 7 + step) % count,
+        rank, world, _number(environment, "SLURM_LOCALID"), beside, hosts, resolved(first), start + (job * most + step) % count,
         serves=rank == 0, starter="srun",
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.config.budgets import Budget
 from experiments.config.schema import ClusterConfig, Config, ConfigError
+from experiments.tasks.hub import is_local
 from mdcs.planner.recompute import KEEP
 from mdcs.sizes import GIB, MIB
 
@@ -85,11 +86,19 @@ def with_absolute_paths(config: Config) -> Config:
     if getattr(engine, "plan", None) is not None:
         engine = replace(engine, plan=os.path.abspath(engine.plan))
     profile, run = config.profile, config.run
+    model, data = _with_absolute(config.model, "weights"), _with_absolute(config.data, "path", "tokenizer")
     if profile.path is not None:
         profile = replace(profile, path=os.path.abspath(profile.path))
     if run.resume not in (None, "auto"):
         run = replace(run, resume=os.path.abspath(run.resume))
-    return replace(config, engine=engine, profile=profile, run=run)
+    return replace(config, model=model, data=data, engine=engine, profile=profile, run=run)
+
+
+def _with_absolute(options: Any, *names: str) -> Any:
+    """The options with absolute paths for those of these names that are files here, not names on the hub."""
+    said = {name: getattr(options, name, None) for name in names}
+    found = {name: os.path.abspath(path) for name, path in said.items() if isinstance(path, str) and is_local(path)}
+    return replace(options, **found)
 
 
 def environment(cluster: ClusterConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:

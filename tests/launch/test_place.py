@@ -37,7 +37,8 @@ def test_what_srun_says():
     assert (first.rank, first.world, first.local, first.beside, first.hosts) == (0, 4, 0, 2, 2)
     assert (last.rank, last.local, last.port, last.address) == (3, 1, first.port, "127.0.0.1")
     assert (first.serves, last.serves) == (True, False)
-    assert place.place({**SRUN, "SLURM_JOB_ID": "8"}).port != first.port
+    of = [{**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7, 57) for step in range(100)]
+    assert len({place.place(each).port for each in of}) == len(of)  # no two steps of jobs that may share a node
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from experiments.config.started import Started
 from experiments.job import frozen, record, submission
 from experiments.job import run as jobs
 from experiments.job.events import provenance
+from experiments.job.resolved import with_absolute_paths
+from experiments.tasks.text import Text
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import claim
@@ -111,12 +113,17 @@ def test_a_job_that_starts_again_goes_on_with_its_own_checkpoints_once_it_has_so
 def test_files_are_found_from_the_folder_that_a_job_runs_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(PROFILE, "profile.json")
+    (tmp_path / "words.txt").write_text("word")
+    data = ("data=text", "data.path=words.txt")
     with checks.composing():
-        config = checks.compose_config(["model=gpt2-tiny", "profile.path=profile.json", "link=emulated"])
+        config = checks.compose_config(["model=gpt2-tiny", *data, "profile.path=profile.json", "link=emulated"])
     (tmp_path / "run").mkdir()
     submission.freeze(config, tmp_path / "run", SLURM, tmp_path)
     monkeypatch.chdir("/")
-    assert checks.load(tmp_path / "run" / submission.CONFIG).profile.path == str(tmp_path / "profile.json")
+    found = checks.load(tmp_path / "run" / submission.CONFIG)
+    assert [found.profile.path, found.data.path] == [str(tmp_path / "profile.json"), str(tmp_path / "words.txt")]
+    on_the_hub = dataclasses.replace(config, data=Text(path="Salesforce/wikitext", tokenizer="gpt2"))
+    assert with_absolute_paths(on_the_hub).data == on_the_hub.data
 
 
 def test_a_job_whose_folder_is_in_use_leaves_what_is_said_there(tmp_path, config):

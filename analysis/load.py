@@ -40,13 +40,13 @@ COLUMNS: tuple[str, ...] = (
     *(f"measured_memory_{category}" for category in CATEGORIES),
     *("bytes_total", *(f"bytes_{kind}" for kind in KINDS)),
     *("messages_total", *(f"messages_{kind}" for kind in KINDS)),
-    *("plan_hash", "folder", "engine", "fits", *PROVENANCE),
+    *("plan_hash", "execution_hash", "folder", "engine", "fits", *PROVENANCE),
 )
 WORKLOAD = ("model", "world", "emulated", "emulated_ranks", "shaped_gbit")
 """Columns of what must be equal for step times to be comparable."""
 _TEXT = (
-    *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "folder"),
-    *("engine", *PROVENANCE[1:]),
+    *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "execution_hash"),
+    *("folder", "engine", *PROVENANCE[1:]),
 )
 _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 

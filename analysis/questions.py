@@ -57,7 +57,25 @@ PREDICTED = "predicted"
 
 def drawn(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the rows that pictures can draw: measured runs and predictions."""
-    return frame[((frame["status"] == "ok") & frame["step_s"].notna()) | (frame["status"] == PREDICTED)]
+    return _pooled(frame[((frame["status"] == "ok") & frame["step_s"].notna()) | (frame["status"] == PREDICTED)])
+
+
+def alike(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The measured runs of each plan that several runs of one workload have run, whoever planned it for whatever budget."""
+    rows = measured(frame)
+    rows = rows[rows["execution_hash"].notna()]
+    others = (key for key in swept(rows) if not is_seed(key) and not key.startswith(("strategy.", "scheduler.", "recompute.")))
+    keys = [*WORKLOAD, "execution_hash", "predicted_step_s", *others]  # admission within a budget may take time
+    return [runs for _, runs in rows.groupby(keys, dropna=False, sort=False) if len(runs) > 1]
+
+
+def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, where the runs of one plan have one step time: their median, between the least p10 and the greatest p90."""
+    rows = rows.copy()
+    for runs in alike(rows):
+        times = [runs["step_s"].median(), runs["step_s_p10"].min(), runs["step_s_p90"].max()]
+        rows.loc[runs.index, ["step_s", "step_s_p10", "step_s_p90"]] = times
+    return rows
 
 
 def not_measured(frame: pd.DataFrame) -> pd.DataFrame:
@@ -158,8 +176,9 @@ def fastest(points: pd.DataFrame, time: str, spread: str = SPREAD) -> tuple[pd.S
         return best, f"fastest, predicted: {words}"
     if pd.notna(best["step_s_p10"]):
         words += f" ({spread}: {milliseconds(best['step_s_p10'])} to {milliseconds(best['step_s_p90'])})"
-    alike = int((points[time] <= best["step_s_p90"]).sum()) - 1
-    return best, f"fastest: {words}" + (f"; {alike} of {len(points) - 1} others within that: noise decides" if alike > 0 else "")
+    within = int((points[time] <= best["step_s_p90"]).sum()) - 1
+    noise = f"; {within} of {len(points) - 1} others within that: noise decides" if within > 0 else ""
+    return best, f"fastest: {words}{noise}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -171,19 +190,19 @@ def milliseconds(seconds: float) -> str:
 def repeated(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Runs of one workload that differ in nothing but seeds, if there are several: how they were made in words, and the runs."""
     rows = measured(frame)
-    return [(str(name), runs) for name, runs in rows.groupby(_settings(rows), sort=False) if len(runs) > 1]
+    return [(str(name), runs) for name, runs in rows.groupby(settings(rows), sort=False) if len(runs) > 1]
 
 
 def middle_runs(frame: pd.DataFrame) -> pd.DataFrame:
     """Return, of repetitions, the run of median step time (of two, the slower); every other run as it is."""
-    rows = measured(frame)
+    rows = _pooled(measured(frame))
     ranked = rows.sort_values("step_s", kind="stable")
-    alike = [_settings(ranked), *WORKLOAD]
-    chosen = [runs.index[len(runs) // 2] for _, runs in ranked.groupby(alike, sort=False, dropna=False)]
+    by = [settings(ranked), *WORKLOAD]
+    chosen = [runs.index[len(runs) // 2] for _, runs in ranked.groupby(by, sort=False, dropna=False)]
     return rows[rows.index.isin(chosen)]
 
 
-def _settings(rows: pd.DataFrame) -> pd.Series:
+def settings(rows: pd.DataFrame) -> pd.Series:
     """Label, share and budget of each row, in words."""
     if not len(rows):
         return pd.Series(dtype=str)
@@ -210,7 +229,7 @@ def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
     """
     rows = frame[frame["schedule_share"].notna() & frame[time].notna()]
     if time == "step_s":
-        rows = measured(rows)
+        rows = _pooled(measured(rows))
     if not len(rows):
         raise ValueError(f"no run has both schedule_share and {time}: there is no curve to find a stop point on")
     points = median_by(rows, "schedule_share")

@@ -112,6 +112,11 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
     for name, runs in ask.repeated(rows):
         steps = runs["step_s"]
         _note(console, f"{len(runs)} runs of {name}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}")
+    for runs in ask.alike(rows):
+        steps, told = runs["step_s"], ", ".join(dict.fromkeys(ask.settings(runs)))
+        if ask.settings(runs).nunique() > 1:  # else they are repetitions, which have a line
+            times = f"median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}"
+            _note(console, f"{len(runs)} runs of one plan, so their difference is noise: {times}: {told}")
     for number, (_, row) in enumerate(_noted(rows).iterrows(), start=1):
         _note(console, f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}")
     console.print()

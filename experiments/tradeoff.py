@@ -116,7 +116,7 @@ class Entry:
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:
             measured = analysis.load_run(self.run).row()
-            known |= {k: v for k, v in measured.items() if v is not None and k not in ("budget_bytes", "budget_gib")}
+            known |= {k: v for k, v in measured.items() if v is not None and k not in ("budget_gib", *start)}  # of another share
         return known
 
 
@@ -214,7 +214,8 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console)
         wanted = entry.is_stop if what == "stop" else what in (entry.part, "all")
         if not wanted or entry.point.plan is None:
             continue
-        key = entry.planner.label, *entry.planned_for
+        plan = entry.point.plan
+        key = entry.planner.label, plan.execution_hash, plan.prediction and plan.prediction.step_s  # shares may give one plan
         if key not in runs:
             runs[key] = folder / "runs" / str(len(runs))
             job = entry.planner.job(*entry.planned_for)
@@ -224,8 +225,6 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console)
             failed += [] if outcome.ok else [f"{runs[key].name} ({entry.planner.label}): {outcome.reason}"]
         entry.run = runs[key]
         write(entries, folder)
-    keep_fastest(entries)
-    write(entries, folder)
     return failed
 
 
@@ -244,18 +243,6 @@ def shown(entries: Sequence[Entry]) -> list[Entry]:
     few = [min(plane, key=lambda entry: math.dist(place, entry.division))
            for plane in planes(entries).values() for place in places]  # fmt: skip
     return [entry for entry in entries if entry.part != "plane" or entry.is_stop or entry in few]
-
-
-def keep_fastest(entries: Iterable[Entry]) -> None:
-    """Give each budget of a front the fastest run measured within it. A plan that fits a smaller budget fits it, too.
-    """
-    fastest: dict[str, tuple[float, Path]] = {}
-    for entry in sorted(entries, key=lambda entry: entry.point.budget):
-        if entry.part != "front" or entry.run is None or (row := entry.row())["status"] != "ok":
-            continue
-        label = entry.planner.label
-        fastest[label] = min((row["step_s"], entry.run), fastest.get(label, (row["step_s"], entry.run)))
-        entry.run = fastest[label][1]
 
 
 # ---- output

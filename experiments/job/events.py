@@ -123,7 +123,8 @@ def start_event(
     return begins | {
         "parameters": parameters or sum(unit.numel for unit in plan.profile.units), "link_gbit": _link_gbit(config, plan),
         "recomputed": [u.name for u, again in zip(plan.profile.units, plan.recompute, strict=False) if again != "none"],
-        "plan_hash": plan.hash, "world": plan.world, "emulated": plan.profile.link.emulated,
+        "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
+        "world": plan.world, "emulated": plan.profile.link.emulated,
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
         "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
         "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,

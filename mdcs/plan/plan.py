@@ -217,6 +217,11 @@ class Plan:
         """Identity of the part of the plan that is executed. Predictions and names are not included."""
         return _hash(self._flat())
 
+    @cached_property
+    def execution_hash(self) -> str:
+        """Identity of what is executed, whatever the budget: with equal predictions, plans of one differ only by noise."""
+        return _hash({**self._flat(), "budget": None})
+
     def sent_bytes(self) -> dict[str, int]:
         """Return the wire bytes that one rank sends in one iteration, by kind."""
         out: dict[str, int] = {}

@@ -1,15 +1,19 @@
 """Which rows are one curve, and where it is lowest."""
 
+import json
+
 import pandas as pd
 import pytest
 
-from analysis.load import load_sweep
+from analysis.load import WORKLOAD, load_sweep
 from analysis.questions import (
+    alike,
     best_run,
     best_within_budgets,
     has_memory_axis,
     label,
     labels,
+    over_share,
     plateau,
     repeated,
     series,
@@ -32,7 +36,7 @@ def test_the_stop_point_is_the_share_of_least_measured_step_time(run_writer):
 
 def test_shares_that_are_as_fast_as_the_stop_point_are_its_plateau():
     times = {0.0: 2.0, 0.25: 1.0, 0.5: 1.0005, 0.75: 1.2, 1.0: 1.0}
-    unknown = dict.fromkeys(("step_s", "step_s_p10", "step_s_p90"))
+    unknown = dict.fromkeys(("step_s", "step_s_p10", "step_s_p90", "execution_hash", *WORKLOAD))
     frame = pd.DataFrame({"status": "predicted", "schedule_share": x, "predicted_step_s": t, **unknown} for x, t in times.items())
     assert plateau(frame, "predicted_step_s") == (0.25, 0.5)
     measured = frame.assign(status="ok", step_s=list(times.values()), step_s_p10=0.9, step_s_p90=1.3)
@@ -169,6 +173,24 @@ def test_a_plan_is_best_by_the_median_of_its_repetitions(run_writer):
     assert (best["schedule_share"], setting(best)) == (0.25, "ilp · memory_aware · share 0.25")
     assert best["step_s"] == frame[frame["schedule_share"] == 0.25]["step_s"].median()
     assert list(best_within_budgets(frame)["schedule_share"]) == [0.25]
+
+
+def test_the_range_of_runs_of_one_plan_is_the_noise_that_the_star_uses(run_writer):
+    """Three shares; those of 1.2 and 1.6 s are of one plan, and neither is faster than the third, of 1.3."""
+    for share, step_s, plan in ((0.0, 1.2, "a"), (0.5, 1.6, "a"), (1.0, 1.3, "b")):
+        folder = run_writer(f"s{share}", share=share, times={"step_s": step_s})
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["event"] == "start":
+                line["execution_hash"], line["predicted"]["step_s"] = plan, 1.0
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    frame = load_sweep(run_writer.sweep)
+    [runs] = alike(frame)
+    assert [*runs["schedule_share"]] == [0.0, 0.5]
+    points = over_share(frame)
+    assert points["step_s"].iloc[0] == points["step_s"].iloc[1] == pytest.approx(1.4, rel=0.03)
+    assert points["step_s_p10"].iloc[0] < 1.3 and points["step_s_p90"].iloc[0] >= 1.6
+    assert best_run(frame)["schedule_share"] == stop_point(frame)["schedule_share"] == 1.0
 
 
 def test_a_title_has_the_model_s_parameters_and_the_rate_of_its_link(run_writer):

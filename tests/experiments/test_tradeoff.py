@@ -2,16 +2,13 @@
 
 import json
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from experiments import tradeoff as program
 from experiments.config.checks import compose_config, composing
 from experiments.config.schema import BudgetConfig
-from experiments.tradeoff import keep_fastest
 from tests.experiments import one_process
 
 PROFILE = Path(__file__).with_name("profile.json")
@@ -77,35 +74,16 @@ def test_the_stop_point_is_measured(tmp_path):
     assert "step ms" in done.stdout and "100.0" in done.stdout
 
 
-@dataclass
-class Measured:
-    """An entry of a front whose runs are named and took so long."""
-
-    budget: int
-    run: Path | None
-    label: str = "joint"
-    part: str = "front"
-
-    @property
-    def point(self):
-        return SimpleNamespace(budget=self.budget)
-
-    @property
-    def planner(self):
-        return SimpleNamespace(label=self.label)
-
-    def row(self):
-        steps = {"a": 2.0, "b": 1.5, "slower": 1.6, "other": 1.0, "fails": None}
-        step_s = steps[self.run.name]
-        return {"status": "failed" if step_s is None else "ok", "step_s": step_s}
-
-
-def test_within_a_larger_budget_a_faster_run_of_a_smaller_one_is_kept():
-    front = [(30, "slower"), (40, "fails"), (10, "a"), (20, "b")]
-    entries = [*(Measured(budget, Path(run)) for budget, run in front), Measured(5, Path("other"), "greedy"),
-               Measured(5, Path("other"), part="curve"), Measured(50, None)]  # fmt: skip
-    keep_fastest(entries)
-    assert [entry.run and entry.run.name for entry in entries] == ["b", "fails", "a", "b", "other", "other", None]
+def test_every_point_has_the_measurement_of_its_own_plan_and_a_plan_runs_once(tmp_path):
+    """In a front, too, where a smaller budget may have been faster; plans of several shares may be equal."""
+    assert tradeoff(tmp_path, "tradeoff.measure=all").returncode == 0
+    predicted: dict[str, set[float]] = {}
+    for point in points(tmp_path, "curve") + points(tmp_path, "front"):
+        if point["measured"]:
+            predicted.setdefault(point["measured"]["run"], set()).add(point["predicted"]["step_s"])
+    assert len(predicted) > 1 and all(len(of_run) == 1 for of_run in predicted.values())
+    assert tradeoff(tmp_path, "tradeoff.measure=curve", "strategy=fsdp", "scheduler=sequential").returncode == 0
+    assert [point["measured"]["run"] for point in points(tmp_path, "curve")] == ["runs/0"] * 5
 
 
 def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):

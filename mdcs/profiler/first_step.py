@@ -8,7 +8,7 @@ parts of the model (``vae.decode(z)``), the calls of the units in it are kept, e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,17 @@ _ONE_CALL = "the measured step's loss must come from the outputs of model(…), 
 
 @dataclass(eq=False)
 class Call:
-    """One call of the model or a unit of it, and the gradients of its outputs, in the order of the outputs."""
+    """One call of the model or a unit of it, and the gradients of its outputs, in the order of the outputs.
+
+    ``has_casts``: autocast still has the copies of weights that the call before made: they are in one context.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Callable[[], AbstractContextManager[Any]]
     cast: str = ""
+    has_casts: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def again(self, batch: Any) -> Any:
@@ -72,6 +76,8 @@ class FirstStep:
         self._meter = current_meter(self._device)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._probe = torch.zeros(1, 1, device=self._device, requires_grad=True)
+        self._cast: Any = None
         self.norm: float | None = None
         self.accumulates = False
         self.forget()
@@ -122,7 +128,14 @@ class FirstStep:
         self._are_side = self.accumulates
         self._forwards += not self.accumulates
         if not self.micro_steps:
-            self._calls.append(Call(module, _leaf(args), _leaf(kwargs), *_autocast(self._device)))
+            self._calls.append(Call(module, _leaf(args), _leaf(kwargs), *_autocast(self._device), self._has_casts()))
+
+    def _has_casts(self) -> bool:
+        """Return whether autocast has kept what it made for the call before: then its node in the graph is the same."""
+        with torch.enable_grad():
+            node = (self._probe @ self._probe).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # of the copy
+        before, self._cast = self._cast, node
+        return before is node and torch.is_autocast_enabled(self._device.type)
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -264,7 +277,13 @@ class FirstStep:
                 f"rank {self._rank}, step {self._step}: the loop calls parts of the model, so what they do with a batch is not "
                 "known: give functions that return its loss, batches=[lambda: loss_of(model, batch)]"
             )
-        outputs = [t for call in self._calls for t in tensors_in(call.again(batch)) if t.requires_grad]
+        outputs: list[Tensor] = []
+        with ExitStack() as autocast:  # whose outermost context has the copies of weights
+            for call in self._calls:
+                if not call.has_casts:
+                    autocast.close()
+                    autocast.enter_context(call.autocast())
+                outputs += [t for t in tensors_in(call.again(batch)) if t.requires_grad]
         gradients = [g for call in self._calls for g in call.gradients]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
         grown = sum(t.numel() for t, _ in pairs) / sum(g.numel() for _, g in pairs)
@@ -276,7 +295,8 @@ class FirstStep:
         """Return all that is known of the passes: arguments, autocast, which outputs have gradients, the loss's bytes."""
         names = {module: name for name, module in self._model.named_modules()}
         calls = (
-            f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast} {described(c.gradients)}" for c in self._calls
+            f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast}{'+' * c.has_casts} {described(c.gradients)}"
+            for c in self._calls
         )
         return f"{'; '.join(calls)}; {self._loss_bytes}"
 

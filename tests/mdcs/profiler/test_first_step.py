@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
@@ -92,6 +94,44 @@ def test_the_passes_of_a_step_are_run_again_with_the_same_gradients(passes: Call
     assert first.micro_steps == (2 if passes is two_losses else 1)
     for ours, theirs in zip((p.grad for p in net.parameters()), wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the copies of weights in another type."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.count, self._places = 0, {p.data_ptr() for p in net.parameters()}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            self.count += args[0].data_ptr() in self._places
+        return function(*args, **kwargs or {})
+
+
+def in_contexts(net: Net, *calls: int, enabled: bool = True) -> None:
+    """Call the net so often in each of the autocast contexts; in a nested one from the second call on."""
+    losses = []
+    for number in calls:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for call in range(number):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled) if call else nullcontext():
+                    losses.append(net(batch(call))["logits"].float().square().mean())
+    sum(losses).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("calls", "enabled", "casts"), [((1,), True, 4), ((2,), True, 4), ((1, 1), True, 8), ((3, 2), True, 8), ((2,), False, 0)]
+)
+def test_weights_are_cast_as_often_as_in_the_loop(calls: tuple[int, ...], enabled: bool, casts: int) -> None:
+    """Autocast keeps the copies within one context: in contexts of their own the passes would hold more of them."""
+    net, _, first = begun()
+    with Casts(net) as theirs:
+        in_contexts(net, *calls, enabled=enabled)
+    first.stop()
+    with Casts(net) as ours:
+        first.again().backward()
+    assert (theirs.count, ours.count) == (casts, casts)
 
 
 @pytest.mark.parametrize("other", [{"x": torch.ones(9, 4), "add": 1.0}, (torch.ones(9, 4),), torch.ones(9, 4)])

@@ -95,6 +95,8 @@ def autoplan(
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
     wanted, until = Budget.of(budget), end_of(seconds)
+    if wanted.size is not None and reserve >= wanted.size:
+        raise ValueError(f"reserve must be below the budget of {wanted.size} bytes, got {reserve}")
     with on_all_ranks(tells=progress):
         if profile is None:
             require_measured(wanted, units[0].parameters[0][1].device)

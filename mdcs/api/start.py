@@ -61,8 +61,8 @@ def parallelize(
     Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (or several, in
     a list, each with some of the parameters) keeps its options and learning-rate schedules; its updates run on shards,
     inside ``backward`` and the next forward. Messages have a process group of their own, so the loop may use ``group`` for
-    its collectives. ``model`` may be in DistributedDataParallel, which from then on only calls it, and both may come from
-    ``accelerator.prepare``. Then::
+    its collectives; where ``group`` has some of the ranks only, the groups of messages stay open after ``close()``. ``model`` may
+    be in DistributedDataParallel, which from then on only calls it, and both may come from ``accelerator.prepare``. Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -71,9 +71,9 @@ def parallelize(
 
     - ``plan``: its hash is compared. None: the first step runs as with DistributedDataParallel. It is then measured for
       about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
-      are. Until then the model is whole on every rank. Where its parameters, gradients and optimizer state are more than the
-      budget in bytes, and for a model on the meta device, the first steps run under a provisional plan instead, all units
-      sharded, and are themselves what is measured.
+      are; all compiled code of the process is dropped, and compiled anew when it is used. Until then the model is whole on
+      every rank. Where its parameters, gradients and optimizer state are more than the budget in bytes, and for a model on the
+      meta device, the first steps run under a provisional plan instead, all units sharded, and are themselves what is measured.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
     - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of

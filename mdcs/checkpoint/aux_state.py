@@ -14,9 +14,9 @@ RUN = "run.pt"
 """Name of the file with the values that all ranks have in common."""
 
 
-def save(file: Path, value: Any, what: str) -> None:
-    """Write a value with ``torch.save``. Raises ValueError, naming ``what`` it is, for a value that :func:`load` would
-    refuse.
+def encode(value: Any, what: str) -> bytes:
+    """Return a value as ``torch.save`` writes it. Raises ValueError, naming ``what`` it is, for a value that :func:`load`
+    would refuse.
     """
     data = io.BytesIO()
     try:
@@ -25,8 +25,7 @@ def save(file: Path, value: Any, what: str) -> None:
         torch.load(data, weights_only=True)
     except Exception as error:
         raise ValueError(f"{what} may have plain numbers, texts, containers and tensors only: {error}") from error
-    with file.open("wb") as stream:
-        stream.write(data.getbuffer())
+    return data.getvalue()
 
 
 def load(file: Path) -> Any:

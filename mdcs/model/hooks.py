@@ -125,6 +125,12 @@ class Hooks:
         if not self._in_side_backward:
             self.listener.recomputed(unit)
 
+    @contextlib.contextmanager
+    def recomputing(self, unit: int) -> Iterator[None]:
+        """Note it when the context is entered, in which the unit's forward runs again."""
+        self.recomputed(unit)
+        yield
+
     def used_outside(self, unit: int) -> None:
         """Note that a closed parameter of the unit is used without a call of the unit's modules."""
         if self.in_backward:

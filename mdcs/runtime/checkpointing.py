@@ -98,9 +98,18 @@ class Checkpoints:
         self.finish()
         if self._files is None:
             self._files = self._groups.new_group()
-        leaves, files = self._to_write(), {_file_of(self._rank): self._own(extra)}
+        leaves, values = self._to_write(), {_file_of(self._rank): self._own(extra)}
         if self._rank == 0:
-            files[RUN] = self._run(step)
+            values[RUN] = self._run(step)
+        files: dict[str, bytes] = {}  # encoded now: the loop may change what it gave
+
+        def encode() -> None:
+            for name, value in values.items():
+                files[name] = aux_state.encode(
+                    value, "the options of the optimizer" if name == RUN else "what the loop gave as extra"
+                )
+
+        self._stage(step, "encoded its file", encode)
         saving = SaveHandle(root / directory.step_name(step), step)
 
         def work() -> None:
@@ -143,13 +152,12 @@ class Checkpoints:
         if self._last is not None and self._last._thread is not None:
             self._last._thread.join(_LEAVING_S)
 
-    def _write(self, root: Path, step: int, leaves: FlatState, files: dict[str, Any], keep: int | None) -> None:
+    def _write(self, root: Path, step: int, leaves: FlatState, files: dict[str, bytes], keep: int | None) -> None:
         first, world, partial = self._rank == 0, self._groups.world, directory.partial_path(root, step)
 
         def write_files() -> directory.Sums:
-            for name, value in files.items():
-                what = "the options of the optimizer" if name == RUN else "what the loop gave as extra"
-                aux_state.save(partial / name, value, what)
+            for name, data in files.items():
+                (partial / name).write_bytes(data)
             tensors = [*partial.glob(f"__{self._rank}_*"), *([partial / ".metadata"] if first else [])]
             return directory.checksums([*tensors, *(partial / name for name in files)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mdcs.runtime.executor import run_on_comm_stream
+from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
@@ -50,3 +51,10 @@ def _gather(runner: MessageRunner, unit: int) -> None:
         runner.account.record("full_parameters", storage.full_bytes)
     with runner.place.during(f"gather of {storage.name}"), run_on_comm_stream(runner.executor):
         runner.executor.wait_works(runner.wire.unshard_now(unit))
+
+
+def stop_threads(transport: ThreadTransport | StreamTransport, failures: FailureChannel) -> None:
+    """Stop a run that ends without close()."""
+    failures.publish_uncaught()
+    transport.stop()
+    failures.end()

@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +34,7 @@ from mdcs.runtime.byte_account import ByteAccount
 from mdcs.runtime.collective_ops import CollectiveOps, Connected
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.departures import Departures
-from mdcs.runtime.draining import finish_iteration
+from mdcs.runtime.draining import finish_iteration, stop_threads
 from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for, run_on_comm_stream
@@ -41,7 +42,7 @@ from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.forks import forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.handover import Handover
-from mdcs.runtime.initialization import shard_units
+from mdcs.runtime.initialization import leave_units, shard_units
 from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
 from mdcs.runtime.message_runner import MessageRunner
@@ -57,7 +58,7 @@ from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport, comm_stream_pool_bytes
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.unshard import Unsharder
-from mdcs.runtime.validation import RunOptions
+from mdcs.runtime.validation import RunOptions, ValidationResult
 from mdcs.telemetry.memory_meter import current_meter
 from mdcs.torch_compat import mark_stepped, without_autograd
 
@@ -78,7 +79,7 @@ class Engine:
         self.rank = rank if options.emulate is None else options.emulate.rank
         self.place = place = ErrorContext(self.rank)
         device = units[0].parameters[0][1].device
-        device = options.device if device.type == "meta" else device
+        self.device = device = options.device if device.type == "meta" else device
 
         # Validation: plan, job and model fit, on every rank. From here on ranks communicate.
         found = validation.validate(
@@ -88,13 +89,18 @@ class Engine:
             group, device, options.timeout_s, needs_control=options.needs_norm,
             per_node=plan.profile.per_node if any(k.in_node for k in plan.strategies) else 0,
         )
+        self._handles: list[Any] = []  # what a run that ends, or cannot begin, removes from model and optimizers
         try:
             validation.agree_on_validation(found, model, plan, place, groups)
-        except ValueError:
-            groups.destroy()
+            validation.warn_untrained(found.untrained if rank == 0 else ())
+            self._assemble(units, found, before)
+        except BaseException as error:
+            self._disassemble(error)
             raise
-        if rank == 0:
-            validation.warn_untrained(found.untrained)
+
+    def _assemble(self, units: list[ModelUnit], found: ValidationResult, before: Handover | None) -> None:
+        model, optimizers, plan, options = self.model, self.optimizers, self.plan, self.options
+        groups, place, device, world = self.groups, self.place, self.device, self.groups.world
         self.aliases = attributes_over_parameters(model)
 
         # Failure: the other ranks hear why this one leaves.
@@ -112,12 +118,7 @@ class Engine:
                 refuse = functools.partial(self.access.refuse, u)
                 return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, device)
 
-        try:
-            self.storages = shard_units(model, found.initialisation, make, groups.message_group, place, options.keeps_buffers)
-        except BaseException:
-            self.failures.end()
-            groups.destroy(failed=True)
-            raise
+        self.storages = shard_units(model, found.initialisation, make, groups.message_group, place, options.keeps_buffers)
 
         # Collectives, the optimizer on shards, and the bytes that both may hold.
         self.ledger = ledger = Ledger(plan, self.rank)
@@ -144,11 +145,12 @@ class Engine:
         runs_ahead = self.executor.runs_ahead
         self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
-        self._stop_threads = weakref.finalize(self, _stop, self.transport, self.failures)
+        self._stop_threads = weakref.finalize(self, stop_threads, self.transport, self.failures)
         forget_in_child(self)
 
         # Sequencer: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
+        self._handles.append(batch)
         self.excess = ActivationExcess(plan, ledger.slots, self.rank, batch, raises=options.over_budget == "raise")
         lending = Lending(self.storages, self.failures, self.executor, options.timeout_s)
         self.failures.duties.append(weakref.WeakMethod(lending.answer))
@@ -163,11 +165,12 @@ class Engine:
         )  # fmt: skip
         self.units = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
         self._hooks = Hooks(self.units, self.sequencer, model, reentrant)
+        self._handles.append(self._hooks)
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
-        self._recomputation = Recomputation(units, chosen, self._recomputing)
-        forbidden = [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
-        self._handles = [*batch.handles, *forbidden, validation.refuse_state_dict(model, self.storages, place)]
+        self._handles.append(Recomputation(units, chosen, functools.partial(functools.partial, self._hooks.recomputing)))
+        self._handles += [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
+        self._handles += [validation.refuse_state_dict(model, self.storages, place)]
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
@@ -187,6 +190,20 @@ class Engine:
         self.recorder.step(0, self.executor.record_timestamp())
         self.reset_memory()  # profiling, and the copy of the weights into flat buffers, are not training
 
+    def _disassemble(self, error: BaseException) -> None:
+        """Undo a start that failed: units that are whole on this rank are plain again, others say why they are not."""
+        if "failures" in vars(self):
+            self.failures.publish(error)
+            self.failures.end()
+        if "transport" in vars(self):
+            self.transport.stop()
+        for handle in self._handles:
+            handle.remove()
+        if "storages" in vars(self):
+            self.access.ended = f"its start failed: {error}"
+            leave_units(self.storages)
+        self.groups.destroy(failed=True)
+
     def _connect(self, collectives: Collectives, in_node: bool) -> Connected:
         if self.options.emulate is not None:
             return EmulatedCommunicator(collectives, self.options.emulate)
@@ -196,14 +213,6 @@ class Engine:
 
         groups = self.groups
         return NodeCommunicator(of(groups.node_group), of(groups.replica_group)) if in_node else of(groups.message_group)
-
-    def _recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
-        @contextlib.contextmanager
-        def recomputing() -> Iterator[None]:
-            self._hooks.recomputed(unit)
-            yield
-
-        return recomputing
 
     def reset_memory(self) -> None:
         """Restart the peaks of memory."""
@@ -383,18 +392,9 @@ class Engine:
 
     def _leave_model(self) -> None:
         self.executor.limit(None)
-        self._hooks.remove()
-        self._recomputation.remove()
         for handle in self._handles:
             handle.remove()
 
     def observe(self, listener: Listener | None) -> None:
         """Let ``listener`` hear the hooks, and tell the sequencer; None: the sequencer hears them itself."""
         self._hooks.listener = self.sequencer if listener is None else listener
-
-
-def _stop(transport: ThreadTransport | StreamTransport, failures: FailureChannel) -> None:
-    """Stop a run that ends without close()."""
-    failures.publish_uncaught()
-    transport.stop()
-    failures.end()

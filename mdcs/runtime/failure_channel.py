@@ -48,7 +48,7 @@ class FailureChannel:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if self.store is not None:
-            arguments = own_connection(self.store), self._here(place.rank), self._ended, self.duties
+            arguments = own_connection(self.store), place.rank, self._ended, self.duties
             self._thread = threading.Thread(target=_answer, args=arguments, name="mdcs-presence", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._ended.set)  # end() is not called if the run could not begin
@@ -57,10 +57,9 @@ class FailureChannel:
         """Publish that this rank has left with an error, once; not if another rank left first, which caused this error.
         """
         if self.store is not None and not self._has_published and not self.peer_failure():
-            words = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARACTERS]
             self._has_published = True
             with contextlib.suppress(RuntimeError):  # the process of the store is gone
-                self.store.set(_KEY, f"rank {self.place.rank} left {self._doing()}: {words}")
+                self.store.set(_KEY, f"rank {self.place.rank} left {self._doing()}: {_words(error)}")
 
     def publish_uncaught(self) -> None:
         """Publish the uncaught exception that is about to end this process, if there is one."""
@@ -120,17 +119,25 @@ class FailureChannel:
         return f"{_HERE}/{rank}"
 
 
+def _words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_CHARACTERS]
+
+
 def _answer(
-    store: dist.Store, here: str, ended: threading.Event, duties: list[weakref.WeakMethod[Callable[[dist.Store], None]]]
+    store: dist.Store, rank: int, ended: threading.Event, duties: list[weakref.WeakMethod[Callable[[dist.Store], None]]]
 ) -> None:
-    """Wait for the call of the ranks, and answer it once; meanwhile do the ``duties``."""
+    """Wait for the call of the ranks, and answer it once; meanwhile do the ``duties``, and publish their errors."""
     has_answered = False
     with contextlib.suppress(RuntimeError):  # the process of the store is gone
         while not ended.wait(_LISTEN_S):
             if not has_answered and store.check([_ROLL]):
-                store.set(here, "")
+                store.set(FailureChannel._here(rank), "")
                 has_answered = True
             for duty in duties:
-                if (call := duty()) is not None:
-                    call(store)
+                try:
+                    if (call := duty()) is not None:
+                        call(store)
+                except Exception as error:  # another rank waits for what was not done
+                    if not store.check([_KEY]):
+                        store.set(_KEY, f"rank {rank} could not answer another rank: {_words(error)}")
                 del call

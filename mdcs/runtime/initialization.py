@@ -7,7 +7,7 @@ initialises, so that random states stay alike; then rank 0's values are broadcas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,15 @@ def shard_units(
         with place.during(f"broadcast of buffer {name}"), torch.no_grad():
             broadcast(buffer, group)
     return [found[u] for u in range(len(found))]
+
+
+def leave_units(storages: Iterable[UnitStorage]) -> None:
+    """Give back the units of a run that could not start: those that are whole on this rank are plain, others are closed."""
+    for storage in storages:
+        if storage.is_full:
+            storage.detach_plain_params()
+        else:
+            storage.guard.close()
 
 
 def materialize(

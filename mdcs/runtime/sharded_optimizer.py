@@ -190,6 +190,7 @@ class ShardedOptimizer:
         """
         together: dict[Any, list[tuple[UpdateRun, Tensor]]] = {}
         with nothing_compiles(), self.meter.tag("update_scratch"):
+            unused_parts = self._used_by_none(gradients)
             for part, gradient in gradients.items():
                 own = self.runs.get(part)
                 if not own:
@@ -199,8 +200,7 @@ class ShardedOptimizer:
                 gradient = gradient.to(dtype) if is_copy else gradient
                 if scale is not None:
                     gradient.mul_(scale)
-                unused = self.storages[part[0]].used_by_none(part[1], gradient)
-                if unused:  # not updated, as torch's optimizers leave a parameter whose gradient is None
+                if unused := unused_parts.get(part):  # not updated, as torch's optimizers leave one whose gradient is None
                     self.cut(part, [end for u in unused for end in (u.start, u.stop)])
                     own = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
                 if self._clip_value is not None:
@@ -219,6 +219,20 @@ class ShardedOptimizer:
         for unit, block in gradients:
             if self.storages[unit].strategy is Strategy.dp:  # of other units the gather places it
                 self.storages[unit].copy_shard_into_flat(block)
+
+
+    def _used_by_none(self, gradients: Mapping[Part, Tensor]) -> dict[Part, list[slice]]:
+        """Return the slices of each part whose parameters no rank has used. One wait for the device, and none if all are used."""
+        asked = [
+            (part, *piece)
+            for part, gradient in gradients.items()
+            for piece in self.storages[part[0]].unused_on_this_rank(part[1], gradient)
+        ]
+        found: dict[Part, list[slice]] = {}
+        for (part, piece, _), is_unused in zip(asked, torch.stack([w for *_, w in asked]).tolist() if asked else (), strict=True):
+            if is_unused:
+                found.setdefault(part, []).append(piece)
+        return found
 
 
 def later_step(optimizer: torch.optim.Optimizer, layout: StateLayout) -> tuple[UpdateRun, Callable[[], object]]:

@@ -158,8 +158,10 @@ def check_average(other: nn.Module, model: nn.Module, decay: float) -> None:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, storages: Sequence[UnitStorage], full: dict[str, Tensor]) -> None:
-    """Load a plain model's state dict. Raises KeyError for a missing name, ValueError for a shape that differs."""
+    """Load a plain model's state dict. Raises KeyError for a missing or unknown name, ValueError for a shape that differs."""
     named = model.state_dict(keep_vars=True)
+    if unknown := [name for name in full if name not in named]:
+        raise KeyError(f"the model has no {', '.join(unknown[:3])}{', …' * (len(unknown) > 3)}: leave it out of the state dict")
     for name, v in named.items():
         if name not in full:
             raise KeyError(f"state dict has no {name}")

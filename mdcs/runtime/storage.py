@@ -341,19 +341,18 @@ class UnitStorage:
         view = self.places[index].view(self.gradients)
         _average(view, scale, view)
 
-    def used_by_none(self, block: int, reduced: Tensor) -> list[slice]:
-        """Return the slices of this rank's part of a block whose parameters no rank has used. ``reduced``: the part's
-        gradient.
+    def unused_on_this_rank(self, block: int, reduced: Tensor) -> list[tuple[slice, Tensor]]:
+        """Return slices of this rank's part of a block, by parameter that this rank has not used, and on the device whether
+        no rank has. ``reduced``: the part's gradient.
         """
-        out: list[slice] = []
+        out = []
         own, section = self.owned_slice(block), self.sections[block]
         for i in self.unused:
             place = self.places[i]
             begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)
             if place.section == section and begin < end:
                 piece = reduced[begin - own.start : end - own.start]
-                if bool((torch.signbit(piece) & (piece == 0)).all()):
-                    out.append(slice(begin - own.start, end - own.start))
+                out.append((slice(begin - own.start, end - own.start), (torch.signbit(piece) & (piece == 0)).all()))
         return out
 
 

@@ -80,7 +80,7 @@ class Unsharder:
     def reshard(self, unit: int) -> None:
         """Free the memory that :meth:`unshard` took; close the parameters unless they are all there is of the unit."""
         storage = self._storages[unit]
-        if storage.strategy.sharded and unit not in self._kept:
+        if storage.strategy.sharded and unit not in self._kept and storage.is_full:  # not after a failed allocation
             with self._account.lock:
                 storage.free_full()
                 self._account.record("full_parameters", -storage.full_bytes)

@@ -81,7 +81,7 @@ class ValidationResult:
     - ``updates``: how parameters are updated; None if that is the problem. ``state``: the histories of parameters that have some.
     """
 
-    problem: ValueError | None = None
+    problem: Exception | None = None
     ordered: list[list[tuple[str, nn.Parameter]]] = field(default_factory=list)
     group_of: list[list[int]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def validate(
         found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in updates.groups]
         found.initialisation = Initializer(model, units, options.init, device)
         found.state = optimizer_state.histories(found.ordered, updates, optimizers.state)
-    except ValueError as e:
+    except Exception as e:  # told to the other ranks, which would wait for this one
         found.problem = e
     return found
 
@@ -188,7 +188,7 @@ def refuse_parallelized(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         owners = [getattr(hook, "__module__", None) or "" for hook in gradient_hooks(p)]
         if issubclass(type(p), GuardedParameter) or any(owner.startswith("mdcs.") for owner in owners):
-            raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
+            raise UnsupportedModel(f"{name}: is parallelized already: close() that first, or build it anew if it is in pieces")
 
 
 def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) -> None:
@@ -270,7 +270,7 @@ def agree_on_validation(
     Collective.
     """
     rank, named = place.rank, [*model.named_parameters(), *model.named_buffers()]
-    told = None if found.problem is None else str(found.problem)
+    told = None if found.problem is None else str(found.problem) or type(found.problem).__name__
     answers = groups.all_gather_object((plan.hash, told, layout(named), found.state))
     if found.problem is not None:
         raise found.problem

@@ -32,6 +32,12 @@ def test_no_time_is_refused_before_anything_is_measured(call: Any) -> None:
         call(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
 
 
+def test_a_reserve_that_leaves_nothing_of_the_budget_is_refused_by_its_name() -> None:
+    model, optimizer, units, _ = made()
+    with pytest.raises(ValueError, match="reserve"):
+        mdcs.autoplan(model, optimizer, units, lambda: pytest.fail("a step ran"), budget="1 GiB", reserve=1 << 30)
+
+
 def profiled() -> tuple[mdcs.Profile, bool]:
     model, optimizer, units, step = made()
     before = [p.clone() for p in model.parameters()]

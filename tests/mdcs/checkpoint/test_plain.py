@@ -13,7 +13,7 @@ from mdcs.checkpoint.plain import read_checkpoint
 def write(root, state, step=1):
     partial = directory.begin(root, step)
     dcp_shards.save(partial, {("model", name): value for name, value in state.items()}, None)
-    aux_state.save(partial / aux_state.RUN, {"step": step, "param_groups": []}, "the run")
+    (partial / aux_state.RUN).write_bytes(aux_state.encode({"step": step, "param_groups": []}, "the run"))
     return directory.finish(root, step, directory.checksums(partial.iterdir()), world=1)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -293,17 +294,47 @@ def die(root: str, stage: str) -> str:
         parallel.checkpoint(root)
         one_step(made, parallel)
         if dist.get_rank() == 1:
-            where: Any = {"write_data": dcp_shards.FileSystemWriter, "save": aux_state}[stage]
+            where: Any = {"write_data": dcp_shards.FileSystemWriter, "encode": aux_state}[stage]
             setattr(where, stage, lambda *_: os._exit(9))
         return said(lambda: parallel.checkpoint(root))
 
 
-@pytest.mark.parametrize("stage", ["write_data", "save"])
+@pytest.mark.parametrize("stage", ["write_data", "encode"])
 def test_a_rank_that_dies_leaves_the_checkpoint_before(two: Ranks, tmp_path, stage):
     left, gone = two.outcomes(die, str(tmp_path), stage)
     assert gone.exit_code == 9 and (not left.ok or "checkpoint of step 2" in left.value), left
     assert [path.name for path in directory.complete_checkpoints(tmp_path)] == ["step-00000001"]
     assert directory.find_problem(tmp_path / "step-00000001") is None
+
+
+def change_extra_while_it_is_written(root: str, wait: bool) -> list[Any]:
+    """Return what was saved of values that the loop changes as soon as it goes on."""
+    with parallel_for(Job("tied"), how("fsdp")) as (made, parallel, optimizer):
+        one_step(made, parallel)
+        extra, write, goes_on = {"seen": [1], "count": torch.ones(1)}, dcp_shards.save, threading.Event()
+
+        def late(*arguments: Any) -> None:
+            assert goes_on.wait(20)
+            write(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dcp_shards, "save", late)
+            if wait:
+                goes_on.set()
+            saving = parallel.checkpoint(root, extra=extra, wait=wait)
+            extra["seen"].append(2)
+            extra["count"].add_(1)
+            optimizer.param_groups[0]["lr"] = 7.0
+            goes_on.set()
+            saving.wait()
+        resumed = mdcs.resume(parallel, root)
+        assert resumed is not None
+        return [resumed.extra["seen"], resumed.extra["count"].item(), optimizer.param_groups[0]["lr"] == 7.0]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_extra_is_saved_as_it_was_at_the_call(two: Ranks, tmp_path, wait):
+    assert two.run(change_extra_while_it_is_written, str(tmp_path), wait) == [[[1], 1.0, False]] * 2
 
 
 def refuse(root: str) -> list[str]:

@@ -83,6 +83,43 @@ def training(
 # ---- before step 1
 
 
+def fail_after(part: str, strategy: str) -> dict[str, Any]:
+    """Fail when half of the run is there, and start once more."""
+    made, found = setup("tied"), {"threads": sum(t.name.startswith("mdcs") for t in threading.enumerate())}
+    fails, start = patch(part, side_effect=ArithmeticError("overflow")), parallel_for(Job("tied"), How(strategy, "wfbp"), made)
+    with fails, pytest.raises(ArithmeticError), start:
+        pass
+    found["threads"] -= sum(t.name.startswith("mdcs") for t in threading.enumerate())
+    try:
+        made.loss(made.model, made.batch(0, 0, 0)).backward()
+        with parallel_for(Job("tied"), How(strategy, "wfbp"), made, timeout_s=TIMEOUT_S) as (_, parallel, _):
+            step(made, parallel, 0)
+    except mdcs.RunError as error:
+        found["told"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("part", ["Hooks", "Recomputation", "OptimizerState"])
+def test_a_start_that_fails_leaves_a_plain_model_where_it_is_whole(ranks: Ranks, part):
+    """And no threads, hooks and groups; what is in pieces says why."""
+    for strategy in ("dp", "zero2", "fsdp"):
+        for found in ranks.run(fail_after, f"mdcs.runtime.engine.{part}", strategy):
+            assert found.pop("threads") == 0
+            assert strategy == "fsdp" or not found
+            assert strategy != "fsdp" or "overflow" in found["told"]
+
+
+def fail_on_one(part: str) -> None:
+    fails = patch(part, side_effect=ArithmeticError("overflow")) if dist.get_rank() else ExitStack()
+    with fails, parallel_for(Job("tied"), How("fsdp", "wfbp"), timeout_s=30.0):
+        pass
+
+
+def test_a_rank_that_cannot_check_the_plan_tells_the_others(ranks: Ranks):
+    first, second = ranks.outcomes(fail_on_one, "mdcs.runtime.validation.keeps_order", timeout_s=20)
+    assert second.kind == "ArithmeticError" and first.kind == "PlanError" and "overflow" in first.message
+
+
 def profile_with(optimizer: str) -> None:
     made = setup("tied")
     unknown = getattr(torch.optim, optimizer)([p for p in made.model.parameters() if p.requires_grad])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mdcs
@@ -20,7 +24,7 @@ from tests.mdcs.profiles import few
 from tests.mdcs.runtime import test_loops_models as models
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops_models import STEPS, Case
-from tests.mdcs.runtime.training import How, Job, compare, optimizer_for, recomputing, setup, train
+from tests.mdcs.runtime.training import How, Job, compare, optimizer_for, plan_for, profile_of, recomputing, setup, train
 
 REFUSED = {
     "spectral_norm": "its forward changes a buffer, so it cannot be computed again with the same result",
@@ -95,6 +99,28 @@ def test_models_of_others_train_as_with_ddp(two: Ranks, group, choice):
 )
 def test_two_ranks_are_bitwise_equal(two: Ranks, job, how):
     assert [result["bitwise"] for result in two.run(compare, job, how)] == [True, True]
+
+
+def drop() -> bool:
+    """Drop a run without closing it; return whether it is gone, and its threads with it."""
+    job, made = Job("gpt2"), setup("gpt2")
+    own, optimizer = How("dp", "wfbp", recompute="full"), optimizer_for("adam", made.model)
+    units = mdcs.partition(made.model, made.policy)
+    plan = plan_for(job, own, profile_of(job, own, made, units, optimizer), made.model)
+    parallel = mdcs.parallelize(made.model, optimizer, plan, units, progress=False)
+    made.loss(made.model, made.batch(0, 0, dist.get_rank())).backward()
+    parallel.step()
+    parallel.drain()
+    engine = weakref.ref(parallel._engine)
+    dist.barrier()
+    del parallel
+    gc.collect()
+    return engine() is None and not [t.name for t in threading.enumerate() if t.name.startswith("mdcs")]
+
+
+def test_a_run_that_is_dropped_ends(two: Ranks):
+    assert two.run(drop) == [True, True]
+    two.stop()
 
 
 def bytes_of_slots(model: str, strategy: str) -> list[tuple[str, int, int]]:

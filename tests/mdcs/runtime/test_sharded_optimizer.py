@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mdcs.model.elementwise import same_options, state_layouts
 from mdcs.model.optimizers import Optimizers, Updates
@@ -121,6 +122,32 @@ def test_a_message_is_updated_as_by_the_optimizer_itself(optimizer: str):
                         assert value is None or torch.equal(run.saved[key].view(torch.int32), value.view(torch.int32)), key
             for group in mine.param_groups:
                 group["lr"] = group["lr"] * 0.5
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads of a tensor, one by one: on CUDA it waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("unused", [(), (0,), (0, 1, 2)])
+def test_parameters_that_no_rank_has_used_are_left_without_a_read_of_each(unused: tuple[int, ...]):
+    """Gradients that underflow when they are scaled are gradients."""
+    updates, storage, *_ = job("sgd", "dp", 0, 0)
+    before, storage.unused = storage.flat_params[0].clone(), (0, 1, 2)
+    flat = torch.full((sum(SIZES),), -1e-30)
+    for i in unused:
+        storage.places[i].view([flat]).fill_(-0.0)
+    updates.freeze_options()
+    with Reads() as reads:
+        updates.step({(0, b): flat[storage.block_slice(b)].clone() for b in range(len(storage.blocks))}, scale=1e-30)
+    changed = [not torch.equal(place.view([before]), place.view(storage.flat_params)) for place in storage.places]
+    assert changed == [i not in unused and i < 2 for i in range(3)]  # by weight decay, which the third has not
+    assert not reads.count
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -200,7 +200,7 @@ def wrong_loads() -> list[Any]:
     with parallel_for(Job("tied"), HOW["fsdp"]) as (_, parallel, _):
         good = parallel.state_dict()
         found: list[Any] = []
-        for name, change in (("norm.bias", None), ("norm.bias", torch.zeros(7))):
+        for name, change in (("norm.bias", None), ("norm.bias", torch.zeros(7)), ("blocks.3.0.bias", torch.zeros(9))):
             bad = {k: v for k, v in good.items() if k != name} | ({} if change is None else {name: change})
             try:
                 parallel.load_state_dict(bad)
@@ -211,10 +211,34 @@ def wrong_loads() -> list[Any]:
 
 
 def test_a_state_dict_that_does_not_fit(two: Ranks):
-    for missing, shape, changed in two.run(wrong_loads):
+    for missing, shape, unknown, changed in two.run(wrong_loads):
         assert "state dict has no norm.bias" in missing
         assert shape == "norm.bias is (6,), the state dict has (7,)"
+        assert "blocks.3.0.bias" in unknown
         assert changed == []
+
+
+def gather_without_memory() -> list[int]:
+    """Return the bytes of gathered units by the account, before a gather whose allocation fails and after."""
+    with parallel_for(Job("tied"), HOW["fsdp"]) as (_, parallel, _):
+        engine, found = parallel._engine, []
+        for storage in engine.storages[1:2]:
+            found.append(engine.account.live["full_parameters"])
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(storage, "allocate_full", _out_of_memory)
+                with engine.unsharder.unsharded([0, 1]):
+                    pass
+            found.append(engine.account.live["full_parameters"])
+        parallel.state_dict()  # it goes on
+        return found
+
+
+def _out_of_memory() -> None:
+    raise MemoryError
+
+
+def test_a_gather_that_fails_is_not_booked(two: Ranks):
+    assert two.run(gather_without_memory) == [[0, 0]] * 2
 
 
 # ---- draining

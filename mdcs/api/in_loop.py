@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.api.autoplan import autoplan
-from mdcs.api.sharded_start import STEPS, plan_of_nothing, profile_of
+from mdcs.api.sharded_start import STEPS, plan_of_nothing, profile_of, why_not_measured
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
@@ -33,7 +33,7 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
-from mdcs.runtime.state_dict import units_of
+from mdcs.runtime.state_dict import beyond_budget, units_of
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import Budget
@@ -62,7 +62,7 @@ class PlannedInLoop(Parallel):
         self._first: FirstStep | None = None
         self._first_norm: float | None = None
         self._running: RunningSteps | None = None  # measures steps of a sharded model
-        self._is_sharded = False  # from the start
+        self._is_sharded = self._was_in_pieces = False  # as it does not fit whole; from the start
         self._micro_steps: int | None = None  # that the first step must have
         self._folder: Path | None = None  # of profiles, for the first step
         self._resumed_after = 0
@@ -78,7 +78,7 @@ class PlannedInLoop(Parallel):
         """Go on with a plan."""
         resumed_after, stepped = self._resumed_after, self._stepped
         super().__init__(engine, self.units)
-        self._resumed_after, self._calls.stepped = resumed_after, stepped
+        self._resumed_after, self._calls.stepped, self._all = resumed_after, stepped, engine.optimizers
         self._departures = DepartingSteps(engine, self._replan_after)
 
     def _measure(self, model: nn.Module, optimizers: Optimizers) -> None:
@@ -95,7 +95,7 @@ class PlannedInLoop(Parallel):
 
     def _run_sharded(self, model: nn.Module, optimizers: Optimizers, micro_steps: int) -> None:
         """Go on with a provisional plan, and measure the next steps."""
-        self._all, self._is_sharded = optimizers, True
+        self._all, self._is_sharded, self._was_in_pieces = optimizers, True, True
         device = self.units[0].parameters[0][1].device
         with on_all_ranks(tells=self._planning["progress"]):
             plan = plan_of_nothing(
@@ -191,16 +191,13 @@ class PlannedInLoop(Parallel):
         """
         if self._first is not None:
             return
-        engine, options = self._engine, self._options
+        engine = self._engine
+        if why := why_not_measured(self._options, self._group, self.plan, self._is_sharded):
+            raise RunError(f"rank {self.rank}: replan() {why}")
         if self._is_sharded:
             engine.drain("replan()")
             self._running = self._running or RunningSteps(engine)
             return
-        if options.emulate is not None or self._group is not None or self.plan.profile.master_bytes:
-            raise RunError(
-                f"rank {self.rank}: replan() cannot measure a run with emulate=, group= or master_dtype=: close(), make a plan "
-                "with mdcs.autoplan, and parallelize() with it"
-            )
         engine.drain("replan()")
         self._unread += self._records(flush=True)
         done = engine.sequencer.step - 1
@@ -216,6 +213,10 @@ class PlannedInLoop(Parallel):
         del self._engine, self.plan, self._departures
         self._folder = None  # another start would not know in which step this profile is that of its first one
         self._measure(engine.model, engine.optimizers)
+
+    def _too_large(self) -> str:
+        room = self.plan.budget - self.plan.reserve if self._was_in_pieces and self.plan.budget is not None else None
+        return beyond_budget(self._engine.storages, self._engine.updates.updates, room)
 
     # -- in the first step
 

@@ -25,6 +25,7 @@ from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.running_steps import RunningSteps, recorder_of
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine
+from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import current_meter
 
@@ -46,6 +47,16 @@ def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | 
     said = f"parameters, gradients and optimizer state take {size / MIB:.1f} MiB of a budget of {limit / MIB:.1f} MiB"
     sharded = size > limit and world > 1
     return sharded, f"{said}: {'sharded from the start' if sharded else 'whole in the first step'}"
+
+
+def why_not_measured(options: RunOptions, group: dist.ProcessGroup | None, plan: Plan, is_sharded: bool) -> str:
+    """Return why :meth:`mdcs.Parallel.replan` cannot measure a run with this plan; "" if it can. ``is_sharded``: in pieces."""
+    what = ""
+    if options.emulate is not None or group is not None or plan.profile.master_bytes:
+        what = "a run with emulate=, group= or master_dtype="
+    elif is_sharded and plan.recompute:
+        what = "what a model computes again that does not fit whole"
+    return f"cannot measure {what}: close(), make a plan with mdcs.autoplan, and parallelize() with it" if what else ""
 
 
 def plan_of_nothing(

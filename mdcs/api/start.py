@@ -13,7 +13,7 @@ from torch import nn
 
 from mdcs.api.autoplan import SECONDS, require_measured
 from mdcs.api.in_loop import PlannedInLoop
-from mdcs.api.sharded_start import must_shard
+from mdcs.api.sharded_start import must_shard, why_not_measured
 from mdcs.emulation import Emulation
 from mdcs.model.blocks import in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
@@ -114,6 +114,7 @@ def parallelize(
     options = RunOptions(
         clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
     )
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if replan_after is not None and replan_after < 1:
         raise ValueError(f"replan_after must be >= 1, got {replan_after}")
     if micro_steps is not None and micro_steps < 1:
@@ -130,10 +131,13 @@ def parallelize(
         planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
         planning["recompute"] = Planned() if plan.recompute else KEEP  # of a later plan
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
+        run._is_sharded, _ = must_shard(units, optimizers, plan.budget)
+        run._was_in_pieces = is_meta
+        if replan_after is not None and (why := why_not_measured(options, group, plan, run._is_sharded)):
+            raise ValueError(f"replan_after={replan_after}: replan() {why}")
         run._run(Engine(model, optimizers, plan, units, group, options))
         return run
     sharded, why = must_shard(units, optimizers, wanted.size)
-    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")

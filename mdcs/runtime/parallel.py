@@ -350,9 +350,10 @@ class Parallel(Gradients, OptimizerDicts):
 
         The current iteration is given up. The optimizer gets the whole state of a plain loop. Without ``whole``, the
         optimizer's state is lost and parameters that are not whole on this rank raise when they are used. The same
-        happens if gathering fails: after an error, when a rank does not take part within ``timeout_s``, or when updates
-        of an iteration have begun. Waits for a checkpoint that is being written; if it fails, raises RunError after
-        closing.
+        happens, with one warning, if the run was sharded from its start and the budget has no room for the whole model with
+        the optimizer's state; and if gathering fails: after an error, when a rank does not take part within ``timeout_s``,
+        or when updates of an iteration have begun. Waits for a checkpoint that is being written; if it fails, raises
+        RunError after closing.
         """
         if self._engine.is_closed:
             return
@@ -366,13 +367,22 @@ class Parallel(Gradients, OptimizerDicts):
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         failed = False
         if whole and self._engine.options.emulate is None:
-            why = self._engine.make_plain()
-            failed = bool(why)
-            if why:
+            why = self._too_large()
+            if why and self.rank == 0:
+                warnings.warn(
+                    f"closed in pieces: {why}. Before the end, call parallel.checkpoint(folder), or "
+                    "parallel.state_dict(rank0_only=True, cpu=True)", stacklevel=2,
+                )  # fmt: skip
+            elif not why and (why := self._engine.make_plain()):
+                failed = True
                 warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
         self._end(why, failed=failed)
         if unwritten is not None:
             raise unwritten
+
+    def _too_large(self) -> str:
+        """Return why a rank cannot have the whole model, and "" if it can."""
+        return ""
 
     def _end(self, why: str, *, failed: bool = False) -> None:
         if self._checkpoints is not None and not self._engine.is_closed:

@@ -205,8 +205,9 @@ class ShardedOptimizer:
                     own = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
                 if self._clip_value is not None:
                     gradient.clamp_(-self._clip_value, self._clip_value)
-                if part[0] in self.captured_gradients:
-                    self.captured_gradients[part[0]][part[1]] = gradient.clone()
+                kept = self.captured_gradients.get(part[0])  # looked up once: the loop may put another in its place
+                if kept is not None:
+                    kept[part[1]] = gradient.clone()
                 for run in own:
                     # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message. Others
                     # go one by one, and no name holds a copy of a gradient while the next one is made.

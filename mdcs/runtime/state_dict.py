@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.model.optimizers import Updates
 from mdcs.runtime.buffers import broadcast, write
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.unshard import Unsharder
+from mdcs.sizes import MIB
 from mdcs.torch_compat import without_autograd
 
 
@@ -111,6 +113,18 @@ def full_parameters(
             unsharder.reshard(u)
         for storage in chosen:
             storage.guard.open() if storage.is_open_between_steps else storage.guard.close()
+
+
+def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int | None) -> str:
+    """Return in words why the whole model, with the optimizer's state and one unit more, does not fit in ``room`` (bytes);
+    "" if it does. None: no limit.
+    """
+    size, trained = 0.0, [p for storage in storages if storage.trainable for p in storage.parameters]
+    size += sum(storage.full_bytes for storage in storages) + max(storage.full_bytes for storage in storages)
+    size += sum(p.numel() * p.element_size() * updates.layout_of(p).tensors(p.element_size()) for p in trained)
+    if room is None or size <= room:
+        return ""
+    return f"the whole model and the optimizer's state take {size / MIB:.1f} MiB of a budget of {room / MIB:.1f} MiB"
 
 
 def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[str], call: str) -> list[int]:

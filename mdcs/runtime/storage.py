@@ -277,7 +277,7 @@ class UnitStorage:
         self.move(self.device)
         for p in self.parameters:
             p.grad = None
-        self.free_full()
+        self.release()
 
     # -- gradients ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.api import in_loop, sharded_start
+from mdcs.emulation import Emulation
 from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profiler.link_timing import MeasuredLink
@@ -362,3 +363,76 @@ def test_a_view_that_is_kept_after_the_step_is_refused_before_its_memory_is_used
             "first: a tensor that shares the memory of its parameters is kept after the step, when they are in pieces: keep a "
             "copy (.clone())"
         )
+
+
+def closed_in_pieces(meta: bool) -> tuple[list[str], str]:
+    """The warnings of leaving a run whose budget has no room for the whole model, and what a use says afterwards."""
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        model = blocks()
+    optimizer = torch.optim.Adam(model.parameters())
+    limit = int(0.72 * whole_bytes(mdcs.partition(model), Optimizers(optimizer)))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(sharded_start, "measure_link", linked)
+        patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
+        with mdcs.parallelize(model, optimizer, budget=limit, progress=False, timeout_s=30, seconds=0.5) as parallel:
+            for step in range(STEPS):
+                texts(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            saved = parallel.state_dict(rank0_only=True, cpu=True)
+            sharded = [s for s in parallel._engine.storages if s.strategy.sharded]
+    with pytest.raises(mdcs.RunError) as error:
+        sharded[0].parameters[0].norm()
+    plain = blocks()
+    if saved:
+        plain.load_state_dict(saved)
+    said = [str(w.message) for w in caught if "closed" in str(w.message)]
+    return said, str(error.value)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_run_whose_budget_has_no_room_for_the_whole_model_ends_in_pieces(two, meta):
+    first, other = two.run(closed_in_pieces, meta)
+    assert len(first[0]) == 1 and "parallel.checkpoint" in first[0][0] and other[0] == []
+    for _, error in (first, other):
+        assert "is in pieces" in error and "MiB of a budget of" in error
+
+
+def planned_before(ways: str) -> list[bool] | None:
+    """A plan that was made before, for a model that does not fit whole: its new plan comes of steps in pieces."""
+    torch.manual_seed(0)
+    model, found = blocks(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    units = mdcs.partition(model)
+    limit = int(0.9 * whole_bytes(units, Optimizers(optimizer)))
+    updates = {"emulate": Emulation(0, 2)} if ways == "emulate" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_start, "measure_link", linked)
+        patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
+        plan = sharded_start.plan_of_nothing(
+            units, Optimizers(optimizer), limit, micro_steps=1, cross_iteration=True, device=torch.device("cpu")
+        )
+        if updates:
+            with pytest.raises(ValueError, match="replan_after=2"):
+                mdcs.parallelize(model, optimizer, plan, units, replan_after=2, **updates)
+            return None
+        with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30, seconds=0.5, progress=False) as parallel:
+            for step in range(STEPS):
+                if step == 1:
+                    parallel.replan()
+                    found.append(all(s.strategy.sharded for s in parallel._engine.storages) and parallel._first is None)
+                texts(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(parallel.plan is not plan)
+            return found
+
+
+def test_a_given_plan_for_a_model_that_does_not_fit_whole_is_replanned_in_pieces(two):
+    assert two.run(planned_before, "") == [[True, True]] * 2
+
+
+def test_a_run_that_cannot_be_replanned_says_so_at_its_start(two):
+    assert two.run(planned_before, "emulate") == [None, None]

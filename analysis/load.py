@@ -148,7 +148,8 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read one run: the last attempt, where several jobs ran in the folder, with the steps that it has gone on from.
+    """Read one run: the last attempt, where several jobs ran in the folder, with the steps that it has gone on from. Those are
+    warm-up: another attempt has made them, perhaps on another node, and its times are not mixed with this one's.
 
     Raises FileNotFoundError if the folder has no metrics.jsonl, ValueError naming the line if that is corrupt.
     """
@@ -165,7 +166,7 @@ def load_run(folder: str | Path) -> Run:
     told = {Path(event["folder"]).parent for event in before if event["event"] == "checkpoint"}
     own = told | {folder.resolve() / "checkpoints"}  # a killed run may not have told of its last one; a folder may be moved
     done = max((e["step"] for e in by_event.get("resumed", []) if Path(e["folder"]).parent in own), default=0)
-    former = {event["step"]: event for event in before if event["event"] == "step" and event["step"] <= done}
+    former = {event["step"]: event | {"warmup": True} for event in before if event["event"] == "step" and event["step"] <= done}
     last = {name: found[-1] for name, found in by_event.items()}
     return Run(
         folder=folder,

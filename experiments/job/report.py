@@ -38,6 +38,11 @@ def report(session: Session, started: float) -> None:
     later = f"; {waiting} of them have not ended: mdcs jobs {folder} shows them" if waiting else ""
     try:
         frame = analysis.load_sweep(folder)
+        for result in session.results:
+            if result.status == record.SUBMITTED:  # what is there is of an earlier attempt, perhaps of other code
+                assert result.folder is not None
+                of = frame["folder"] == str(result.folder.resolve())
+                frame.loc[of, ["status", "reason"]] = record.SUBMITTED, "its job has not ended"
     except ValueError as error:  # no job has begun
         print(f"{len(jobs)} jobs in {wall_s:.0f} s{later or f'; {error}'}", flush=True)
         return

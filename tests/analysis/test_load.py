@@ -118,6 +118,17 @@ def test_a_run_that_was_gone_on_with_has_the_steps_of_before(tmp_path, of, tells
     assert run.status == "incomplete" and run.row()["steps"] == len(expected)
 
 
+def test_times_of_a_run_are_of_its_last_attempt(tmp_path):
+    """The first, on another node, took a second a step, the second a tenth."""
+    job = {"event": "job", "schema": SCHEMA, "name": "mine"}
+    steps = [{"event": "step", "step": s, "warmup": s == 3, "step_s": 1.0 if s < 3 else 0.1} for s in range(1, 6)]
+    resumed = {"event": "resumed", "step": 2, "world": 2, "folder": f"{tmp_path.resolve()}/checkpoints/step-00000002"}
+    events = [job, *steps[:2], job, resumed, *steps[2:]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    row = load_run(tmp_path).row()
+    assert (row["steps"], row["step_s"], row["step_s_p90"]) == (5, 0.1, 0.1)
+
+
 def test_a_run_that_failed_before_its_plan_says_what_was_asked_for(run_writer):
     row = row_of(run_writer("0", strategy="fsdp", scheduler="wfbp", budget_mib=512, share=0.25, ending="infeasible", world=4))
     assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("gpt-small", "fsdp", "wfbp", 4)

@@ -103,6 +103,8 @@ def test_a_submitted_job_that_has_not_ended_is_not_submitted_again(tmp_path, mon
         done = train(tmp_path, *jobs, ranks=False)
         assert (done.returncode, done.stderr, kept(done.stdout)) == (0, "", ["0"])
         assert "1: submitted before and running, not run again (job " in done.stdout
+        with (tmp_path / "sweep/table.csv").open() as file:
+            assert [row["status"] for row in csv.DictReader(file)] == ["ok", record.SUBMITTED]
         assert states(tmp_path / "sweep") == {"0": "ok", "1": state} and (waiting / "metrics.jsonl").read_bytes() == before
 
     (tmp_path / "slurm/squeue").write_text("#!/bin/bash\n")

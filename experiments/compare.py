@@ -1,6 +1,6 @@
 """Compare jobs that take turns: engines, schedulers, numbers of ranks, or what else conf/compare/ or you let vary.
 
-    mdcs compare strategy=joint 'compare.budgets=[10%,30%,none]' 'compare.only=[mdcs,ddp,fsdp2]'
+    mdcs compare strategy=joint 'compare.budgets=[floor+10%,75% of ddp,none]' 'compare.only=[mdcs,ddp,fsdp2]'
     mdcs compare experiment=bench                         # schedulers beside none (make bench)
     mdcs compare compare=ranks experiment=timed-8         # 2, 3, 4, 6 and 8 ranks
     mdcs compare compare=accuracy experiment=bench        # plans and rates of the link: predicted and measured
@@ -8,7 +8,7 @@
 
 Every candidate of `compare.vary` is the job of the command line with some overrides. A value with commas makes several
 candidates. Every round runs each of them once, and starts with the next one. Candidates with a plan run once under each
-of `compare.budgets`: a budget is in GiB or MiB, a share of the candidate's floor on top of it (10%), or none. Other
+of `compare.budgets`: a budget is 40GiB, 75% of ddp, floor+10% (the candidate's own floor), or none. Other
 engines fit a budget if no rank ever exceeded it, with the floor of the base; overrides of strategy, scheduler,
 collectives and profile do not apply to them.
 Ratios to `compare.base` are taken within a round. Losses are compared with those of the base. comparison.json,
@@ -44,7 +44,6 @@ import mdcs
 from analysis import load_run, pictures, table_of
 from analysis.comparison import lines, loss_differences
 from experiments.compare_tables import show
-from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
@@ -54,6 +53,8 @@ from experiments.job import run as jobs
 from experiments.job.planning import floor_of, job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.planner.pipeline import unsharded_bytes
+from mdcs.sizes import Budget
 
 SCHEMA = 3
 BOUNDS_S = 20.0  # time limit of each of two solves
@@ -106,21 +107,22 @@ class Comparison:
     def __init__(self, config: Config, given: Sequence[str], folder: Path) -> None:
         self.config, self.given, self.folder = config, given, folder
         self.asked = config.compare
-        self.budgets = [Budget.parse(str(budget)) for budget in self.asked.budgets]
+        self.budgets = [Budget.of(str(budget)) for budget in self.asked.budgets]
         self.console = Console(stderr=True)
         self.known = Profiles()
         self.left_out: dict[str, str] = {}
         self.candidates = list(self._candidates())
         if not self.candidates:
             raise ConfigError("compare.vary", self._nobody())
-        over = [str(budget) for budget in self.budgets if budget.over_floor is not None]
+        over = [str(budget) for budget in self.budgets if budget.size is None and budget.is_limit]
         if over and not any(each.config.engine.plans for each in self.candidates):
-            raise ConfigError("compare.budgets", f"{over[0]} is a share of a plan's floor, and no candidate has a plan")
+            raise ConfigError("compare.budgets", f"{over[0]} is a share of what a plan needs, and no candidate has a plan")
         self.base = self.asked.base or self.candidates[0].name
         if self.base not in {each.name for each in self.candidates}:
             raise ConfigError("compare.base", f"no such candidate {self.base}")
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.failed: dict[str, str] = {}
+        self.wholes: dict[str, int] = {}  # what DDP needs, bytes, by the same names
         self.floors: dict[str, int] = {}  # bytes, of candidates with a plan, by name; empty if no budget needs them
         self.solved: dict[tuple[mdcs.Job, int | None], tuple[float, float]] = {}
         self.rounds = 0  # rounds that have ended
@@ -155,7 +157,7 @@ class Comparison:
                 yield Candidate(name, config, None, tuple(words))
                 continue
             for budget in self.budgets:
-                with_budget = compose_config([*overrides, *budget.overrides], like=self.config.profile.path)
+                with_budget = compose_config([*overrides, f"budget='{budget}'"], like=self.config.profile.path)
                 yield Candidate(name, with_budget, budget, tuple(words))
 
     def _base_of(self, words: Sequence[str]) -> list[str]:
@@ -214,7 +216,8 @@ class Comparison:
             if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-            self.floors[each.name] = floor_of(each.config, job_of(each.config, profile))
+            job = job_of(each.config, profile)
+            self.floors[each.name], self.wholes[each.name] = floor_of(each.config, job), unsharded_bytes(job)
         return ""
 
     def _leave_out_below_floors(self) -> None:
@@ -235,7 +238,10 @@ class Comparison:
 
     def _limit(self, budget: Budget | None, name: str) -> int | None:
         """Bytes of a budget per rank for the candidate of that name."""
-        return None if budget is None else budget.bytes(self.floors.get(name, self.floor or 0))
+        if budget is None:
+            return None
+        of = name if name in self.floors else self.base if self.base in self.floors else next(iter(self.floors), "")
+        return budget.bytes(lambda: self.wholes.get(of, 0), lambda: self.floors.get(of, 0))
 
     def _turn(self, number: int, candidate: Candidate) -> None:
         name = str(candidate)

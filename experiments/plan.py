@@ -47,7 +47,7 @@ from mdcs.sizes import MIB
 
 SCHEMA = 2
 BOUNDS_S = 20.0  # time limit of each of two solves
-_COLUMNS = ("strategy", "scheduler", "budget", "budget.gib", "budget.over_floor")
+_COLUMNS = ("strategy", "scheduler", "budget", "budget.gib", "budget.of_ddp", "budget.over_floor")
 """Keys that have a column in every table of plans."""
 _MANY = 4  # equal rows of units from which they become one row
 

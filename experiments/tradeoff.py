@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import budget_words, plateau, workloads
 from analysis.table import milliseconds, new_console, new_table
-from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
@@ -48,8 +47,9 @@ from experiments.job.resolved import resolve
 from experiments.job.sweep import sweep_name
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
+from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.planner.recompute import Planned
-from mdcs.sizes import GIB, MIB
+from mdcs.sizes import GIB, MIB, Budget
 
 SCHEMA = 2
 MEASURED = ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "stalled_s", "peak_bytes")
@@ -69,7 +69,7 @@ class Planner:
 
     def job(self, budget: int, share: float | None, activations: float | None = None) -> Config:
         divided = dataclasses.replace(
-            self.config.budget, gib=budget / GIB, over_floor=None, schedule_share=share, activation_share=activations
+            self.config.budget, gib=budget / GIB, of_ddp=None, over_floor=None, schedule_share=share, activation_share=activations
         )
         return dataclasses.replace(self.config, budget=divided)
 
@@ -168,7 +168,7 @@ def _check_plane(config: Config) -> None:
             raise ConfigError("budget.activation_share", "is set by mdcs curve itself: see tradeoff.plane")
         return
     if not config.budget.limited:
-        raise ConfigError("tradeoff.plane", "needs a budget to divide: set budget.gib or budget.over_floor")
+        raise ConfigError("tradeoff.plane", "needs a budget to divide: add budget=40GiB or budget=floor+10%")
     if config.recompute != Planned():
         raise ConfigError("tradeoff.plane", f"needs recompute=planned, got {config.recompute.name}")
     if config.scheduler is None:
@@ -182,7 +182,7 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
     make, asked = cache(planner.make), config.tradeoff
     divides = planner.config.scheduler is not None
     of = tradeoff.shares(asked.shares) if divides else ()
-    budget = planning.budget_bytes(config, planner.floor) if divides else None
+    budget = planning.budget_bytes(config, planner.floor, planner.planned_for) if divides else None
     out: list[Entry] = []
     if budget is not None:
         searched = tradeoff.search(make, budget, of)
@@ -198,7 +198,8 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
             points = tradeoff.plane(make, budget, asked.plane)
             stop = tradeoff.best(points)
             out += [Entry(planner, p, "plane", p is stop and p.plan is not None) for p in points]
-    budgets = [Budget.parse(budget).bytes(planner.floor) for budget in asked.budgets]
+    whole = partial(unsharded_bytes, planner.planned_for)
+    budgets = [Budget.of(budget).bytes(whole, lambda: planner.floor) for budget in asked.budgets]
     return out + [Entry(planner, p, "front") for p in tradeoff.front(make, filter(None, budgets), of)]
 
 

@@ -1,53 +1,64 @@
-"""Parse budgets: `10%` over the floor, `300MiB` or `1.5GiB` per rank, or `none`. A number needs its unit."""
+"""Options of Hydra's group `budget` that are no files: `budget=40GiB`, `75% of ddp`, `floor+10%` and `none`.
 
-from __future__ import annotations
+A config source answers `budget/TEXT` with the keys of the budget that the text means. `register` makes it known to Hydra.
+"""
 
-import math
-import re
-from dataclasses import dataclass
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 
-from mdcs.sizes import GIB, MIB
+from mdcs.sizes import GIB, Budget
 
-_WORDS = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?(%|MiB|GiB)")
+GROUP = "budget"
 
 
-@dataclass(frozen=True)
-class Budget:
-    """A budget per rank in GiB, or as a share of the floor on top of the floor. Both None: no limit."""
+class BudgetSource(ConfigSource):
+    """Budgets in words, as configs."""
 
-    gib: float | None = None
-    over_floor: float | None = None
+    @staticmethod
+    def scheme() -> str:
+        return "mdcs-budget"
 
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """Parse a budget. Raises ValueError."""
-        if text == "none":
-            return cls()
-        if words := _WORDS.fullmatch(text):
-            number, unit = words.groups()
-            try:
-                value = float(number)
-            except ValueError:
-                value = math.nan
-            if unit == "%" and 0 <= value < math.inf:
-                return cls(over_floor=value / 100)
-            if unit != "%" and 0 < value < math.inf:
-                return cls(gib=value * MIB / GIB if unit == "MiB" else value)
-        raise ValueError(f"a budget is 10% (over the floor), 300MiB, 1.5GiB or none, with its unit; got {text}")
+    def load_config(self, config_path: str) -> ConfigResult:
+        found = _budget(config_path)
+        if found is None:
+            raise ConfigLoadError(f"{config_path} is no budget")
+        gib = None if found.size is None else found.size / GIB
+        config = OmegaConf.create({"gib": gib, "of_ddp": found.of_ddp, "over_floor": found.over_floor})
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
 
-    def bytes(self, floor: int) -> int | None:
-        """Bytes of the budget per rank, given the floor in bytes; None without a limit."""
-        if self.gib is not None:
-            return int(self.gib * GIB)
-        return None if self.over_floor is None else int(floor * (1 + self.over_floor))
+    def available(self) -> bool:
+        return True
 
-    def __str__(self) -> str:
-        if self.gib is not None:
-            return f"{self.gib:g} GiB" if self.gib >= 0.1 else f"{self.gib * GIB / MIB:.4g} MiB"
-        return "none" if self.over_floor is None else f"{self.over_floor * 100:g}%"
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") == GROUP
 
-    @property
-    def overrides(self) -> list[str]:
-        """The config overrides that set this budget."""
-        values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
-        return [f"{key}={value}" for key, value in values.items() if value is not None]
+    def is_config(self, config_path: str) -> bool:
+        return _budget(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+def _budget(config_path: str) -> Budget | None:
+    group, _, text = config_path.removesuffix(".yaml").partition("/")
+    try:
+        return Budget.of(text) if group == GROUP else None
+    except ValueError:
+        return None
+
+
+class BudgetPath(SearchPathPlugin):
+    """Has Hydra look for options among the budgets in words, too."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="mdcs", path=f"{BudgetSource.scheme()}://")
+
+
+def register() -> None:
+    """Make budgets in words known to Hydra."""
+    for plugin in (BudgetSource, BudgetPath):
+        Plugins.instance().register(plugin)

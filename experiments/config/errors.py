@@ -123,7 +123,7 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     near = [_OF_OTHERS[group, option]] if (group, option) in _OF_OTHERS else near
     nearest = f"; did you mean {near[0]}?" if near else ""
     if group == "budget":
-        nearest = "; a limit in bytes is budget.gib=40, a share beyond the floor budget.over_floor=0.1"
+        nearest = "; a limit is 40GiB, '75% of ddp', floor+10% or none"
     return ConfigError(group, f"no such option {option}; options: {', '.join(known)}{nearest}")
 
 

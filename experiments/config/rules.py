@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.config.budgets import Budget
 from experiments.config.identity import CODE, hosts_identity, job_identity
 from experiments.config.schema import (
     OPTION_GROUPS,
@@ -27,14 +26,17 @@ from mdcs.planner.recompute import KEEP, Planned
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
+from mdcs.sizes import Budget
 
 HALF = ("bf16", "fp16")
 
 _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ("budget.over_floor", lambda c: None not in (c.budget.gib, c.budget.over_floor),
      "and budget.gib exclude each other, got both"),
+    ("budget.of_ddp", lambda c: c.budget.of_ddp is not None and (c.budget.gib, c.budget.over_floor) != (None, None),
+     "and another limit exclude each other, got both"),
     ("budget.schedule_share", lambda c: c.budget.schedule_share is not None and not c.budget.limited,
-     "needs a budget to divide: set budget.gib or budget.over_floor"),
+     "needs a budget to divide: add budget=40GiB or budget=floor+10%"),
     ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.budget.schedule_share is None,
      "divides what budget.schedule_share leaves: set both"),
     ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.recompute != Planned(),
@@ -115,7 +117,7 @@ def check(config: Config) -> None:
     for key, asked in (("tradeoff.budgets", config.tradeoff.budgets), ("compare.budgets", config.compare.budgets)):
         try:
             for each in asked:
-                Budget.parse(each)
+                Budget.of(each)
         except ValueError as error:
             raise ConfigError(key, str(error)) from error
     _check_data(config)

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from experiments.config import budgets
 from mdcs.options import Checked, option
 from mdcs.profile.algorithms import ALGORITHMS
+from mdcs.sizes import GIB, Budget
 
 if TYPE_CHECKING:
     from experiments.tasks.data import Data
@@ -52,9 +54,11 @@ class ConfigError(ValueError):
 
 @dataclass
 class BudgetConfig:
-    """The budget: all tensor bytes per rank. With neither gib nor over_floor there is no limit."""
+    """The budget: all tensor bytes per rank. `budget=40GiB`, `budget=75% of ddp`, `budget=floor+10%` and `budget=none` set the
+    first three keys, of which one or none has a value."""
 
     gib: float | None = option(None, "the budget", above=0)
+    of_ddp: float | None = option(None, "the budget is so much of what DDP needs", above=0)
     over_floor: float | None = option(None, "the budget is the floor times 1 + over_floor", at_least=0)
     schedule_share: float | None = option(
         None, "share of the slack kept for the schedule; null: no division", at_least=0, at_most=1
@@ -72,7 +76,12 @@ class BudgetConfig:
     @property
     def limited(self) -> bool:
         """Whether there is a limit."""
-        return self.gib is not None or self.over_floor is not None
+        return self.value.is_limit
+
+    @property
+    def value(self) -> Budget:
+        """The limit as a value."""
+        return Budget(None if self.gib is None else int(self.gib * GIB), self.of_ddp, self.over_floor)
 
 
 @dataclass
@@ -257,7 +266,7 @@ class TradeoffConfig:
     shares: int = option(17, "values of budget.schedule_share on the curve, from 0 to 1", at_least=3)
     sweep: bool = option(True, "plan the whole curve; false: only what the search for the stop point asks for")
     budgets: list[str] = option(
-        ["0%", "5%", "10%", "20%", "40%", "80%"], "budgets of the front: 10% over the floor, 300MiB, 1.5GiB"
+        [f"floor+{more}%" for more in (0, 5, 10, 20, 40, 80)], "budgets of the front: floor+10%, 75% of ddp, 300MiB"
     )
     plane: int = option(
         0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane",
@@ -297,7 +306,7 @@ class CompareConfig:
     base: str | None = option(None, "ratios and losses are compared with it; null: the first")
     only: list[str] = option([], "names of those to run; none: all that can run here")
     rounds: int = option(3, "how often each runs", at_least=1)
-    budgets: list[str] = option([], "budgets of those with a plan, e.g. 10% over the floor, 1.5GiB, none; none: the job's own")
+    budgets: list[str] = option([], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own")
     tolerance: float = option(5e-3, "greatest relative difference of equal losses", at_least=0)
 
 
@@ -423,6 +432,7 @@ def schema() -> DictConfig:
 
 def register() -> None:
     """Register the schema with Hydra; conf/config.yaml starts from it."""
+    budgets.register()
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema())
 
 

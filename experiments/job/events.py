@@ -51,7 +51,7 @@ def job_event(config: Config, began: float | None = None) -> dict[str, Any]:
         "scheduler": (config.scheduler or config.strategy).name if plans else "own",
         "cross_iteration": config.run.cross_iteration if plans else None,
         "world": cluster.ranks, "emulated": config.link.name == "emulated", "emulated_ranks": cluster.emulated,
-        "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
+        "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None, None),
         "schedule_share": config.budget.schedule_share, "settings": settings(config), **provenance(),
     }  # fmt: skip
 
@@ -82,8 +82,9 @@ def provenance() -> dict[str, str | None]:
 _NOT_SETTINGS = (
     "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.", "tradeoff.", "run.name",
     "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
-    "profile.refresh", "budget.gib", "budget.over_floor", "budget.schedule_share", "cluster.name", "cluster.ranks",
-    "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "cluster.peak_tflops", "link.name",
+    "profile.refresh", "budget.gib", "budget.of_ddp", "budget.over_floor", "budget.schedule_share", "cluster.name",
+    "cluster.ranks", "cluster.rank",
+    "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "cluster.peak_tflops", "link.name",
     "run.cross_iteration", "recompute.each", "batch.", "data.workers",
 )  # fmt: skip
 """Keys or groups that have their own column in tables, or on which no measurement depends."""
@@ -126,7 +127,7 @@ def start_event(
         "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
         "world": plan.world, "emulated": plan.profile.link.emulated,
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
-        "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
+        "budget_bytes": budget_bytes(config, floor, plan.job), "admission_bytes": plan.budget, "floor_bytes": floor,
         "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
         "tried": [{"strategy": t.plan.strategy, "scheduler": t.plan.scheduler, "messages": len(t.plan.messages),
                    "predicted_s": t.predicted_s, "measured_s": t.measured_s} for t in trials],
@@ -188,7 +189,7 @@ def summary_event(
         return float(np.median(known)) if known else None
 
     p10, middle, p90 = (float(q) for q in np.quantile([each.step_s for each in times], (0.1, 0.5, 0.9)))
-    whole, budget = whole_step(records), budget_bytes(config, floor)
+    whole, budget = whole_step(records), budget_bytes(config, floor, workload.plan.job if workload.plan else None)
     return {
         "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
         "step_s": {"median": middle, "p10": p10, "p90": p90},

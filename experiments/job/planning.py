@@ -6,7 +6,8 @@ from pathlib import Path
 
 import mdcs
 from experiments.config.schema import Config
-from mdcs.sizes import GIB, MIB
+from mdcs.planner.pipeline import unsharded_bytes
+from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 
 
@@ -27,7 +28,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
 
     Raises ValueError, and InfeasibleBudget, which is one.
     """
-    budget = budget_bytes(config, floor)
+    budget = budget_bytes(config, floor, job)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         from mdcs.telemetry.memory_meter import unmeasured  # torch takes seconds
 
@@ -39,7 +40,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
             activation_share=config.budget.activation_share, recompute=config.recompute,
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
-        key = "budget.over_floor" if config.budget.gib is None else "budget.gib"
+        key = "budget.gib" if config.budget.gib is not None else "budget.of_ddp" if config.budget.of_ddp else "budget.over_floor"
         what = f"{key}: {error.what}"
         raise mdcs.InfeasibleBudget(error.budget, error.smallest, what, error.is_bound, error.recomputed) from error
 
@@ -49,13 +50,14 @@ def floor_of(config: Config, job: mdcs.Job) -> int:
     return mdcs.floor_bytes(job, config.recompute)
 
 
-def budget_bytes(config: Config, floor: int | None) -> int | None:
-    """The config's budget in bytes per rank. None for no limit, and for a budget over a floor that is not known."""
-    if config.budget.gib is not None:
-        return int(config.budget.gib * GIB)
-    if config.budget.over_floor is None or floor is None:
-        return None
-    return int(floor * (1 + config.budget.over_floor))
+def budget_bytes(config: Config, floor: int | None, job: mdcs.Job | None) -> int | None:
+    """The config's budget in bytes per rank. None for no limit, and for a share of what is not known: floor, or DDP's job."""
+    budget = config.budget.value
+    if budget.over_floor is not None:
+        return None if floor is None else budget.bytes(lambda: 0, lambda: floor)
+    if budget.of_ddp is not None:
+        return None if job is None else budget.bytes(lambda: unsharded_bytes(job), lambda: 0)
+    return budget.size
 
 
 def write_plan(folder: Path, plan: mdcs.Plan) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.config.budgets import Budget
 from experiments.config.schema import ClusterConfig, Config, ConfigError
 from experiments.tasks.hub import is_local
 from mdcs.planner.recompute import KEEP
@@ -119,10 +118,8 @@ def _name(config: Config) -> str:
         plan += "" if budget.schedule_share is None else f" s={budget.schedule_share:g}"
         plan += "" if budget.activation_share is None else f" a={budget.activation_share:g}"
     parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
-    if budget.gib is not None:
-        parts.append(str(Budget(budget.gib)))
-    elif budget.over_floor is not None:
-        parts.append(f"floor + {budget.over_floor * 100:g} %")
+    if budget.limited:
+        parts.append(str(budget.value))
     ranks = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
     if cluster.emulated:
         return f"{', '.join([*parts, config.model.label])} (rank {cluster.rank} of {cluster.ranks}, emulated)"

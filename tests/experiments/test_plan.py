@@ -14,7 +14,7 @@ from experiments import profile
 from experiments.config import help
 from mdcs.plan.plan import Plan
 from mdcs.planner.explain import UnitChoice
-from mdcs.planner.pipeline import make_plan
+from mdcs.planner.pipeline import make_plan, unsharded_bytes
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
@@ -86,6 +86,18 @@ def test_a_sweep_of_plans_has_a_column_for_each_setting_that_it_varies(tmp_path,
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert any(line[:3] == ["strategy", "scheduler", "bucket_mib"] for line in lines)
     assert [line[2] for line in lines if line[:2] == ["dp", "fusion"]] == ["0.1", "25"]
+
+
+def test_a_sweep_has_a_list_of_budgets_in_words(tmp_path):
+    profile = f"profile.path={Path(__file__).with_name('profile.json')}"
+    grid = ("-m", "strategy=dp", "budget=1GiB,300% of ddp,floor+300%,none", "model=mlp", "data=digits", "optimizer=sgd",
+            "optimizer.momentum=0", profile, "hydra.sweep.dir=out")  # fmt: skip
+    done = one_process.call(program, tmp_path, "plan.format=json", *grid)
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)["plans"]
+    size, share, over, none = (plan["budget_bytes"] for plan in plans)
+    whole = unsharded_bytes(PROFILE)
+    assert (size, share, over, none) == (1 << 30, 3 * whole, 4 * plans[0]["floor_bytes"], None)
 
 
 def test_a_program_of_one_job_takes_no_sweep(tmp_path):

@@ -50,7 +50,7 @@ TINY_RESNET = ("model.depths=[1,1,1,1]", "model.width_divisor=16", "model.image=
 
 @pytest.mark.slow
 def test_a_tiny_tradeoff(tmp_path, warm):
-    small = (*TINY_RESNET, "scheduler.seconds=1", *SHORT, "tradeoff.shares=3", "tradeoff.budgets=[0%]")
+    small = (*TINY_RESNET, "scheduler.seconds=1", *SHORT, "tradeoff.shares=3", "tradeoff.budgets=[floor+0%]")
     said = run(warm, tmp_path, tradeoff, "experiment=tradeoff_resnet152", *small, "tradeoff.measure=stop", "hydra.run.dir=out")
     assert "stop point of greedy · memory_aware" in said
     points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
@@ -60,7 +60,7 @@ def test_a_tiny_tradeoff(tmp_path, warm):
 @pytest.mark.slow
 def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
     small = ("model=gpt2-tiny", "cluster.device=cpu", "data.batch_size=2", *SHORT)
-    front = ("tradeoff.strategies=[greedy]", "tradeoff.budgets=[0%,50%]", "hydra.run.dir=out")
+    front = ("tradeoff.strategies=[greedy]", "tradeoff.budgets=[floor+0%,floor+50%]", "hydra.run.dir=out")
     run(warm, tmp_path, tradeoff, "experiment=gpu_curve", *small, *front)
     points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
     assert [point["measured"]["status"] for point in points] == ["ok", "ok"]

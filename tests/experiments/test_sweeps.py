@@ -123,7 +123,7 @@ def test_what_a_sweep_varies_is_a_column_and_in_the_names_of_its_runs(tmp_path):
     swept = [(size, seed) for size in ("0.1", "25") for seed in ("1", "2")]
     assert [(f"{float(row['scheduler.bucket_mib']):g}", row["run.seed"]) for row in rows] == swept
     assert [row["name"] for row in rows] == [
-        f"dp fusion bucket_mib={size} seed={seed}, 1 GiB, gpt2-tiny, 2 ranks" for size, seed in swept
+        f"dp fusion bucket_mib={size} seed={seed}, 1GiB, gpt2-tiny, 2 ranks" for size, seed in swept
     ]
     assert "2 runs of dp · fusion · bucket_mib=25, budget 1 GiB: median 100.0 ms, 100.0 to 100.0" in done.stdout
     assert (tmp_path / "out/tradeoff.png").is_file()

@@ -191,7 +191,7 @@ def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
     done = train(tmp_path, *QUICK, *asked, "hydra.run.dir=out", ranks=False)
     unused = "strategy=joint decides the schedule: not used: scheduler=dear budget.schedule_share=0.5\n"
     assert (done.returncode, done.stderr) == (0, unused)
-    assert "joint, 1 GiB, gpt2-tiny, 2 ranks: step 3/3 loss" in done.stdout
+    assert "joint, 1GiB, gpt2-tiny, 2 ranks: step 3/3 loss" in done.stdout
 
 
 @pytest.mark.parametrize(

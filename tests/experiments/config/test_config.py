@@ -90,8 +90,7 @@ WRONG = {
     "+budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
     "+anything=5": "anything: no such key",
     "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
-    "budget=5": "budget: no such option 5; options: over_floor, unlimited; a limit in bytes is budget.gib=40, a share beyond the "
-    "floor budget.over_floor=0.1",
+    "budget=5": "budget: no such option 5; options: over_floor, unlimited; a limit is 40GiB, '75% of ddp', floor+10% or none",
     "strategy=zero3": f"strategy: no such option zero3; options: {', '.join(files.groups()['strategy'])}; did you mean fsdp?",
     "batch_size=8": "batch_size: no such key; did you mean data.batch_size?",
     "lr=0.1": "lr: no such key; did you mean optimizer.lr?",
@@ -104,7 +103,7 @@ WRONG = {
     "budget.gib=1 budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
     "budget.gib=1 budget.schedule_share=-0.1": "budget.schedule_share: must be >= 0, got -0.1",
     "budget.schedule_share=0.5": (
-        "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
+        "budget.schedule_share: needs a budget to divide: add budget=40GiB or budget=floor+10%"
     ),
     "strategy=foo": f"strategy: no such option foo; options: {', '.join(files.groups()['strategy'])}",
     "experiment=none": f"experiment: no such option none; options: {', '.join(files.groups()['experiment'])}",

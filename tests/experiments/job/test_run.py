@@ -99,9 +99,9 @@ def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_o
     ("overrides", "name"),
     [
         (("strategy=dp", "scheduler=fusion"), "dp fusion, gpt2-tiny, 2 ranks"),
-        (("strategy=joint", "budget.over_floor=0.3", "cluster.ranks=1"), "joint, floor + 30 %, gpt2-tiny, 1 rank"),
+        (("strategy=joint", "budget.over_floor=0.3", "cluster.ranks=1"), "joint, floor+30%, gpt2-tiny, 1 rank"),
         (("strategy=greedy", "budget.gib=0.5", "budget.schedule_share=0.25", "model=mlp", "data=digits",
-          "run.varied='batch_size=8'"), "greedy wfbp s=0.25 batch_size=8, 0.5 GiB, mlp, 2 ranks"),
+          "run.varied='batch_size=8'"), "greedy wfbp s=0.25 batch_size=8, 0.5GiB, mlp, 2 ranks"),
         (("engine=ddp", "cluster.ranks=4"), "ddp, gpt2-tiny, 4 ranks"),
         (("run.name=mine", "run.varied='seed=1'"), "mine"),
     ],

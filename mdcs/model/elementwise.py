@@ -8,6 +8,7 @@ each parameter on its own: such parameters are updated whole, each by one rank. 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import Counter, defaultdict
@@ -252,6 +253,9 @@ class _Trial:
         self._states, self._counters = self._try("on a parameter it raises", self._together)
         if all(map(torch.equal, self._parameters, self._start)):
             raise self._refused("its step() does not change the parameters of its groups")
+        for key, value in (item for state in self._states for item in state.items()):
+            if value is not None and not isinstance(value, (Tensor, int, float)):
+                raise self._refused(f"its state {key} is a {type(value).__name__}, neither a tensor nor a number")
 
     def _together(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Update all parameters; return their state, and the numbers that the optimizer's object counts."""
@@ -300,21 +304,19 @@ class _Trial:
         def flat(tensors: Sequence[Tensor]) -> Tensor:
             return torch.cat([tensor.detach().flatten() for tensor in tensors]).repeat(times)
 
-        end, moved = own * times, flat(self._start)
+        end, updated = own * times, flat(self._parameters)
         cuts = 0, 7, end // 5, end // 2 + 1, end
-
-        def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [whole[a:b] for whole in [flat(tensors)] for a, b in zip(cuts, cuts[1:], strict=False)]
-
-        pieces = [moved[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-        states = self._try(f"{self._as_a_whole()}: on a flat piece it raises", lambda: self._apart(pieces, cut), _ActsOnWhole)
-        if not _alike(flat(self._parameters), moved):
-            raise self._acts_on_whole("a parameter becomes another one where it is updated piece by piece")
+        for count in (1, len(cuts) - 1):  # the short one first: a matrix optimizer may need the square of a piece's bytes
+            places, moved = [slice(a, b) for a, b in zip(cuts[:count], cuts[1:], strict=False)], flat(self._start)
+            pieces = [moved[place] for place in places]
+            apart = functools.partial(self._apart, pieces, lambda own: [flat(own)[place] for place in places])  # noqa: B023
+            states = self._try(f"{self._as_a_whole()}: on a flat piece it raises", apart, _ActsOnWhole)
+            if not _alike(updated[: cuts[count]], moved[: cuts[count]]):
+                raise self._acts_on_whole("a parameter becomes another one where it is updated piece by piece")
         per_element: dict[str, torch.dtype | None] = {}
         replicated: dict[str, Any] = {}
         for key in dict.fromkeys(k for state in (*self._states, *states) for k, v in state.items() if v is not None):
             values, parts = [state.get(key) for state in self._states], [state.get(key) for state in states]
-            self._check_kind(key, values)
             if [getattr(v, "shape", None) for v in values] == [p.shape for p in self._parameters]:
                 if [getattr(part, "shape", None) for part in parts] != [piece.shape for piece in pieces]:
                     raise self._acts_on_whole(f"its {key} is not made piece by piece")
@@ -343,18 +345,11 @@ class _Trial:
             if not _alike(p.detach(), q):
                 raise self._refused("a parameter becomes another one where it is updated alone")
             known = {key: value for key, value in own.items() if value is not None}
-            for key, value in known.items():
-                self._check_kind(key, [value])
             shaped = {k: v for k, v in known.items() if getattr(v, "shape", None) == q.shape}
             per_element = {k: None if v.dtype == q.dtype else v.dtype for k, v in shaped.items()}
             plain = frozenset(key for key, value in known.items() if not isinstance(value, Tensor))
             layout |= StateLayout(per_element, frozenset(known) - per_element.keys(), plain, whole=True)
         return layout
-
-    def _check_kind(self, key: str, values: Sequence[Any]) -> None:
-        strange = next((v for v in values if v is not None and not isinstance(v, (Tensor, int, float))), None)
-        if strange is not None:
-            raise self._refused(f"its state {key} is a {type(strange).__name__}, neither a tensor nor a number")
 
     def _as_a_whole(self) -> str:
         kind = "matrices" if any(p.dim() > 1 for p in self._parameters) else "parameters"

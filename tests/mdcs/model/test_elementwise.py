@@ -87,6 +87,14 @@ def test_state_may_have_a_type_of_its_own():
     assert found.per_element == {"sum": torch.float32} and (found.tensors(2), found.tensors(4)) == (2, 1)
 
 
+class Listing(Shampoo):
+    """Its state is a list of tensors, as that of PSGD's Kron."""
+
+    def update(self, p: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        super().update(p, gradient, group)
+        self.state[p]["both"] = [self.state[p]["left"], self.state[p]["right"]]
+
+
 REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] = {
     "Joint": (Joint, "a parameter becomes another one where it is updated alone"),
     "LBFGS": (optim.LBFGS, "its step() needs a closure"),
@@ -94,6 +102,7 @@ REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] 
     "Counting": (Counting, "its step() changes k of its parameter groups"),
     "OwnCount": (OwnCount, "its step() changes its attribute steps"),
     "Stacking": (lambda ps: Stacking([ps[0], nn.Parameter(ps[0].data)]), "put each into a parameter group of its own"),
+    "Listing": (lambda ps: Listing([p for p in ps if p.dim() == 2]), "its state both is a list, neither a tensor nor a number"),
     "Remembering": (Remembering, "its last is another one where a parameter is updated alone"),
 }
 
@@ -125,6 +134,11 @@ def test_what_needs_whole_parameters_is_found(name: str):
 def test_an_optimizer_is_tried_on_sizes_that_the_model_has(make: Any, shape: tuple[int, int], whole: bool):
     model = nn.Parameter(torch.empty(shape, device="meta"))
     assert state_layout(make([model])).whole is whole
+
+
+def test_no_piece_makes_a_large_square():
+    """Shampoo's matrix of a flat piece with as many elements as this model would have 32 GB."""
+    assert state_layout(Shampoo([nn.Parameter(torch.empty(300, 300, device="meta"))])).whole
 
 
 def test_many_small_parameters_are_one_long_piece_of_a_unit():

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
+from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.pipeline import limit_of, make_plan
-from mdcs.planner.recompute import KEEP, RecomputeRule, recompute_named
+from mdcs.planner.pipeline import limit_of, make_plan, unsharded_bytes
+from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, in_words, recompute_named
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.schema import Profile
@@ -49,7 +54,7 @@ def autoplan(
     scheduler: str | Scheduler | None = None,
     budget: int | str | None = None,
     schedule_share: float | None = None,
-    recompute: str | RecomputeRule = "none",
+    recompute: str | RecomputeRule = "auto",
     micro_steps: int = 1,
     cross_iteration: bool = True,
     reserve: int = 0,
@@ -70,8 +75,9 @@ def autoplan(
     loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
 
     ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority
-    unless one is given, and none for a strategy that decides the schedule. ``recompute`` (none, all, selective, random,
-    planned, or a rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`). ``schedule_share`` is
+    unless one is given, and none for a strategy that decides the schedule. ``recompute`` (auto, none, all, selective,
+    random, planned, or a rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`); with auto none
+    does unless no other plan keeps the budget, and one line says what that frees and costs. ``schedule_share`` is
     that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of
     :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
     :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and the
@@ -89,6 +95,7 @@ def autoplan(
     InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one rank raises
     alone, or is killed, the others raise RunError with its words.
     """
+    say_refusals_once()
     planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
     rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
@@ -97,18 +104,19 @@ def autoplan(
     wanted, until = Budget.of(budget), end_of(seconds)
     if wanted.size is not None and reserve >= wanted.size:
         raise ValueError(f"reserve must be below the budget of {wanted.size} bytes, got {reserve}")
+    job_of = functools.partial(Job, micro_steps=micro_steps, cross_iteration=cross_iteration, reserve=reserve)
     with on_all_ranks(tells=progress):
         if profile is None:
             require_measured(wanted, units[0].parameters[0][1].device)
-            within = wanted if wanted.size is None else Budget(wanted.size - reserve)
             profile = autoprofile(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
-                budget=within, seconds=seconds / 2, progress=progress, recompute=rule != KEEP,
+                budget=wanted, seconds=seconds / 2, progress=progress, job=job_of,
+                recompute=None if rule == AUTO else rule != KEEP,
             )  # fmt: skip
         if wanted.is_limit and not any(slot.peak for slot in profile.slots):
             why = unmeasured(units[0].parameters[0][1].device) or "the profile has not measured them"
             warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
-        job = Job(profile, micro_steps, cross_iteration, reserve)
+        job = job_of(profile)
         limit = limit_of(wanted, job, rule)
         left = max(seconds / 3, until - time.monotonic())
         both = isinstance(planner, Solving) and isinstance(schedule, Solving)
@@ -117,14 +125,35 @@ def autoplan(
         if isinstance(scheduler, str):
             schedule = _within(left / (1 + both), schedule)
         phase(f"planning{_within_words(wanted, limit)}", left)
-        plans = on_rank_zero(
-            lambda: candidates(
-                make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share, recompute=rule), trials
-            )
-        )
+
+        def planned() -> list[Plan]:
+            try:
+                plan = make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share, recompute=rule)
+            except InfeasibleBudget as error:
+                raise error.in_words_of(wanted, lambda: unsharded_bytes(job)) from None
+            return candidates(plan, trials)
+
+        plans = on_rank_zero(planned)
+        if rule == AUTO and (line := in_words(plans[0])):
+            phase(line)
         if len(plans) > 1:
             phase("trying plans", cost_s(plans))
         return fastest(plans, model, units, steps_of(step, batches)[0], optimizer)[0]
+
+
+def say_refusals_once() -> None:
+    """Let an uncaught InfeasibleBudget, which all ranks raise, be one line of rank 0 instead of a traceback of each."""
+    before = sys.excepthook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, InfeasibleBudget):
+            before(kind, error, trace)
+        elif not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"mdcs: {error}", file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
 
 
 def _within_words(budget: Budget, limit: int | None) -> str:

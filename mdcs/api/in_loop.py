@@ -18,10 +18,12 @@ from mdcs.api.autoplan import autoplan
 from mdcs.api.sharded_start import STEPS, plan_of_nothing, profile_of, why_not_measured
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
+from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.recompute import KEEP
+from mdcs.planner.recompute import AUTO, KEEP
 from mdcs.profile import cache
-from mdcs.profiler.autoprofile import needs_rings
+from mdcs.profile.schema import Profile
+from mdcs.profiler.autoprofile import lacks_recomputation, needs_rings
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
@@ -173,18 +175,23 @@ class PlannedInLoop(Parallel):
         if self._folder is None:
             return make()
         others = "".join(map(described, self._planning.get("batches", ())))
-        others += "" if self._planning["recompute"] == KEEP else "; recomputation"
+        others += "" if self._planning["recompute"] in (KEEP, AUTO) else "; recomputation"
         path = self._folder / f"{key_of_job(self.model, self.units, self._all, first.in_words() + others)}.json"
-        known = on_rank_zero(lambda: cache.read(path))
-        device = self.units[0].parameters[0][1].device
-        if known is not None and needs_rings(known, Budget.of(self._planning["budget"]), device):
-            known = None  # measured anew, with rings
+        known = on_rank_zero(lambda: self._sufficient(cache.read(path), first.micro_steps))
         if known is not None and self.rank == 0 and self._planning["progress"]:
             print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)
         plan = make(profile=known)
         if known is None and self.rank == 0:
             cache.keep(plan.job.profile, path)
         return plan
+
+    def _sufficient(self, known: Profile | None, micro_steps: int) -> Profile | None:
+        """Return the profile unless the budget needs rings, or recomputation, of which it knows nothing."""
+        if known is None:
+            return None
+        job, budget = Job(known, micro_steps, self._planning["cross_iteration"]), Budget.of(self._planning["budget"])
+        is_auto, device = self._planning["recompute"] == AUTO, self.units[0].parameters[0][1].device
+        return None if needs_rings(job, budget, device) or is_auto and lacks_recomputation(job, budget) else known
 
     def replan(self) -> None:
         """Measure the next step, or two of a run that was sharded from its start, and go on with the plan that is made of it.

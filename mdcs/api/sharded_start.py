@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -87,7 +88,8 @@ def profile_of(steps: RunningSteps, engine: Engine, budget: int | str | None) ->
     phase("measuring the link")
     link = measure_link(steps.device)
     profile = merge_profiles(with_link(steps.profile(engine.plan.job.profile, engine.updates.updates), link))
-    if rings := link_of_rings(profile, Budget.of(budget), steps.device):
+    job = dataclasses.replace(engine.plan.job, profile=profile, recompute=())
+    if rings := link_of_rings(job, Budget.of(budget), steps.device):
         profile = with_link(profile, rings)
     if line := used_outside(profile):
         phase(line)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.api.autoplan import SECONDS, require_measured
+from mdcs.api.autoplan import SECONDS, require_measured, say_refusals_once
 from mdcs.api.in_loop import PlannedInLoop
 from mdcs.api.sharded_start import must_shard, why_not_measured
 from mdcs.emulation import Emulation
@@ -20,7 +20,7 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
 from mdcs.model.units import ModelUnit, partition
 from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
-from mdcs.planner.recompute import KEEP, Planned, RecomputeRule, recompute_named
+from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, recompute_named
 from mdcs.profile import cache
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.executor import with_index
@@ -40,7 +40,7 @@ def parallelize(
     budget: int | str | None = None,
     over_budget: str = "warn",
     batches: Sequence[Any] | None = None,
-    recompute: str | RecomputeRule = "none",
+    recompute: str | RecomputeRule = "auto",
     seconds: float = SECONDS,
     progress: bool = True,
     profiles: bool | str | Path = True,
@@ -107,6 +107,7 @@ def parallelize(
     message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
     """
     wanted = Budget.of(budget)
+    say_refusals_once()
     rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     model, optimizers = without_ddp(model), Optimizers(optimizer)
     refuse_parallelized(model)
@@ -124,12 +125,12 @@ def parallelize(
             raise ValueError("the plan has a budget already: give plan= or budget=")
         if batches is not None:
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
-        if rule != KEEP:
+        if rule not in (AUTO, KEEP):
             raise ValueError("recompute= is for a plan that is made here: mdcs.autoplan(recompute=)")
         if micro_steps is not None:
             raise ValueError("micro_steps= is for a plan that is made here: mdcs.autoplan(micro_steps=)")
         planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
-        planning["recompute"] = Planned() if plan.recompute else KEEP  # of a later plan
+        planning["recompute"] = Planned() if plan.recompute else rule  # of a later plan
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
         run._is_sharded, _ = must_shard(units, optimizers, plan.budget)
         run._was_in_pieces = is_meta
@@ -143,7 +144,7 @@ def parallelize(
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     if sharded and batches is not None:
         raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")
-    if sharded and rule != KEEP:
+    if sharded and rule not in (AUTO, KEEP):
         raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
     require_measured(wanted, (with_index(device) if is_meta else None) or units[0].parameters[0][1].device)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
@@ -17,7 +17,7 @@ from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.memory_floor import min_peak_job, min_peak_strategies
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.profile.schema import Profile
-from mdcs.sizes import GIB
+from mdcs.sizes import GIB, MIB, Budget
 
 
 class StrategyDecision(NamedTuple):
@@ -40,10 +40,11 @@ class InfeasibleBudget(ValueError):
     - ``what``: the part of the plan that does not fit.
     - ``is_bound``: the model has not been measured. ``smallest`` is then a lower bound: every plan needs more.
     - ``recomputed``: the smallest feasible budget with recomputation (bytes), where that is smaller.
+    - ``said``: the message, where it is not the one in bytes (:meth:`in_words_of`).
     """
 
     def __init__(
-        self, budget: int, smallest: int | None, what: str, is_bound: bool = False, recomputed: int | None = None
+        self, budget: int, smallest: int | None, what: str, is_bound: bool = False, recomputed: int | None = None, said: str = ""
     ) -> None:
         feasible = "no budget is enough"
         if smallest is not None:
@@ -51,11 +52,40 @@ class InfeasibleBudget(ValueError):
             feasible += f" {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
         if recomputed is not None:
             feasible += f", with recompute=planned {recomputed}"
-        super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
+        super().__init__(said or f"{what} does not fit {budget} bytes: {feasible}")
         self.budget, self.smallest, self.what, self.is_bound, self.recomputed = budget, smallest, what, is_bound, recomputed
 
-    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool, int | None]]:  # rank 0 sends its error to all ranks
-        return type(self), (self.budget, self.smallest, self.what, self.is_bound, self.recomputed)
+    def __reduce__(self) -> tuple[Any, ...]:  # rank 0 sends its error to all ranks
+        return type(self), (self.budget, self.smallest, self.what, self.is_bound, self.recomputed, str(self))
+
+    def in_words_of(self, asked: Budget, ddp: Callable[[], int], before: str = "") -> InfeasibleBudget:
+        """Return the error as it is said to somebody who typed this budget: in per cent of DDP, or in MiB.
+
+        - ``ddp``: returns the bytes that DDP needs.
+        - ``before``: begins the message: the key of a config.
+        """
+        if asked.of_ddp is not None:
+            whole = ddp()
+            said = f"{100 * asked.of_ddp:g} % of DDP's {_in_words(whole)} is {_in_words(self.budget)}; "
+
+            def least(size: int) -> str:
+                return f"{math.ceil(100 * size / whole)} %"
+        else:
+            said, least = f"{self.what} does not fit {_in_words(self.budget)}; ", _in_words
+
+        if self.smallest is None:
+            said += "no budget is enough"
+        else:
+            said += f"{'every plan needs more than' if self.is_bound else 'the smallest budget is'} {least(self.smallest)}"
+        if self.recomputed is not None:
+            said += f", with recomputation {least(self.recomputed)}"
+        return InfeasibleBudget(self.budget, self.smallest, self.what, self.is_bound, self.recomputed, before + said)
+
+
+def _in_words(size: int) -> str:
+    """Return bytes in MiB, or small ones in KiB, rounded up: a budget of so many is enough."""
+    unit, name = (MIB, "MiB") if size >= MIB else (1 << 10, "KiB")
+    return f"{math.ceil(10 * size / unit) / 10:.1f} {name}"
 
 
 @dataclass(frozen=True)

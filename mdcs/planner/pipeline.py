@@ -18,7 +18,7 @@ from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.portfolio import COARSER
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import Planned, RecomputeRule, fastest, least_within, recompute_named, refined
+from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, fastest, least_within, recompute_named, refined
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
@@ -73,7 +73,7 @@ def make_plan(
       None: what is recomputed is what makes the plan fastest.
     - ``recompute``: the rule that says which units recompute their activations, or its name
       (:mod:`mdcs.planner.recompute`). None: as the job says. With ``planned`` the floor is that with recomputation, and
-      without a budget nothing is recomputed.
+      without a budget nothing is recomputed. ``auto`` is ``planned`` where there is no plan with ``none``.
 
     Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
     each other.
@@ -82,7 +82,15 @@ def make_plan(
         raise ValueError(f"schedule_share must be in [0, 1], got {schedule_share}")
     if schedule_share is not None and budget is None:
         raise ValueError("schedule_share divides a budget: set one")
-    problem = _problem(Job.of(job), budget, recompute)
+    rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
+    if rule == AUTO and activation_share is None and budget is not None and Job.of(job).profile.recompute:
+        try:
+            return make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=KEEP)
+        except InfeasibleBudget as e:
+            with contextlib.suppress(InfeasibleBudget):
+                return make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=Planned())
+            raise e
+    problem = _problem(Job.of(job), budget, rule)
     if activation_share is not None:
         _require_divisible(problem, schedule_share, activation_share)
     try:

@@ -15,21 +15,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Protocol
 
-import numpy as np
-
 from mdcs.options import Checked, option
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.plan.recompute import peak_changes
+from mdcs.plan.recompute import chosen_options
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.memory_floor import min_peak_job, min_peak_strategies
-from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE, RecomputeOption, uniform
+from mdcs.planner.memory_floor import min_peak_job, min_peak_strategies, recompute_steps
+from mdcs.profile.recompute import CHOICES, FULL, NONE, REASONS, SELECTIVE, uniform
 from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
 
-_SHARPNESS = 24  # power of a slot's bytes, relative to the peak: how little slots below the peak count
 _ROUNDS = 3  # over all units, of changes to a plan
 
 
@@ -88,11 +86,23 @@ class Planned(Checked):
         """Return None: the plan decides."""
 
 
-KEEP = Uniform()
-"""The rule of no recomputation."""
+@dataclass(frozen=True)
+class Auto(Checked):
+    """Decided with the plan where no plan keeps the budget without recomputation; else nothing is recomputed."""
+
+    name: ClassVar[str] = "auto"
+
+    def choices(self, profile: Profile) -> tuple[str, ...]:
+        """Return no recomputation, which comes first (:func:`mdcs.planner.pipeline.make_plan` tries what comes next)."""
+        return KEEP.choices(profile)
+
+
+KEEP, AUTO = Uniform(), Auto()
+"""The rules of no recomputation, and of recomputation where no plan keeps the budget without."""
 
 RECOMPUTE: dict[str, Callable[[], RecomputeRule]] = {
     "none": Uniform, "all": lambda: Uniform(FULL), "selective": lambda: Uniform(SELECTIVE), "random": Random, "planned": Planned,
+    "auto": Auto,
 }  # fmt: skip
 
 
@@ -101,6 +111,23 @@ def recompute_named(name: str) -> RecomputeRule:
     if name not in RECOMPUTE:
         raise ValueError(f"unknown recompute {name!r}: {', '.join(RECOMPUTE)}")
     return RECOMPUTE[name]()
+
+
+def is_measured(profile: Profile) -> bool:
+    """Whether the profile says what recomputation frees and costs, or that it frees nothing."""
+    return bool(profile.recompute) or REASONS in profile.about
+
+
+def in_words(plan: Plan) -> str:
+    """Return one line: the units of the plan that recompute, and what that frees and costs; "" for none."""
+    options = chosen_options(plan.job.profile, plan.recompute)
+    if not options:
+        return ""
+    freed, seconds = sum(o.freed for o in options), plan.micro_steps * sum(o.seconds for o in options)
+    return (
+        f"{len(options)} of {len(plan.profile.units)} units recompute their activations: {freed / MIB:.1f} MiB fewer, "
+        f"{seconds * 1e3:.1f} ms more per step"
+    )
 
 
 def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job], float]) -> Job:
@@ -164,39 +191,10 @@ def refined(plan: Plan) -> Plan:
 def ladder(job: Job) -> list[Job]:
     """Return the job with more and more recomputation, from none to the floor. Each needs less than the one before.
 
-    Needs are those of the leanest strategies, and estimated: :func:`mdcs.plan.recompute.peak_changes` add up.
+    Needs are those of the leanest strategies, and estimated.
     """
-    profile = job.profile
-    plain, leanest = dataclasses.replace(job, recompute=()), min_peak_job(job)
+    leanest = min_peak_job(job)
     if not leanest.recompute:
-        return [plain]
-    needs = np.array(PlanningProblem(plain, None).sequential_needs(min_peak_strategies(leanest)), float)
-    places = np.array([slot.place for slot in job.period.slots])
-
-    def change(each: RecomputeOption) -> np.ndarray:
-        by_place = np.zeros(len(profile.slots))
-        for s, size in peak_changes(profile, each).items():
-            by_place[s] = size
-        return by_place[places]
-
-    changes = {each: change(each) for each in profile.recompute}
-    chosen: dict[int, RecomputeOption] = {}
-    steps, lowest = [plain], needs.max()
-    while True:
-        weights = (np.maximum(needs, 0) / needs.max()) ** _SHARPNESS
-        worth = {}  # weighted bytes freed per second added, beyond what the unit does already
-        for each in profile.recompute:
-            before = chosen.get(each.unit)
-            if before is None or each.freed > before.freed:
-                freed = -(changes[each] - (changes[before] if before else 0.0)) @ weights
-                worth[each] = float(freed) / max(each.seconds - (before.seconds if before else 0.0), 1e-9)
-        best = max(worth, key=worth.__getitem__, default=None)
-        if best is None or worth[best] <= 0:
-            break
-        needs = needs + changes[best] - (changes[chosen[best.unit]] if best.unit in chosen else 0.0)
-        chosen[best.unit] = best
-        if needs.max() < lowest:
-            lowest = needs.max()
-            choices = tuple(chosen[u].choice if u in chosen else NONE for u in range(len(profile.units)))
-            steps.append(dataclasses.replace(job, recompute=choices))
+        return [dataclasses.replace(job, recompute=())]
+    steps = recompute_steps(job, min_peak_strategies(leanest))
     return steps if steps[-1] == leanest else [*steps, leanest]

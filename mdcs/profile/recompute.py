@@ -10,6 +10,8 @@ NONE, FULL, SELECTIVE = "none", "full", "selective"
 CHOICES = NONE, FULL, SELECTIVE
 """Choices of activations that a unit keeps between forward and backward: all, its inputs only, or its inputs and the outputs of
 matrix products and attention."""
+REASONS = "recompute"
+"""Key of ``Profile.about``: units that keep their activations, each with the reason."""
 
 
 @dataclass(frozen=True)

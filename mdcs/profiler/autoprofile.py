@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
+from mdcs.plan.job import Job
 from mdcs.planner.pipeline import floor_bytes, limit_of
+from mdcs.planner.recompute import Planned, is_measured
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
@@ -24,6 +26,7 @@ from mdcs.profiler.consensus import (
     barrier,
     merge_profiles,
     on_all_ranks,
+    on_rank_zero,
     phase,
     rank_zeros_random_state,
 )  # fmt: skip
@@ -31,7 +34,6 @@ from mdcs.profiler.contention_fit import STEPS, measure_contention
 from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
 from mdcs.profiler.memory_bounds import (
-    floor_of,
     profiling_bytes,
     require_floor,
     require_model_fits,
@@ -72,7 +74,8 @@ def autoprofile(
     budget: Budget | int | str | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
-    recompute: bool = False,
+    recompute: bool | None = False,
+    job: Callable[[Profile], Job] = Job,
 ) -> Profile:
     """Return the profile of this job, the same on all ranks. Collective: call it on every rank.
 
@@ -99,6 +102,8 @@ def autoprofile(
     - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
     - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`): three times as many steps of the second phase.
       A budget is refused if no plan with recomputation can keep it. Of several batches that of the largest is measured.
+      None: only where no plan keeps the budget without; the second phase then runs once more.
+    - ``job``: makes the job that is planned under the budget.
     - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
@@ -120,7 +125,7 @@ def autoprofile(
                 warn_profiling_memory(known, wanted.size)
         if link is None:
             phase("measuring the link", _LINK * seconds)
-            link = measure_link(device, depth=depth, algorithm=algorithm)
+        on = link or measure_link(device, depth=depth, algorithm=algorithm)
         if processes > 1:
             barrier()  # so that all compute side by side, as in training
         if len(set(all_gather_object(len(steps)))) > 1:
@@ -130,28 +135,35 @@ def autoprofile(
 
             def measured_with(each: Callable[[], Tensor], recompute: bool) -> Profile:
                 own = measure_profile(
-                    model, units, each, optimizer, world=world, link=link.link, iterations=iterations, about=about,
+                    model, units, each, optimizer, world=world, link=on.link, iterations=iterations, about=about,
                     master_dtype=master_dtype, grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
                     agree=lambda enough: any(all_gather_object(enough)),
                 )  # fmt: skip
-                return merge_profiles(with_link(own, link))
+                return merge_profiles(with_link(own, on))
 
-            profiles = [measured_with(each, recompute and len(steps) == 1) for each in steps]
+            profiles = [measured_with(each, bool(recompute) and len(steps) == 1) for each in steps]
             if recompute and len(steps) > 1:
                 most = largest(profiles)
                 profiles[most] = measured_with(steps[most], recompute=True)
-        if is_free and (rings := link_of_rings(mix(profiles), wanted, device, depth)):
+        if is_free and (rings := link_of_rings(job(mix(profiles)), wanted, device, depth)):
+            on = rings
             profiles = [with_link(each, rings) for each in profiles]
+        if recompute is None and on_rank_zero(lambda: lacks_recomputation(job(mix(profiles)), wanted)):
+            phase("no plan keeps the budget without recomputation: measuring it", 3 * _MODEL * seconds)
+            recompute, most = True, largest(profiles)
+            with rank_zeros_random_state(device):
+                profiles[most] = measured_with(steps[most], recompute=True)
         profile, middle = mix(profiles), typical(profiles)
         if is_first:
             warn_padding(profile)
         if line := used_outside(profile):
             phase(line)
-        limit = limit_of(wanted, profile)
+        limit = limit_of(wanted, job(profile))
         if limit is not None:
-            require_floor(profile, limit)
+            on_rank_zero(partial(require_floor, job(profile), wanted, limit))
             if is_first and known <= limit:
                 warn_profiling_memory(profiling_bytes(units, profile), limit)
+            limit -= job(profile).reserve
             limit = max(limit, floor_bytes(profile)) if recompute else limit  # the plans below keep all activations
         left = max(0.0, until - time.monotonic())
         phase("running a few plans to see what compute and messages cost each other", max(left, STEPS * total_s(profile)))
@@ -169,21 +181,30 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
     return [step] if batches is None else [partial(step, batch) for batch in batches]
 
 
-def needs_rings(profile: Profile, budget: Budget, device: torch.device) -> bool:
+def lacks_recomputation(job: Job, budget: Budget) -> bool:
+    """Return whether no plan keeps the budget without recomputation, of which the profile knows nothing."""
+    limit = None if is_measured(job.profile) else limit_of(budget, job)
+    return limit is not None and limit < floor_bytes(job)
+
+
+def needs_rings(job: Job, budget: Budget, device: torch.device) -> bool:
     """Return whether no plan keeps the budget with gloo's own collectives, and rings, which copy less, need fewer bytes."""
-    if profile.collectives != Collectives("native") or device.type != "cpu":
+    if job.profile.collectives != Collectives("native") or device.type != "cpu":
         return False
-    limit, floor = limit_of(budget, profile), floor_of(profile)
-    return limit is not None and limit < floor and floor_of(dataclasses.replace(profile, collectives=Collectives("ring"))) < floor
+    limit = limit_of(budget, job)
+    if limit is None or limit >= (floor := floor_bytes(job, Planned())):
+        return False
+    rings = dataclasses.replace(job.profile, collectives=Collectives("ring"))
+    return floor_bytes(dataclasses.replace(job, profile=rings), Planned()) < floor
 
 
 def link_of_rings(
-    profile: Profile, budget: Budget, device: torch.device, depth: int | None = 2
+    job: Job, budget: Budget, device: torch.device, depth: int | None = 2
 ) -> MeasuredLink | None:
     """Return the link measured with rings if the budget needs them (:func:`needs_rings`), else None. Collective."""
-    if not needs_rings(profile, budget, device):
+    if not on_rank_zero(lambda: needs_rings(job, budget, device)):
         return None
-    phase(f"measuring the link with rings: native collectives need {floor_of(profile) / MIB:.3f} MiB, above the budget")
+    phase("measuring the link with rings: native collectives need more than the budget")
     return measure_link(device, depth=depth, algorithm="ring")
 
 

@@ -12,10 +12,10 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.pipeline import floor_bytes
-from mdcs.profile.recompute import FULL, NONE
+from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
+from mdcs.planner.recompute import Planned
 from mdcs.profile.schema import Profile
-from mdcs.sizes import MIB
+from mdcs.sizes import MIB, Budget
 
 
 def min_peak_bytes(
@@ -67,20 +67,19 @@ def require_model_fits(
     """Raise InfeasibleBudget for a budget that no plan can keep, whatever the activations are."""
     least = min_peak_bytes(units, optimizer, world, master_dtype)
     if budget <= least:
-        raise InfeasibleBudget(budget, least, "the model (parameters and optimizer state alone)", is_bound=True)
+        error = InfeasibleBudget(budget, least, "the model (parameters and optimizer state alone)", is_bound=True)
+        raise error.in_words_of(Budget(budget), lambda: 0)
 
 
-def floor_of(profile: Profile) -> int:
-    """Return the floor of the profile in bytes. Units that can recompute do so, if the profile says that they can."""
-    can = {option.unit for option in profile.recompute if option.choice == FULL}
-    choices = tuple(FULL if u in can else NONE for u in range(len(profile.units)))
-    return min(floor_bytes(profile), floor_bytes(Job(profile, recompute=choices)))
+def require_floor(job: Job, asked: Budget, limit: int) -> None:
+    """Raise InfeasibleBudget if no plan of the job keeps ``limit`` bytes, also with the recomputation that the profile knows.
 
-
-def require_floor(profile: Profile, budget: int) -> None:
-    """Raise InfeasibleBudget for a budget below the floor of the profile: the rest of it is not worth measuring."""
-    if budget < (floor := floor_of(profile)):
-        raise InfeasibleBudget(budget, floor, "the model")
+    ``asked``: the budget of so many bytes, in whose words this is said.
+    """
+    if limit >= (floor := floor_bytes(job)) or limit >= (recomputed := floor_bytes(job, Planned())):
+        return
+    error = InfeasibleBudget(limit, floor, "the model", recomputed=recomputed if recomputed < floor else None)
+    raise error.in_words_of(asked, lambda: unsharded_bytes(job))
 
 
 _MUCH = 1.25

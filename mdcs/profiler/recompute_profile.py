@@ -14,11 +14,8 @@ from torch import nn
 
 from mdcs.model.recompute import reasons_to_keep
 from mdcs.model.units import ModelUnit
-from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
+from mdcs.profile.recompute import FULL, REASONS, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profiler.slot_recorder import SlotRecorder
-
-KEPT = "recompute"
-"""Key of ``Profile.about``: units that keep their activations, each with the reason."""
 
 
 def measure_recomputation(
@@ -50,7 +47,7 @@ def measure_recomputation(
             options += _options(base, found, able, choice)
     with_options = {option.unit for option in options}
     kept = [f"{units[u].name}: {reasons[u] or 'frees nothing'}" for u in range(len(units)) if u not in with_options]
-    return tuple(options), {KEPT: "; ".join(kept)} if kept else {}
+    return tuple(options), {REASONS: "; ".join(kept)} if kept else {}
 
 
 def _reason(base: SlotRecorder, u: int, unit: ModelUnit) -> str:

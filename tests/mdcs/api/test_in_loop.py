@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.api import in_loop
 from mdcs.model.inputs import INPUTS
+from mdcs.planner.recompute import is_measured
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
@@ -516,6 +519,32 @@ def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(tw
         assert rank["differs"] == [] and "full" in rank["choices"] and rank["plans"] == 1 + replans
         assert rank["budget"] is None or rank["peak"] <= rank["budget"]
         assert rank["inputs"] == ("1500 x 8" if "batches" in options else "1000 x 8")
+
+
+def recomputed_when_needed(folder: str) -> tuple[list[set[str]], list[str], list[bool]]:
+    """Choices and lines of three starts; whether the kept profile knows recomputation. One rank of two."""
+    choices, said, known = [], [], []
+    for budget in ("100%", "70%", "100%"):
+        with contextlib.redirect_stderr(io.StringIO()) as lines:
+            torch.manual_seed(0)
+            model = blocks()
+            optimizer = OPTIMIZERS["adam"](model.parameters())
+            with mdcs.parallelize(model, optimizer, budget=budget, seconds=0.2, timeout_s=30, profiles=folder) as parallel:
+                nn.functional.cross_entropy(model(deep(1000, 0)), torch.arange(1000) % 5).backward()
+                optimizer.step()
+                choices.append({*parallel.plan.recompute})
+            dist.barrier()
+        said.append(lines.getvalue())
+        [kept] = map(Path.read_text, Path(folder).iterdir())
+        known.append(is_measured(mdcs.Profile.from_json(kept)))
+    return choices, said, known
+
+
+def test_recomputation_is_measured_and_planned_where_no_other_plan_keeps_the_budget(two, tmp_path):
+    for rank, (choices, said, known) in enumerate(two.run(recomputed_when_needed, str(tmp_path), timeout_s=200.0)):
+        assert [bool(each) for each in choices] == [False, True, False]
+        assert rank or ["units recompute their activations" in each for each in said] == [False, True, False]
+        assert known == [False, True, True]
 
 
 def test_recomputation_is_not_for_a_plan_that_is_given():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -228,17 +229,20 @@ def test_it_takes_fewer_bytes_than_the_budget_while_it_is_measured_and_handed_ov
         assert "state take 12.4 MiB of a budget of " in found["said"] and "MiB: sharded from the start" in found["said"] or rank
 
 
-def refused(budget: int) -> tuple[str, int | None]:
+def refused(budget: int) -> tuple[str, int | None, str]:
     model = blocks()
     with pytest.raises(InfeasibleBudget) as error:
         mdcs.parallelize(model, torch.optim.Adam(model.parameters()), budget=budget, progress=False, timeout_s=30)
-    return str(error.value), error.value.smallest
+    with contextlib.redirect_stderr(io.StringIO()) as uncaught:
+        sys.excepthook(InfeasibleBudget, error.value, None)
+    return str(error.value), error.value.smallest, uncaught.getvalue()
 
 
 def test_a_budget_that_no_plan_can_keep_is_refused_on_every_rank(two):
     """Each rank has a half of 22 kB of parameters and 45 of state, and the largest unit whole."""
-    for said, smallest in two.run(refused, 20_000):
-        assert said.startswith("the model (parameters and optimizer state alone) does not fit 20000 bytes: every plan needs more")
+    for rank, (said, smallest, uncaught) in enumerate(two.run(refused, 20_000)):
+        assert uncaught == ("" if rank else f"mdcs: {said}\n")
+        assert said.startswith("the model (parameters and optimizer state alone) does not fit 19.6 KiB; every plan needs more")
         assert smallest is not None and smallest > 30_000
 
 

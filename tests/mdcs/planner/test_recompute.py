@@ -20,7 +20,7 @@ from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
-from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named, refined
+from mdcs.planner.recompute import Planned, Random, Uniform, in_words, ladder, recompute_named, refined
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -29,6 +29,7 @@ from mdcs.planner.strategies.uniform import Uniform as Alike
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import Budget
 from tests.mdcs.profiles import ADAM, chain, link
 
 
@@ -129,6 +130,29 @@ def test_a_budget_that_only_recomputation_keeps_is_refused_with_both_floors() ->
     low, high = floor_bytes(DEEP, Planned()), floor_bytes(DEEP)
     with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {high} bytes .*, with recompute=planned {low}"):
         make_plan(DEEP, Greedy(), Priority(), budget=high - 1)
+
+
+def test_nothing_is_recomputed_where_a_plan_fits_without_and_else_what_is_planned() -> None:
+    low, high = floor_bytes(DEEP, Planned()), floor_bytes(DEEP)
+    assert floor_bytes(DEEP, "auto") == high
+    kept = make_plan(DEEP, Greedy(), Priority(), budget=high, recompute="auto")
+    assert not kept.recompute and in_words(kept) == ""
+    for budget in (high - 1, low):
+        plan = make_plan(DEEP, Greedy(), Priority(), budget=budget, recompute="auto")
+        assert plan.recompute and plan == make_plan(DEEP, Greedy(), Priority(), budget=budget, recompute="planned")
+        assert f"{sum(choice != 'none' for choice in plan.recompute)} of {len(DEEP.units)} units recompute" in in_words(plan)
+    with pytest.raises(InfeasibleBudget) as refused:
+        make_plan(DEEP, Greedy(), Priority(), budget=low - 1, recompute="auto")
+    assert (refused.value.smallest, refused.value.recomputed) == (high, low)
+
+
+def test_a_refusal_is_said_in_the_unit_of_the_budget() -> None:
+    error = InfeasibleBudget(105 << 20, 160 << 20, "the model", recomputed=102 << 20)
+    share, size = Budget.of("60%"), Budget.of(105 << 20)
+    said = str(error.in_words_of(share, lambda: 175 << 20))
+    assert said == "60 % of DDP's 175.0 MiB is 105.0 MiB; the smallest budget is 92 %, with recomputation 59 %"
+    said = str(error.in_words_of(size, lambda: 175 << 20, "budget: "))
+    assert said == "budget: the model does not fit 105.0 MiB; the smallest budget is 160.0 MiB, with recomputation 102.0 MiB"
 
 
 def step_s(budget: int, name: str, profile: Profile = DEEP) -> float:

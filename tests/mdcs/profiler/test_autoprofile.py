@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import mdcs
-from mdcs.planner.pipeline import unsharded_bytes
+from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.profiler import autoprofile
 from mdcs.profiler.link_timing import MeasuredLink
-from mdcs.profiler.memory_bounds import floor_of
 from mdcs.sizes import Budget
 
 from ..profiles import chain, link
@@ -37,24 +36,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("as_share", [False, True])
 def test_a_budget_that_only_rings_can_keep_is_kept_by_rings(asked: list[dict[str, Any]], as_share: bool) -> None:
-    floor = floor_of(NATIVE)
+    floor = floor_bytes(NATIVE)
     budget = Budget(of_ddp=(floor - 1) / unsharded_bytes(NATIVE)) if as_share else Budget(floor - 1)
-    found = autoprofile.link_of_rings(NATIVE, budget, CPU, depth=3)
+    found = autoprofile.link_of_rings(mdcs.Job(NATIVE), budget, CPU, depth=3)
     assert found == RINGS and asked == [{"depth": 3, "algorithm": "ring"}]
     profile = autoprofile.with_link(NATIVE, found)
     assert profile == replace(NATIVE, link=RINGS.link, collectives=mdcs.Collectives("ring"), spread=RINGS.spread)
-    assert floor_of(profile) < floor
+    assert floor_bytes(profile) < floor
 
 
 def test_the_fastest_family_stays_where_it_fits_or_nothing_else_would(asked: list[dict[str, Any]]) -> None:
-    floor = floor_of(NATIVE)
+    floor = floor_bytes(NATIVE)
     rings = replace(NATIVE, collectives=mdcs.Collectives("ring"))
     alike = replace(NATIVE, units=chain(*[1000] * 7).units)  # gradients take as many bytes as gloo's copies
     for profile, budget, device in (
         (NATIVE, None, CPU), (NATIVE, floor, CPU), (NATIVE, "100%", CPU), (rings, 1, CPU), (alike, 1, CPU),
         (NATIVE, 1, torch.device("cuda")),
     ):  # fmt: skip
-        assert autoprofile.link_of_rings(profile, Budget.of(budget), device) is None
+        assert autoprofile.link_of_rings(mdcs.Job(profile), Budget.of(budget), device) is None
     assert asked == []
 
 
@@ -83,7 +82,7 @@ def test_a_profile_measures_the_model_once_and_the_link_again(monkeypatch: pytes
 
     native = profiled()
     assert native.collectives == mdcs.Collectives("native") and asked == [None]
-    budget = floor_of(native) - 1
+    budget = floor_bytes(native) - 1
     assert profiled(budget=budget).collectives == mdcs.Collectives("ring") and asked == [None, "ring"]
     with pytest.raises(mdcs.InfeasibleBudget):
         profiled(budget=budget, algorithm="native")

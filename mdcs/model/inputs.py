@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from mdcs.model.hooks import ModuleHook, tensors_in
@@ -21,7 +22,8 @@ class BatchSizes:
     """Listens to modules; :attr:`sizes` is the shape of the step's input, None before the first call.
 
     The input is the first tensor among the arguments of the first module that runs; of several calls of this module,
-    the largest input counts. Of a nested tensor only the number of elements is known.
+    the largest input counts. Of a nested tensor only the number of elements is known. Passes without gradients, such as
+    evaluations, are not heard.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -39,6 +41,8 @@ class BatchSizes:
             handle.remove()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         if self._first is None:
             self._first = module
         if module is self._first:

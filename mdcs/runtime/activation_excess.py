@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from weakref import ReferenceType, ref
+
+from torch import Tensor
 
 from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
 from mdcs.plan.ledger import SlotBytes
@@ -39,7 +42,8 @@ class ActivationExcess:
         self._over: set[int] = set()  # slots that have been above the budget
         self._live = 0
         self._above: list[tuple[int, int, int]] = []  # this step's (bytes above budget, slot, its activations); -1: unknown
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_state = False
+        self._states: list[ReferenceType[Tensor]] = []  # tensors of state dicts that the loop may hold
         self.skips = False  # skip the next reading: it includes an evaluation or a state dict
 
     def arrived(self, slot: int, live: Mapping[str, int | None] | None) -> int:
@@ -78,6 +82,21 @@ class ActivationExcess:
             self._above.append((peak - self.budget, -1, -1))
         self.skips = False
 
+    def hand_out(self, state: Mapping[str, Tensor], fits: bool) -> None:
+        """Hear of a state dict that the loop gets on its device. Warns once of one for which the budget has no room."""
+        if self.budget is None:
+            return
+        self._states = [each for each in self._states if each() is not None] + [ref(tensor) for tensor in state.values()]
+        size = sum(tensor.nbytes for tensor in state.values())
+        if size > 0 and not fits and not self._has_warned_of_state:
+            self._has_warned_of_state = True
+            warnings.warn(
+                f"rank {self._rank}: state_dict() returns {size / MIB:.1f} MiB, more than the budget of "
+                f"{self.budget / MIB:.1f} MiB has room for: "
+                "rank0_only=True returns them on one rank, parallel.checkpoint() writes shards",
+                stacklevel=4,
+            )
+
     @property
     def is_larger(self) -> bool:
         """Whether the batch of this step is known to be larger than the profiled one."""
@@ -107,10 +126,12 @@ class ActivationExcess:
             said += f", where activations take {activations / MIB:.2f} MiB; measured: {self._slots[slot].peak / MIB:.2f} MiB"
         if self.is_larger and self._profiled is not None:
             said += f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
+        elif held := sum(tensor.nbytes for each in self._states if (tensor := each()) is not None):
+            said += f". The loop holds {held / MIB:.2f} MiB that state_dict() has returned: delete it before the next step"
         else:
             said += (
-                f" ({'the batch' if sizes is None else f'a batch of {sizes}'}). The loop keeps what the measured step does not, "
-                "such as outputs that a variable holds until the next step: delete it before backward()"
+                ". The loop keeps what the measured step does not, such as outputs of a step or of an evaluation that a variable "
+                "holds until the next step: delete it before backward()"
             )
         more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
         return f"{said}, {more}"

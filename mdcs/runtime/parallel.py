@@ -250,11 +250,15 @@ class Parallel(Gradients, OptimizerDicts):
         engine = self._engine
         engine.drain("state_dict()", needs_ranks=True)
         sizes = [storage.full_bytes for storage in engine.storages]
-        cpu = cpu or not engine.unsharder.fits(sum(sizes) + max(sizes))
+        fits = engine.unsharder.fits(sum(sizes) + max(sizes))
+        cpu = cpu or not fits
         with self.pause():
-            return state_dict.full_state_dict(
+            state = state_dict.full_state_dict(
                 self.model, engine.storages, engine.unsharder, keep=not rank0_only or self.rank == 0, cpu=cpu
             )
+        on_device = {name: value for name, value in state.items() if value.device == engine.storages[0].device}
+        engine.excess.hand_out(on_device, fits)
+        return state
 
     @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:

@@ -121,7 +121,7 @@ def test_what_the_loop_keeps_and_nothing_makes_room_for_is_said(two: Ranks):
     keeps = 2 * BLOCK
     for found in two.run(run, [SAMPLES] * 6, "zero2", keeps):
         [said] = found["said"]
-        assert "step 1: 0.13 MiB above the budget" in said and f"(a batch of {SAMPLES} x {WIDTH})" in said
+        assert "step 1: 0.13 MiB above the budget" in said and "batch" not in said
         assert "The loop keeps what the measured step does not" in said and "delete it before backward(), or plan with" in said
         assert found["over"] == [keeps] * 6 and found["peak"] == found["budget"] + keeps
 
@@ -151,6 +151,41 @@ def evaluating() -> tuple[list[str], int]:
 
 def test_evaluations_and_whole_parameters_between_steps_are_not_counted(two: Ranks):
     assert two.run(evaluating) == [([], 0)] * 2
+
+
+def holding(what: str) -> list[str]:
+    """Warnings of steps whose loop holds a state dict, or outputs of an evaluation with many samples."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = mdcs.partition(model, mdcs.ByClass("Linear"))
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
+    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform("fsdp"), Wfbp()))
+    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
+    with warnings.catch_warnings(record=True) as said, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss_of(model, SAMPLES, step).backward()
+            parallel.step()
+            if what == "state":
+                held = parallel.state_dict()
+            else:
+                with parallel.evaluate():
+                    held = model(batch_of(64 * SAMPLES)[0])
+        del held
+    return [str(w.message) for w in said]
+
+
+def test_a_state_dict_is_named_and_one_above_the_budget_is_said(two: Ranks):
+    for told in two.run(holding, "state"):
+        above, steps = told
+        assert "state_dict() returns" in above and "has room for" in above
+        assert "MiB above the budget of" in steps and "that state_dict() has returned" in steps and "batch" not in steps
+
+
+def test_an_evaluation_is_no_batch_of_the_step(two: Ranks):
+    for [said] in two.run(holding, "outputs"):
+        assert "or of an evaluation" in said and "batch" not in said
 
 
 # ---- one process

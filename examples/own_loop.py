@@ -37,7 +37,7 @@ def main() -> None:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     loader = batches(50)
-    with mdcs.parallelize(model, optimizer, budget="75%") as parallel:  # of what DistributedDataParallel needs
+    with mdcs.parallelize(model, optimizer, budget="75% of ddp") as parallel:  # of what DistributedDataParallel needs
         for batch in loader:
             loss = loss_of(batch)
             loss.backward()

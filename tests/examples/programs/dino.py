@@ -68,7 +68,7 @@ regularized = [p for p in student.parameters() if p.ndim > 1]
 groups = [{"params": regularized}, {"params": [p for p in student.parameters() if p.ndim == 1], "weight_decay": 0.0}]
 optimizer = ClippedAdamW(groups)  # was: optimizer = torch.optim.AdamW(groups)
 head, weights = student.head, list(student.parameters())
-parallel = mdcs.parallelize(student, optimizer, budget="90%")  # was: student = DistributedDataParallel(student)
+parallel = mdcs.parallelize(student, optimizer, budget="98%")  # was: student = DistributedDataParallel(student)
 random = torch.Generator().manual_seed(dist.get_rank())
 losses: list[float] = []
 for it in range(24):

@@ -298,7 +298,7 @@ class FirstStep:
             f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast}{'+' * c.has_casts} {described(c.gradients)}"
             for c in self._calls
         )
-        return f"{'; '.join(calls)}; {self._loss_bytes}"
+        return f"{'; '.join(calls)}; {round(self._loss_bytes / 1024)} KiB"  # the loop's own scalars come and go
 
     def stop(self) -> None:
         """Remove the hooks."""

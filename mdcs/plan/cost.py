@@ -170,7 +170,7 @@ class CostModel:
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
-        """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp.
+        """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp, at least 0.
 
         - ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
         """
@@ -181,4 +181,4 @@ class CostModel:
             if unit.trainable
         )
         seconds = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
-        return seconds - profile.link.beta_of(Kind.AR) * all_dp
+        return max(0.0, seconds - profile.link.beta_of(Kind.AR) * all_dp)  # an all-reduce may be slower than its two halves

@@ -25,7 +25,7 @@ from mdcs.planner.registry import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RUNNABLE = re.findall(r"<!-- runnable -->\n```sh\n(.*?)```", README, re.S)[:2]  # test_wheel.py runs the loop of one's own
+RUNNABLE = re.findall(r"<!-- runnable -->\n```sh\n(.*?)```", README, re.S)[1:]  # test_wheel.py runs the first, a loop
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")) if path.name != "options.md"))
 DOCUMENTS = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}

@@ -227,7 +227,7 @@ def both(name: str, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("blocks", {"micro_steps": 2, "budget": "75%"}),
+        ("blocks", {"micro_steps": 2, "budget": "90% of ddp"}),
         *(
             pytest.param(name, options, marks=pytest.mark.slow)
             for name, options in (

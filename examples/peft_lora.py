@@ -32,7 +32,7 @@ def train(folder: str, *, ours: bool = True, steps: int = 20, **lora: Any) -> tu
     config = LoraConfig(**{"r": 4, "lora_dropout": 0.1, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, **lora})
     model: Any = get_peft_model(base(), config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    run = mdcs.parallelize(model, optimizer, budget="80%") if ours else DistributedDataParallel(model)
+    run = mdcs.parallelize(model, optimizer, budget="floor+5%") if ours else DistributedDataParallel(model)
     losses = []
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(steps):

@@ -19,7 +19,7 @@ model = ResNetForImageClassification(config)
 criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
 scheduler = StepLR(optimizer, step_size=2, gamma=0.1)
-parallel = mdcs.parallelize(model, optimizer, budget="80%")  # was: model = DistributedDataParallel(model)
+parallel = mdcs.parallelize(model, optimizer, budget="floor+5%")  # was: model = DistributedDataParallel(model)
 
 target = torch.randint(5, (64,))
 images = torch.randn(64, 3, 32, 32) + target[:, None, None, None] / 4

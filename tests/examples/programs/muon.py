@@ -46,7 +46,7 @@ optimizer1 = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95))
 optimizer2 = torch.optim.Muon(matrices, lr=0.02, momentum=0.95)
 optimizers = [optimizer1, optimizer2]
 schedulers = [torch.optim.lr_scheduler.LambdaLR(opt, lambda it: 1 - it / 24) for opt in optimizers]
-parallel = mdcs.parallelize(model, optimizers, budget="80%")  # was: model = DistributedDataParallel(model)
+parallel = mdcs.parallelize(model, optimizers, budget="floor+5%")  # was: model = DistributedDataParallel(model)
 tokens = torch.randint(64, (24, 4, 1), generator=torch.Generator().manual_seed(dist.get_rank())).repeat(1, 1, 17).cumsum(2) % 64
 losses: list[float] = []
 for text in tokens:

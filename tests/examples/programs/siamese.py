@@ -58,7 +58,7 @@ test_loader = DataLoader(pairs, batch_size=8, sampler=DistributedSampler(pairs, 
 model = SiameseNetwork()
 optimizer = optim.Adadelta(model.parameters(), lr=1.0)
 scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
-parallel = mdcs.parallelize(model, optimizer, budget="80%")  # was: model = DistributedDataParallel(model)
+parallel = mdcs.parallelize(model, optimizer, budget="floor+5%")  # was: model = DistributedDataParallel(model)
 criterion = nn.BCELoss()
 losses: list[float] = []
 for _ in range(3):

@@ -71,7 +71,7 @@ model = VisionTransformer()
 decayed, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim <= 1]
 optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=3e-3, weight_decay=0.05)
 model_ema = ModelEma(model, decay=0.9)
-parallel = mdcs.parallelize(model, optimizer, budget="80%", clip_value=0.02)  # was: model = DistributedDataParallel(model)
+parallel = mdcs.parallelize(model, optimizer, budget="floor+5%", clip_value=0.02)  # was: model = DistributedDataParallel(model)
 torch.manual_seed(dist.get_rank())
 losses: list[float] = []
 for epoch in range(2):

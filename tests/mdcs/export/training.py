@@ -43,16 +43,15 @@ def planned(made: Setup, how: How) -> Plan:
         measure_profile(
             made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
             world=world, link=in_nodes(link, world, how.per_node, 0.1) if how.per_node else link, iterations=2,
-            recompute=bool(how.recompute),
+            recompute=how.recompute not in ("", "random"),
         )
     )  # fmt: skip
     job = mdcs.Job(profile)
-    if how.recompute and profile.recompute:
+    if profile.recompute:
         job = mdcs.Job(profile, recompute=uniform(profile.recompute, len(units), how.recompute))
-    elif how.recompute:  # memory is not measured
+    elif how.recompute:
         rng = random.Random(how.seed)
-        choices = [how.recompute if how.recompute != "random" else rng.choice(CHOICES) for _ in units]
-        job = recomputing(job, made.model, units, choices)
+        job = recomputing(job, made.model, units, [rng.choice(CHOICES) for _ in units])
     return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how)))
 
 

@@ -182,7 +182,6 @@ class Engine:
             before.end()
         if plan.budget is not None:
             self.executor.limit(plan.budget + (comm_stream_pool_bytes(ledger, self.queue.depth) if runs_ahead else 0))
-
         for storage in self.storages:
             if not storage.is_open_between_steps:
                 storage.guard.close()
@@ -346,10 +345,10 @@ class Engine:
         if self.groups.world > 1 and not dist.is_initialized():
             return "the process group was destroyed before close()"
         try:
-            problem = self._give_up("close()")
-            if problem is not None:
+            if (problem := self._give_up("close()")) is not None:
                 return problem
-            self.executor.limit(None)
+            if self.plan.budget is not None:
+                self.executor.limit(None)
             whole = self.optimizer_state.full(keep=True, cpu=False, release=True)
             state = optimizer_state.for_parameters(whole, self.optimizer_state.layout_of)
             for storage in self.unsharder.one_by_one():
@@ -391,7 +390,8 @@ class Engine:
         return Handover(self.storages, self.unsharder, self.optimizer_state, self.end)
 
     def _leave_model(self) -> None:
-        self.executor.limit(None)
+        if self.plan.budget is not None:
+            self.executor.limit(None)
         for handle in self._handles:
             handle.remove()
 

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,15 @@ from experiments.job import run as jobs
 from experiments.job.planning import floor_of, job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.planner.pipeline import unsharded_bytes
+from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
+from mdcs.planner.recompute import AUTO, Planned
 from mdcs.sizes import Budget
 
 SCHEMA = 3
 BOUNDS_S = 20.0  # time limit of each of two solves
 PLANNED = ("strategy", "scheduler", "recompute", "collectives", "profile", "link", "budget", "run.cross_iteration")
 """Groups and a key of a plan: engines without one are composed without them."""
-USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=none", "collectives=auto", "profile=measured", "link=real")
+USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=auto", "collectives=auto", "profile=measured", "link=real")
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Comparison:
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self.failed: dict[str, str] = {}
         self.wholes: dict[str, int] = {}  # what DDP needs, bytes, by the same names
+        self.recomputed: dict[str, int] = {}  # floors with recomputation, of candidates whose budget needs it
         self.floors: dict[str, int] = {}  # bytes, of candidates with a plan, by name; empty if no budget needs them
         self.solved: dict[tuple[mdcs.Job, int | None], tuple[float, float]] = {}
         self.rounds = 0  # rounds that have ended
@@ -210,22 +213,34 @@ class Comparison:
     def _find_floors(self) -> str:
         """Find the floors of all plans by their profiles, measured if not known. Return the reason of a failure, or ""."""
         for each in self.candidates:
-            if each.name in self.floors or not each.config.engine.plans:
+            if not each.config.engine.plans or each.name in self.floors and not self._recomputes(each):
                 continue
-            folder = self.folder / "runs" / f"profile-{_file_name(each.name)}"
+            folder = self.folder / "runs" / f"profile-{_file_name(str(each) if each.name in self.floors else each.name)}"
             if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
             job = job_of(each.config, profile)
-            self.floors[each.name], self.wholes[each.name] = floor_of(each.config, job), unsharded_bytes(job)
+            if each.name not in self.floors:
+                self.floors[each.name], self.wholes[each.name] = floor_of(each.config, job), unsharded_bytes(job)
+            if self._recomputes(each):
+                self.recomputed[str(each)] = floor_bytes(job, Planned())
         return ""
+
+    def _recomputes(self, candidate: Candidate) -> bool:
+        """Whether no plan of the candidate keeps its budget without recomputation, which it may choose."""
+        limit = self._limit(candidate.budget, candidate.name)
+        return candidate.config.recompute == AUTO and limit is not None and limit < self.floors[candidate.name]
 
     def _leave_out_below_floors(self) -> None:
         """Leave out the candidates whose budget is below their own floor."""
         for each in [*self.candidates]:
             limit = self._limit(each.budget, each.name)
-            if limit is not None and limit < (floor := self.floors[each.name]):
-                self.left_out[str(each)] = f"the smallest feasible budget is {floor} bytes, got {limit}"
+            if each.budget is None or limit is None:
+                continue
+            floor, recomputed = self.floors[each.name], self.recomputed.get(str(each), self.floors[each.name])
+            if limit < min(floor, recomputed):
+                error = mdcs.InfeasibleBudget(limit, floor, "the model", recomputed=recomputed if recomputed < floor else None)
+                self.left_out[str(each)] = str(error.in_words_of(each.budget, partial(self.wholes.__getitem__, each.name)))
                 self.candidates.remove(each)
 
     def _nobody(self) -> str:

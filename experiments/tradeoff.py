@@ -43,6 +43,7 @@ from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
+from experiments.job.profiles import is_short, with_recomputation
 from experiments.job.resolved import resolve
 from experiments.job.sweep import sweep_name
 from mdcs.planner import curve as tradeoff
@@ -130,6 +131,10 @@ def main() -> int:
             return reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
+        if is_short(config, profile, *map(Budget.of, config.tradeoff.budgets)) and config.profile.measures:
+            if reason := jobs.prepare("profile", with_recomputation(config), folder, console):
+                return reason
+            profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
         floor = planning.floor_of(config, planning.job_of(config, profile))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]

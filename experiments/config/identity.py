@@ -10,7 +10,7 @@ from experiments.config.targets import TARGET, plain
 from launch import network
 from mdcs.model import code
 from mdcs.options import options, shown
-from mdcs.planner.recompute import KEEP
+from mdcs.planner.recompute import AUTO, KEEP
 from mdcs.profile.cache import processor
 
 CODE = "code"
@@ -57,7 +57,7 @@ def machine_identity(config: Config) -> dict[str, str]:
         "congestion_control": network.congestion_control(),
         **hosts_identity(config),
         **({"emulated": f"rank {cluster.rank}"} if cluster.emulated else {}),
-        **({"recomputation": "measured"} if config.recompute != KEEP else {}),
+        **({"recomputation": "measured"} if measures_recomputation(config) else {}),
         "threads": str(cluster.resolved_threads()),
         "backend": cluster.resolved_backend(),
         "device": device_name(config),
@@ -65,6 +65,11 @@ def machine_identity(config: Config) -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }
+
+
+def measures_recomputation(config: Config) -> bool:
+    """Whether a profile measures recomputation whatever the budget is."""
+    return config.recompute not in (KEEP, AUTO)
 
 
 def about(config: Config) -> dict[str, str]:

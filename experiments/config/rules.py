@@ -22,7 +22,7 @@ from experiments.config.schema import (
 )
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.recompute import KEEP, Planned
+from mdcs.planner.recompute import AUTO, Planned
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
@@ -161,7 +161,7 @@ def _check_data(config: Config) -> None:
 def _check_unplanned(config: Config) -> None:
     """Raise ConfigError if a group that only planning uses has not the values of conf/config.yaml."""
     usual: dict[str, Any] = {
-        "strategy": Uniform("dp"), "scheduler": Wfbp(), "recompute": KEEP, "collectives": CollectivesConfig(),
+        "strategy": Uniform("dp"), "scheduler": Wfbp(), "recompute": AUTO, "collectives": CollectivesConfig(),
         "profile": ProfileConfig(), "link": LinkConfig(), "budget": BudgetConfig(gib=config.budget.gib),
     }  # fmt: skip  # a measured peak is compared with gib
     problem = f"has no effect with engine={config.engine.name}, got"

@@ -22,6 +22,7 @@ from experiments.job.tracking import show_files
 from mdcs.plan.plan import Plan
 from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit, fastest_of
 from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.recompute import AUTO
 from mdcs.profile.schema import Profile
 
 LARGEST, FASTEST = "largest", "fastest"
@@ -107,9 +108,10 @@ def _calculated(config: Config) -> ProfileOf:
 def _measured(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[dict[int, Profile], str]:
     """The profiles by batch, of equal jobs or measured now; and the reason of a failure, else empty."""
     own, out = config.data.batch_size, dict[int, Profile]()
-    asked = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
-    for batch in asked:
-        place, job = folder / f"profile-{batch}", replace(sized(config, batch), budget=BudgetConfig())
+    asked = profiles.with_recomputation(config) if config.recompute == AUTO else config  # some batch needs it
+    sizes = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
+    for batch in sizes:
+        place, job = folder / f"profile-{batch}", replace(sized(asked, batch), budget=BudgetConfig())
         if reason := jobs.prepare("profile", job, place, console, known=known):
             return {}, f"the profile of batch {batch}: {reason} (its logs are in {place})"
         out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))

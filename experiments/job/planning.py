@@ -41,8 +41,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
         key = "budget.gib" if config.budget.gib is not None else "budget.of_ddp" if config.budget.of_ddp else "budget.over_floor"
-        what = f"{key}: {error.what}"
-        raise mdcs.InfeasibleBudget(error.budget, error.smallest, what, error.is_bound, error.recomputed) from error
+        raise error.in_words_of(config.budget.value, lambda: unsharded_bytes(job), f"{key}: ") from error
 
 
 def floor_of(config: Config, job: mdcs.Job) -> int:

@@ -6,14 +6,17 @@ import dataclasses
 from pathlib import Path
 
 from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
-from experiments.config.identity import identity
+from experiments.config.identity import identity, measures_recomputation
 from experiments.config.schema import Config, ProfileConfig
-from mdcs.planner.recompute import KEEP, Planned
+from experiments.job.planning import job_of
+from mdcs.planner.pipeline import lacks_recomputation
+from mdcs.planner.recompute import AUTO, Planned, is_measured
 from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.cache import cache_folder
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile
+from mdcs.sizes import Budget
 
 
 class Profiles:
@@ -28,13 +31,16 @@ class Profiles:
         if not measures(config):
             return None
         keys = [key_of(config)]
-        if config.recompute == KEEP:  # what was measured of recomputation is beside the rest
-            keys.append(key_of(dataclasses.replace(config, recompute=Planned())))
-        measured = [self._measured.get(key) for key in keys]
-        found = next((path for path in measured if path is not None and path.exists()), None)
+        if not measures_recomputation(config):  # what was measured of recomputation is beside the rest
+            keys.append(key_of(with_recomputation(config)))
+
+        def serves(path: Path) -> bool:
+            return (profile := cache.read(path)) is not None and not is_short(config, profile)
+
+        found = next((path for key in keys if (path := self._measured.get(key)) is not None and serves(path)), None)
         if found is not None or not config.profile.cache or config.profile.refresh:
             return found
-        return next((path for key in keys if cache.read(path := cache_folder() / f"{key}.json")), None)
+        return next((path for key in keys if serves(path := cache_folder() / f"{key}.json")), None)
 
     def adopt(self, config: Config, folder: Path) -> bool:
         """Remember the profile that another program has left in a folder. Return whether it is one of an equal job."""
@@ -58,7 +64,8 @@ class Profiles:
         profile = cache.read(folder / "profile.json") if measures(config) else None
         if profile is None:
             return
-        key, path = key_of(config), folder / "profile.json"
+        asked = with_recomputation(config) if config.recompute == AUTO and is_measured(profile) else config
+        key, path = key_of(asked), folder / "profile.json"
         self._measured = {k: p for k, p in self._measured.items() if p != path}  # overwritten by this job
         self._measured.setdefault(key, path)
         if config.profile.cache and any(slot.peak for slot in profile.slots):
@@ -68,6 +75,17 @@ class Profiles:
 def measures(config: Config) -> bool:
     """Whether a job needs a measured profile."""
     return config.profile.measures and config.engine.plans
+
+
+def is_short(config: Config, profile: Profile, *others: Budget) -> bool:
+    """Whether the config's budget, or one of others, needs recomputation, and the profile knows nothing of it."""
+    job = job_of(config, profile)
+    return config.recompute == AUTO and any(lacks_recomputation(job, each) for each in (config.budget.value, *others))
+
+
+def with_recomputation(config: Config) -> Config:
+    """The config of a job whose profile has recomputation."""
+    return dataclasses.replace(config, recompute=Planned())
 
 
 def known(config: Config) -> Profile | None:

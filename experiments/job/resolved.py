@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.config.schema import ClusterConfig, Config, ConfigError
 from experiments.tasks.hub import is_local
-from mdcs.planner.recompute import KEEP
+from mdcs.planner.recompute import AUTO
 from mdcs.sizes import GIB, MIB
 
 _CROWD, _MOST = 4, 16
@@ -114,7 +114,7 @@ def _name(config: Config) -> str:
     plan = config.engine.label
     if config.engine.plans:
         plan = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
-        plan += "" if config.recompute == KEEP else f" recompute={config.recompute.name}"
+        plan += "" if config.recompute == AUTO else f" recompute={config.recompute.name}"
         plan += "" if budget.schedule_share is None else f" s={budget.schedule_share:g}"
         plan += "" if budget.activation_share is None else f" a={budget.activation_share:g}"
     parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]

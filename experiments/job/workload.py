@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
-from experiments.config.identity import about
+from experiments.config.identity import about, measures_recomputation
 from experiments.config.schema import Config
 from experiments.job import profiles
 from experiments.job.preparation import prepared
 from launch import status
 from mdcs.model.blocks import block_roots
-from mdcs.planner.recompute import KEEP
 from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.link_timing import MeasuredLink
@@ -113,18 +112,26 @@ class Workload:
         return None if self.emulate else value
 
     def profile(self) -> mdcs.Profile:
-        """The profile that is known, or one that all ranks measure now."""
+        """The profile that is known, or one that all ranks measure now, with recomputation where the budget needs it."""
         config = self.config
         known = on_rank_zero(lambda: profiles.known(config))  # the file is on rank 0's host
         if known is not None:
             self._require_same_units(known)
             return known
+        measured = self._measured(config)
+        if on_rank_zero(lambda: profiles.is_short(config, measured)):
+            status.set(phase="profiling recomputation")
+            measured = self._measured(profiles.with_recomputation(config))
+        return measured
+
+    def _measured(self, config: Config) -> mdcs.Profile:
         emulated = profiles.emulated(config)
         return mdcs.autoprofile(
             self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config), emulate=self.emulate,
-            computes=config.model.computes, seconds=_PROFILING_S, progress=False, recompute=config.recompute != KEEP,
+            computes=config.model.computes, seconds=_PROFILING_S, progress=False,
+            recompute=measures_recomputation(config),
         )  # fmt: skip
 
     def _require_same_units(self, profile: mdcs.Profile) -> None:

@@ -20,10 +20,11 @@ from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
+from mdcs.planner.pipeline import lacks_recomputation
 from mdcs.planner.recompute import AUTO, KEEP
 from mdcs.profile import cache
 from mdcs.profile.schema import Profile
-from mdcs.profiler.autoprofile import lacks_recomputation, needs_rings
+from mdcs.profiler.autoprofile import needs_rings
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job

@@ -18,7 +18,17 @@ from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.portfolio import COARSER
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, fastest, least_within, recompute_named, refined
+from mdcs.planner.recompute import (
+    AUTO,
+    KEEP,
+    Planned,
+    RecomputeRule,
+    fastest,
+    is_measured,
+    least_within,
+    recompute_named,
+    refined,
+)
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
@@ -40,14 +50,20 @@ def floor_bytes(job: Job | Profile, recompute: str | RecomputeRule | None = None
 
 
 def unsharded_bytes(job: Job | Profile) -> int:
-    """Return the peak of data parallelism without sharding in bytes, reserve included: every unit dp."""
-    job = Job.of(job)
+    """Return the peak of data parallelism in bytes, reserve included: every unit dp, and nothing is recomputed."""
+    job = dataclasses.replace(Job.of(job), recompute=())
     return PlanningProblem(job, None).peak((Strategy.dp,) * len(job.profile.units))
 
 
 def limit_of(budget: Budget, job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int | None:
     """Return the budget of a job in bytes, reserve included, with the floor of :func:`floor_bytes`. None: no limit."""
     return budget.bytes(lambda: unsharded_bytes(job), lambda: floor_bytes(job, recompute))
+
+
+def lacks_recomputation(job: Job, budget: Budget) -> bool:
+    """Return whether no plan keeps the budget without recomputation, of which the profile knows nothing."""
+    limit = None if is_measured(job.profile) else limit_of(budget, job)
+    return limit is not None and limit < floor_bytes(job)
 
 
 def make_plan(

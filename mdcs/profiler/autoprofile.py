@@ -16,8 +16,8 @@ from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
-from mdcs.planner.pipeline import floor_bytes, limit_of
-from mdcs.planner.recompute import Planned, is_measured
+from mdcs.planner.pipeline import floor_bytes, lacks_recomputation, limit_of
+from mdcs.planner.recompute import Planned
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
@@ -179,12 +179,6 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
     if batches is not None and not len(batches):
         raise ValueError("batches must have at least one batch")
     return [step] if batches is None else [partial(step, batch) for batch in batches]
-
-
-def lacks_recomputation(job: Job, budget: Budget) -> bool:
-    """Return whether no plan keeps the budget without recomputation, of which the profile knows nothing."""
-    limit = None if is_measured(job.profile) else limit_of(budget, job)
-    return limit is not None and limit < floor_bytes(job)
 
 
 def needs_rings(job: Job, budget: Budget, device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from launch.elastic import Outcome
 from mdcs.planner.bounds import Bounds
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.strategies.uniform import Uniform
+from tests.mdcs.profiles import recomputable
 
 PROFILE = Path(__file__).with_name("profile.json")
 MIB = 2**20
@@ -203,12 +204,12 @@ def test_losses_that_differ_are_an_error(ranks, monkeypatch, capsys):
 
 def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, capsys):
     assert asked(monkeypatch, "compare.rounds=1", only("ddp"), "compare.budgets=[0.001MiB]") == 0
-    assert "left out: mdcs @ 0.000999451MiB: the smallest feasible budget is " in capsys.readouterr().out
+    assert "left out: mdcs @ 0.000999451MiB: the model does not fit 1.1 KiB; the smallest budget is " in capsys.readouterr().out
 
 
 def test_a_budget_is_over_the_floor_of_each_plan(ranks, monkeypatch, capsys):
     calls, _ = ranks
-    floors = {"none": MIB // 2, "planned": MIB}
+    floors = {"auto": MIB // 2, "planned": MIB}
     monkeypatch.setattr(compare, "floor_of", lambda config, job: floors[config.recompute.name])
     lean = "+compare.vary.lean='recompute=planned'"
     assert asked(monkeypatch, "compare.rounds=1", only("lean"), "compare.budgets=[floor+10%,0.75MiB]", lean) == 0
@@ -218,7 +219,30 @@ def test_a_budget_is_over_the_floor_of_each_plan(ranks, monkeypatch, capsys):
     assert {line["engine"]: line["fits"] for line in over["lines"]} == {"mdcs": False, "lean": True}  # both take 1 MiB
     assert [line["engine"] for line in bytes_["lines"]] == ["mdcs"] and len(calls) == 3
     [(name, reason)] = document["left_out"].items()
-    assert name.startswith("lean @ ") and reason == f"the smallest feasible budget is {MIB} bytes, got {3 * MIB // 4}"
+    assert name.startswith("lean @ ") and reason == "the model does not fit 768.0 KiB; the smallest budget is 1.0 MiB"
+
+
+def test_a_budget_that_needs_recomputation_is_kept_with_a_profile_that_has_it(ranks, monkeypatch, capsys):
+    calls, _ = ranks
+    plain = mdcs.Profile.from_json(PROFILE.read_text())
+    profile, measured = recomputable(plain, freed=max(slot.live for slot in plain.slots) // 2), list[str]()
+
+    def run(config, folder, console, **options):
+        if options.get("only") != "profile":
+            return train(config, folder, console, **options)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "profile.json").write_text((profile if config.budget.gib else plain).to_json())
+        measured.append(folder.name)
+        return Outcome(True)
+
+    train = jobs.run
+    monkeypatch.setattr(jobs, "run", run)
+    floor, lower = mdcs.floor_bytes(plain), mdcs.floor_bytes(profile, "planned")
+    assert lower < floor - 16
+    budgets = f"compare.budgets=[floor+10%,{floor - 8},{lower - 8}]"
+    assert asked(monkeypatch, "compare.rounds=1", "compare.only=[mdcs]", budgets) == 0
+    assert len(calls) == 2 and len(measured) == 3
+    assert "; the smallest budget is " in (said := capsys.readouterr().out) and ", with recomputation " in said
 
 
 def test_without_anybody_whose_budget_suffices_nothing_runs(ranks, monkeypatch, capsys):

@@ -106,7 +106,7 @@ def test_an_unknown_option_is_one_line(tmp_path):
     ("overrides", "why"),
     [
         (["budget.over_floor=null"], "needs a budget to divide: add budget=40GiB or budget=floor+10%"),
-        ([], "needs recompute=planned, got none"),
+        ([], "needs recompute=planned, got auto"),
         (["recompute=planned", "tradeoff.strategies=[greedy,joint]"],
          "has no effect with strategy=joint, which divides the budget itself"),
     ],

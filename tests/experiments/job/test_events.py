@@ -58,10 +58,12 @@ def test_a_start_tells_parameters_rate_and_what_is_recomputed() -> None:
     profile = recomputable(chain(3, 4, 5, link=link(1e-9)), 0, 1, freed=100)
     with composing():
         paced = compose_config(["model=mlp", "data=synthetic", "link=emulated", "link.rate_gbit=0.5"])
-        real = compose_config(["model=mlp", "data=synthetic"])
+        real = compose_config(["model=mlp", "data=synthetic", "budget.of_ddp=0.75"])
     told = start_event(paced, make_plan(profile, Uniform("dp"), Wfbp(), recompute="all"), None)
     assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (12, 0.5, ["a", "b"])
-    told = start_event(real, make_plan(profile, Uniform("dp"), Wfbp()), None, parameters=7)
+    recomputing, plain = (make_plan(profile, Uniform("dp"), Wfbp(), recompute=rule) for rule in ("all", "none"))
+    told = start_event(real, plain, None, parameters=7)
+    assert told["budget_bytes"] == start_event(real, recomputing, None)["budget_bytes"]  # DDP recomputes nothing
     assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (7, pytest.approx(8), [])
 
 

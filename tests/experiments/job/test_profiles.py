@@ -17,10 +17,12 @@ from experiments.config.identity import code_of
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, emulated, known
+from mdcs.planner.pipeline import floor_bytes
 from mdcs.profile.cache import cache_folder
 from mdcs.profile.contention import Contention
 from mdcs.profile.schema import Profile
 from tests.experiments import one_process
+from tests.mdcs.profiles import recomputable
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 
@@ -64,6 +66,20 @@ def test_a_profile_with_recomputation_serves_jobs_without_and_not_the_other_way_
     assert (Profiles().find(plain) is not None) == plain.profile.cache
     known.keep(plain, folder)
     assert known.find(recomputing) is None or plain.profile.cache
+
+
+def test_a_job_measures_recomputation_where_its_budget_needs_it_and_leaves_it_to_others(folder):
+    plain = Profile.from_json((folder / "profile.json").read_text())
+    known, roomy, tight = Profiles(), composed("budget.over_floor=0"), composed(f"budget='{floor_bytes(plain) - 8}'")
+    known.keep(roomy, folder)
+    assert known.find(roomy) is not None and known.find(tight) is None and Profiles().find(tight) is None
+    other = folder / "other"
+    other.mkdir()
+    (other / "profile.json").write_text(recomputable(plain, freed=8).to_json())
+    known.keep(tight, other)
+    for jobs_known in (known, Profiles()):
+        found = jobs_known.find(tight)
+        assert found is not None and found == jobs_known.find(composed("recompute=planned")) != jobs_known.find(roomy)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +186,7 @@ def test_planning_starts_no_ranks_when_the_profile_is_known(folder):
     assert not (folder / "out/ran").exists()
     infeasible = run(folder, plan, "budget.gib=1e-9", f"profile.path={PROFILE}")
     assert infeasible.returncode == 1
-    assert infeasible.stderr.startswith("failed: budget.gib: ") and "the smallest feasible budget is" in infeasible.stderr
+    assert infeasible.stderr.startswith("failed: budget.gib: ") and "the smallest budget is" in infeasible.stderr
 
 
 def test_profiling_measures_once_and_shows(tmp_path):

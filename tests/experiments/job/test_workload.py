@@ -16,7 +16,7 @@ PROFILE = Path(__file__).parents[1] / "profile.json"
 def workload(*overrides: str, world: int) -> Workload:
     with checks.composing():
         config = checks.compose_config(["model=mlp", "data=digits", *overrides])
-    return Workload(config, 1, world, torch.device("cpu"))
+    return Workload(config, min(1, world - 1), world, torch.device("cpu"))
 
 
 def test_too_few_held_out_samples_are_an_error_before_the_first_step(tmp_path):
@@ -41,3 +41,9 @@ def test_a_batch_of_another_model_is_named():
     inputs = {name: value for name, value in next(made.batches()).items() if name != "labels"}
     with pytest.raises(ValueError, match=f"model.loss: a batch of data=synthetic has no 'labels', but {', '.join(inputs)}"):
         made.loss(inputs)
+
+
+@pytest.mark.parametrize(("asked", "measured"), [("none", None), ("floor+10%", None), ("10KiB", "measured")])
+def test_recomputation_is_measured_where_the_budget_needs_it(asked, measured):
+    made = workload("cluster.ranks=1", "run.profile_iterations=1", f"budget='{asked}'", world=1)
+    assert made.profile().about.get("recomputation") == measured

@@ -197,7 +197,9 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
     console.print(prediction_table(plan))
     console.print(bounds_table(plan))
     ddp = ideal_ddp_s(plan.job.profile, plan.micro_steps)
-    console.print(f"an ideal DDP, without a budget, would take {ddp * 1e3:.1f} ms", highlight=False)
+    alone = plan.micro_steps * sum(slot.seconds for slot in plan.profile.slots)
+    words = f"{ddp * 1e3:.1f} ms: its messages would take nothing from computing, {alone * 1e3:.1f} ms alone"
+    console.print(f"an ideal DDP, without a budget, would take {words}", highlight=False, soft_wrap=True)
     if line := calibration_errors(plan.profile):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(memory_table(plan))

@@ -36,4 +36,7 @@ def test_memory_and_losses_are_those_of_ranks_of_their_own(tmp_path):
     cold = ran(tmp_path / "cold", known)
     with Warm() as warm:
         first, second = (ran(tmp_path / name, known, warm.run) for name in ("first", "second"))
-    assert cold[0] and first == cold and second == cold
+    assert cold[0]
+    for memory, peaks, losses in (first, second):
+        assert losses == cold[2]
+        assert (memory, peaks) == (pytest.approx(cold[0], abs=64), pytest.approx(cold[1], abs=64))  # a loss that is still held

@@ -64,7 +64,7 @@ def test_recomputation_is_that_of_ddp_with_checkpoint_in_the_same_modules(two: R
     """Losses are equal bit for bit: gradients of two ranks are summed, and not clipped."""
     for rank in two.run(recomputed, model, How(strategy, "priority", seed=3, bytes=4000, recompute=choice)):
         assert rank["fsdp2"] == rank["ddp"] and rank["choices"] >= ({choice} if choice != "random" else set())
-        assert rank["calls"] == ({2.0, 4.0} if model == "twice" else {2.0}) and rank["names"]
+        assert rank["calls"] and rank["calls"] <= ({2.0, 4.0} if model == "twice" else {2.0}) and rank["names"]
 
 
 def test_running_statistics_are_updated_once_a_step(two: Ranks) -> None:

@@ -27,7 +27,7 @@ _THREADED = {"mdcs", "torch", "threading", "queue", "multiprocessing", "concurre
 
 
 class ModuleSnapshot:
-    """What the modules of a model keep from pass to pass, besides parameters; :meth:`restore` restores it.
+    """State that the modules of a model keep from pass to pass, besides parameters; :meth:`restore` restores it.
 
     - Buffers: made, replaced and written ones.
     - Other attributes, such as counters. Tensors, containers and random generators in them are restored in place, and so

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class Run(Protocol):
-    """What a forked process has to leave alone."""
+    """A run, which ends in a forked process without a word to the other ranks."""
 
     def forget(self) -> None:
         """End without the other ranks, and without threads."""

@@ -70,7 +70,7 @@ WITH_GRADIENTS = (
     "optimizer; read the norm in parallel.grad_norm, scale with parallel.scaler, call zero_grad() after step(), and to leave a "
     "parameter out of a step take p.detach() in forward"
 )
-"""What to write instead of a use of ``p.grad`` between backward and ``step()``."""
+"""Advice for loops that use ``p.grad`` between backward and ``step()``."""
 
 
 def _remedy(what: str) -> str:

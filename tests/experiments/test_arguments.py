@@ -1,4 +1,4 @@
-"""What people type out of habit is answered with the key, before Hydra or argparse say something else."""
+"""Words that people type out of habit are answered with the key, before Hydra or argparse say something else."""
 
 import pytest
 

@@ -72,7 +72,7 @@ def with_ddp(model: nn.Module, loss_of: Any, optimizer: torch.optim.Optimizer, s
 
 
 def compared(wanted: Any, found: Any, parallel: mdcs.Parallel, plain: nn.Module, scaled: bool) -> list[str]:
-    """What differs from DDP; norms may by their rounding."""
+    """Differences from DDP; norms may differ by their rounding."""
     out = [what for what, i in (("losses", 0), ("steps", 2)) if str(wanted[i]) != str(found[i])]  # NaN is not equal to itself
     out += [] if found[1] == pytest.approx(wanted[1], rel=1e-5, nan_ok=True) else ["norms", str(wanted[1]), str(found[1])]
     out += [] if str(parallel.grad_norm) == str(found[1][-1]) else ["the last norm"]

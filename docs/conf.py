@@ -17,7 +17,7 @@ import options_reference  # noqa: E402  # beside this file
 project = "mdcs"
 author = "the mdcs authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "dev"]
 html_theme = "furo"
 html_title = "mdcs"
 html_show_copyright = False

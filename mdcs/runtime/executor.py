@@ -2,7 +2,7 @@
 
 On a CPU, compute is done when a call returns, and a message is done when a host thread has waited for it. On CUDA the
 host only enqueues, and runs ahead. Messages are on one communication stream, their updates on another. Events order the
-streams: streams wait for events, the host does not. ``docs/gpu.md`` has the rules by which memory is freed without
+streams: streams wait for events, the host does not. ``docs/dev/gpu.md`` has the rules by which memory is freed without
 ``record_stream``.
 """
 
@@ -161,7 +161,7 @@ _SEGMENTS = 2 * (2 + 20) << 20
 
 _FRAGMENTED = 0.75
 """Part of the requested bytes that the allocator may hold in fragments. Measured on an H200: 0.03 to 0.12, and up
-to 0.46 where all units recompute and a few tensors are large (docs/gpu.md). The byte account keeps requests within the
+to 0.46 where all units recompute and a few tensors are large (docs/dev/gpu.md). The byte account keeps requests within the
 budget; this limit is the net below."""
 
 _FINE_SECONDS = 10.0

@@ -84,7 +84,7 @@ class Departures:
         if phase == "B":
             return unit in self.kept and not self._storages[unit].trainable
         # A unit that was passed over may still come, in another order. Without a budget there is room to wait for it.
-        has_room = self._transport.queue.cap is None
+        has_room = self._transport.queue.admission.cap is None
         return unit in self.kept or self.inside[unit] > 0 or has_room and unit in self.passed
 
     def keep(self, unit: int) -> None:
@@ -108,7 +108,7 @@ class Departures:
         if gathered is not None:
             self._wait(gathered)
         else:
-            if not queue.fits(storage.full_bytes):
+            if not queue.admission.fits(storage.full_bytes):
                 # Wait only for messages that this rank has issued: a rank that has not come to their slots waits for none
                 # that this rank still has to issue.
                 self._wait(queue.issued)

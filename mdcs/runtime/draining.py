@@ -27,7 +27,8 @@ def finish_iteration(transport: ThreadTransport | StreamTransport, base: int) ->
     if not ahead:
         return
     # The plan has no room for reductions beside the units that are gathered ahead for the next forward.
-    gathered = [] if queue.cap is None else [u for u, s in enumerate(runner.storages) if s.strategy.sharded and s.is_full]
+    has_limit = queue.admission.cap is not None
+    gathered = [u for u, s in enumerate(runner.storages) if has_limit and s.strategy.sharded and s.is_full]
     for unit in gathered:
         _free(runner, unit)
     for index in ahead:

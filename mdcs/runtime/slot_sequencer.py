@@ -261,13 +261,13 @@ class SlotSequencer(SlotPosition):
                         continue
                     self.storages[u].free_full()
                     self.account.record("full_parameters", -size)
-                self.queue.reserve(-previous.freed)
+                self.queue.admission.reserve(-previous.freed)
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.set_activations(slot.live)
-            counts = self.watches_memory and self.queue.cap is not None
+            counts = self.watches_memory and self.queue.admission.cap is not None
             beyond = self.excess.arrived(q, self.meter.live() if counts else None)
-            self.queue.excess = beyond + departures.bytes if departures.outside else beyond
+            self.queue.admission.excess = beyond + departures.bytes if departures.outside else beyond
         self._issue(q, self.plan.held_update if self.step_pending else None)
         self.arrived = True
 
@@ -314,12 +314,12 @@ class SlotSequencer(SlotPosition):
         with lock:
             self.transport.wait_for(self.periods * self.queue.n + self.limits.required_through[q], f"what {name} needs")
             beyond = self.excess.entered(q)
-            self.queue.excess = beyond + self.departures.bytes if self.departures.outside else beyond
+            self.queue.admission.excess = beyond + self.departures.bytes if self.departures.outside else beyond
             self.transport.admit(slot.allocated + slot.peak, name)
             for u, _ in slot.gradients:
                 if not self.storages[u].gradients:  # else one came before this slot
                     self._allocate_gradient(u)
-            self.queue.reserve(slot.allocated)
+            self.queue.admission.reserve(slot.allocated)
             self.account.set_activations(slot.peak)
         for storage in self._tables.opens[q]:
             if storage.guard.is_open:  # open between its slots: the loop could have changed it

@@ -78,7 +78,7 @@ class StreamTransport:
         # Without a budget: the predicted peak. Without any limit compute would wait only where a slot needs a message,
         # and gradients would pile up.
         predicted = runner.plan.prediction
-        self._soft_cap = queue.cap if predicted is None or queue.cap is not None else predicted.peak_bytes
+        self._soft_cap = queue.admission.cap if predicted is None or queue.admission.cap is not None else predicted.peak_bytes
 
     # -- what compute asks for ------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class StreamTransport:
     # -- bytes, in the host's order -------------------------------------------------------------------------------
 
     def _fits(self, size: int) -> bool:
-        held = self.queue.reserved + sum(u.size for u in self._updating)
+        held = self.queue.admission.reserved + sum(u.size for u in self._updating)
         return self._soft_cap is None or held + size <= self._soft_cap
 
     def _reclaim_until(self, size: int) -> bool:
@@ -187,7 +187,7 @@ class StreamTransport:
         return fits
 
     def _assert_fits(self, size: int, what: str) -> None:
-        if not self.queue.fits(size):
+        if not self.queue.admission.fits(size):
             raise self.runner.place.error(f"the budget has no room for {what}: plan with a larger budget, or more reserve")
 
     def _wait_oldest_on_compute(self) -> None:

@@ -78,7 +78,7 @@ class ThreadTransport:
 
     def admit(self, size: int, what: str) -> None:
         """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
-        self.wait(lambda: self.queue.admits(size), f"bytes for {what}")
+        self.wait(lambda: self.queue.admission.admits(size), f"bytes for {what}")
 
     def wait_for(self, count: int, what: str) -> None:
         """Wait until the first ``count`` messages are done. Call with the lock held."""

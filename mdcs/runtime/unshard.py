@@ -116,4 +116,4 @@ class Unsharder:
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""
         with self._account.lock:
-            return self._queue.fits(size)
+            return self._queue.admission.fits(size)

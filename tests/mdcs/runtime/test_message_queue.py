@@ -5,11 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from mdcs.plan.worst_case import max_in_flight_bytes
-from mdcs.runtime.message_queue import MessageQueue, QueuedMessage, _Window
+from mdcs.runtime.message_queue import MessageQueue, QueuedMessage
 
 
 def reduction(freed: int = 0, transient: int = 0) -> QueuedMessage:
@@ -78,41 +74,30 @@ def test_the_prologue_passes_over_reductions() -> None:
     queue.finish()
     assert (queue.done, queue.next_start()) == (2, 2)
     send_all(queue)
-    assert (queue.done, queue.reserved) == (3, 112)
+    assert (queue.done, queue.admission.reserved) == (3, 112)
 
 
 def test_a_message_sent_ahead_is_passed_over_in_its_turn() -> None:
     queue = MessageQueue([reduction(30), gather()], depth=1)
     queue.issue(), queue.issue()
     send_all(queue)
-    queue.reserve(30)
+    queue.admission.reserve(30)
     queue.send_ahead(2)
-    assert queue.reserved == 0 and queue.is_skipped(2)
+    assert queue.admission.reserved == 0 and queue.is_skipped(2)
     assert [queue.issue(), queue.issue()] == [None, 3]
     send_all(queue)
-    assert queue.done == 4 and queue.reserved == 0
+    assert queue.done == 4 and queue.admission.reserved == 0
 
 
 def test_the_bytes_of_the_next_message_fit_or_not() -> None:
     queue = MessageQueue([gather(30, transient=10)] * 2, depth=2, cap=200, at_rest=100)
     assert queue.admits_next(60) and not queue.admits_next(61)
     queue.issue()
-    assert queue.admits(60) and not queue.admits(61)  # 10 of 70 for the message in flight
+    assert queue.admission.admits(60) and not queue.admission.admits(61)  # 10 of 70 for the message in flight
     assert not queue.admits_next(60) and queue.has_room(20) and not queue.has_room(21)
-    queue.reserve(20)
+    queue.admission.reserve(20)
     assert not queue.has_room(1)
-    assert MessageQueue([gather(30)], depth=1).admits(1 << 60)  # no cap
-
-
-def test_excess_counts_as_far_as_waiting_makes_room_for_it() -> None:
-    queue = MessageQueue([gather(transient=10), gather()], depth=1, cap=100, at_rest=40)
-    queue.issue()
-    assert queue.admits(50) and not queue.admits(51)
-    queue.excess = 20
-    assert queue.admits(30)  # all fits
-    assert not queue.admits(40)  # the message's 10 bytes come back: it waits for them
-    assert queue.admits(50)  # nothing that ends makes room: it goes on as the plan does
-    assert not queue.admits(51)  # but never beyond the plan
+    assert MessageQueue([gather(30)], depth=1).admission.admits(1 << 60)  # no cap
 
 
 def test_a_restart_forgets_what_was_sent_ahead_and_reserved() -> None:
@@ -121,23 +106,8 @@ def test_a_restart_forgets_what_was_sent_ahead_and_reserved() -> None:
     send_all(queue)
     queue.send_ahead(3)
     assert queue.restart() == 2
-    assert (queue.issued, queue.done, queue.reserved) == (4, 4, 100) and not queue.is_skipped(7)
+    assert (queue.issued, queue.done, queue.admission.reserved) == (4, 4, 100) and not queue.is_skipped(7)
     assert [queue.issue(), queue.issue()] == [4, None]
-
-
-@given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
-def test_bytes_in_flight_are_those_of_the_ledger(depth: int, events: list[tuple[bool, int]]) -> None:
-    """Messages are issued (True) and end, in any order of the two."""
-    window, waiting = _Window(depth), list[int]()
-    for issued, size in events:
-        if issued:
-            window.add(size)
-            waiting.append(size)
-        elif waiting:
-            window.remove()
-            del waiting[0]
-        assert window.most() == max_in_flight_bytes(waiting, depth)
-        assert window.most(size) == max_in_flight_bytes([*waiting, size], depth)
 
 
 # ---- random schedules
@@ -183,15 +153,15 @@ class Case:
         queue, most = self.queue(None), 0
         for action, value in self.actions(3):
             if action == "hold":
-                queue.reserve(value)
+                queue.admission.reserve(value)
             elif action == "issue":
                 m = self.messages[queue.issued % queue.n]
                 if queue.issue() is not None:
-                    most = max(most, queue.reserved + m.transient + value)
+                    most = max(most, queue.admission.reserved + m.transient + value)
                 send_all(queue)
             else:
-                queue.reserve(-self.messages[value].held)
-            most = max(most, queue.reserved)
+                queue.admission.reserve(-self.messages[value].held)
+            most = max(most, queue.admission.reserved)
         return most
 
 
@@ -200,7 +170,7 @@ class Schedule:
 
     def __init__(self, case: Case, periods: int = 3) -> None:
         self.case, self.queue = case, case.queue(case.cap)
-        self.live = self.queue.at_rest
+        self.live = self.queue.admission.at_rest
         self.passed = [False] * (periods * self.queue.n)
         self.todo, self.uses = list(reversed(list(case.actions(periods)))), 0
         moves = [self._compute, self._start, self._land, self._finish]
@@ -215,9 +185,9 @@ class Schedule:
             return False
         action, value = self.todo[-1]
         if action == "hold":
-            if not queue.admits(value):
+            if not queue.admission.admits(value):
                 return False
-            queue.reserve(value)
+            queue.admission.reserve(value)
             self.live += value
         elif action == "issue":
             if not queue.admits_next(value):
@@ -228,7 +198,7 @@ class Schedule:
             if queue.done <= self.uses // (queue.n // 2) * queue.n + value:
                 return False
             self.uses += 1
-            queue.reserve(-self.case.messages[value].held)
+            queue.admission.reserve(-self.case.messages[value].held)
             self.live -= self.case.messages[value].held
         self.todo.pop()
         return True

@@ -82,13 +82,13 @@ class DrivenReplay:
                 if queue.done < until:
                     yield lambda until=until: queue.done >= until  # type: ignore[misc]
                     yield self.now + contention.dispatch_seconds
-                yield lambda slot=slot: queue.admits(slot.allocated + slot.peak)  # type: ignore[misc]
-                queue.reserve(slot.allocated)
+                yield lambda slot=slot: queue.admission.admits(slot.allocated + slot.peak)  # type: ignore[misc]
+                queue.admission.reserve(slot.allocated)
                 begin, seconds = self.now, plan.period.seconds[q]
                 if q + 1 < plan.period.length:
                     yield from self._leave_early(p, q, begin, seconds)
                 yield begin + seconds
-                queue.reserve(-slot.freed)
+                queue.admission.reserve(-slot.freed)
         self.arrivals.append(self.now)
 
     def _leave_early(self, p: int, q: int, begin: float, seconds: float) -> Iterator[float | Callable[[], bool]]:

@@ -1,0 +1,47 @@
+"""Admission by itself: what fits beside promises and messages in flight."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mdcs.plan.admission import Admission, _Window
+from mdcs.plan.worst_case import max_in_flight_bytes
+
+
+def test_excess_counts_as_far_as_waiting_makes_room_for_it() -> None:
+    admission = Admission(100, 40, depth=1)
+    admission.issue(held=0, transient=10, freed=0)
+    assert admission.admits(50) and not admission.admits(51)
+    admission.excess = 20
+    assert admission.admits(30)  # all fits
+    assert not admission.admits(40)  # the message's 10 bytes come back: it waits for them
+    assert admission.admits(50)  # nothing that ends makes room: it goes on as the plan does
+    assert not admission.admits(51)  # but never beyond the plan
+
+
+def test_a_message_that_is_done_gives_back_what_it_frees() -> None:
+    admission = Admission(100, 40, depth=2)
+    admission.reserve(30)
+    admission.issue(held=5, transient=20, freed=30)
+    assert admission.reserved == 75 and not admission.has_room(6) and admission.fits(25)
+    admission.finish()
+    assert admission.reserved == 45 and admission.has_room(55)
+    admission.restart()
+    assert admission.reserved == 40
+    assert Admission(None, 40, depth=2).admits(1 << 60)  # no limit
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
+def test_bytes_in_flight_are_those_of_the_ledger(depth: int, events: list[tuple[bool, int]]) -> None:
+    """Messages are issued (True) and end, in any order of the two."""
+    window, waiting = _Window(depth), list[int]()
+    for issued, size in events:
+        if issued:
+            window.add(size, 0)
+            waiting.append(size)
+        elif waiting:
+            window.remove()
+            del waiting[0]
+        assert window.most() == max_in_flight_bytes(waiting, depth)
+        assert window.most(size) == max_in_flight_bytes([*waiting, size], depth)

@@ -1,16 +1,8 @@
-"""Markdown for the pages that programs write: a template of `experiments/pages/`, filled with tables."""
+"""Markdown for the pages that programs write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-
-PAGES = Path(__file__).with_name("pages")
-
-
-def page(name: str, **parts: object) -> str:
-    """Fill the braces of the template ``name``."""
-    return (PAGES / f"{name}.md").read_text(encoding="utf-8").format(**parts)
 
 
 def table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

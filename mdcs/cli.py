@@ -28,26 +28,14 @@ PROGRAMS = {
     "jobs": "experiments/jobs.py",
     "export": "experiments/export.py",
     "collectives": "experiments/collectives.py",
-    "outside": "experiments/outside.py",
-    "results": "experiments/results.py",
-    "scale": "experiments/scale.py",
     "report": "analysis/__main__.py",
 }
 """File of each command, from the checkout's root."""
-
-DEV = {
-    "planners": "experiments/dev/planners.py",
-    "replays": "experiments/dev/replays.py",
-}
-"""The same of `mdcs dev NAME`, which measures mdcs itself."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line: the name of a program, then its arguments. Return the exit code: 2 for an unknown name."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    command, programs = "mdcs", PROGRAMS
-    if arguments[:1] == ["dev"]:
-        command, programs, arguments = "mdcs dev", DEV, arguments[1:]
     if arguments[:1] == ["help"]:  # mdcs help, mdcs help train
         arguments = [*arguments[1:2], "--help"]
     name = arguments[0] if arguments else "--help"
@@ -59,17 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"mdcs: the programs are not in the wheel; {how}", file=sys.stderr)
         return 2
     if name in ("-h", "--help"):
-        print(_help(command, programs))
+        print(_help())
         return 0
     if name == "-sc":  # Hydra's completion of shells
         return _complete(arguments)
-    path = programs.get(name)
+    path = PROGRAMS.get(name)
     if path is None:
-        near = difflib.get_close_matches(name, programs, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(programs)}"
-        print(f"{command}: no command {name}; {hint}", file=sys.stderr)
+        near = difflib.get_close_matches(name, PROGRAMS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(PROGRAMS)}"
+        print(f"mdcs: no command {name}; {hint}", file=sys.stderr)
         return 2
-    return _run(path, [f"{command} {name}", *arguments[1:]])
+    return _run(path, [f"mdcs {name}", *arguments[1:]])
 
 
 def _run(path: str, argv: list[str]) -> int:
@@ -91,19 +79,17 @@ def _complete(arguments: list[str]) -> int:
     words = os.environ.get("COMP_LINE", "").split(maxsplit=2)
     line = words[2] if len(words) > 2 else ""
     if len(words) < 2 or not (line or os.environ["COMP_LINE"][-1].isspace()):
-        print(*PROGRAMS, "dev", "help")
+        print(*PROGRAMS, "help")
     elif "job import app" in _source(path := PROGRAMS.get(words[1], "")):
         os.environ["COMP_LINE"] = f"mdcs {line}"
         return _run(path, ["mdcs", *arguments])
     return 0
 
 
-def _help(command: str, programs: dict[str, str]) -> str:
-    lines = [f"usage: {command} COMMAND [--help] [GROUP=OPTION …] [KEY=VALUE …]", ""]
-    lines += [f"  {name:<12} {_about(path)}" for name, path in programs.items()]
-    if programs is PROGRAMS:
-        lines.append(f"  {'dev':<12} Measure mdcs itself: {', '.join(DEV)}.")
-    return "\n".join([*lines, "", f"{command} COMMAND --help explains a command, with all its options."])
+def _help() -> str:
+    lines = ["usage: mdcs COMMAND [--help] [GROUP=OPTION …] [KEY=VALUE …]", ""]
+    lines += [f"  {name:<12} {_about(path)}" for name, path in PROGRAMS.items()]
+    return "\n".join([*lines, "", "mdcs COMMAND --help explains a command, with all its options."])
 
 
 def _source(path: str) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("mdcs", "experiments", "analysis", "launch", "hydra_plugins")
+PACKAGES = ("mdcs", "benchmarks", "experiments", "analysis", "launch", "hydra_plugins")
 
 
 def test_no_module_is_a_drawer():

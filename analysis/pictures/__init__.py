@@ -9,11 +9,10 @@ from analysis.pictures.engine_comparison import engine_comparison
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.results import predictions, time_over_memory
-from analysis.pictures.scale import scale_curves, scale_map
 from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import save
 
 __all__ = [
-    "collectives", "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save", "scale_curves",
-    "scale_map", "step_time_over_memory", "step_time_over_setting", "time_over_memory", "tradeoff_curve",
+    "collectives", "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save",
+    "step_time_over_memory", "step_time_over_setting", "time_over_memory", "tradeoff_curve",
 ]  # fmt: skip

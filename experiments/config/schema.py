@@ -311,30 +311,6 @@ class CompareConfig:
 
 
 @dataclass
-class ResultsConfig:
-    """Settings of mdcs results."""
-
-    names: list[str] | None = option(None, "options of results to run; null: all; []: only write the page anew")
-    quick: bool = option(False, "one round of three steps, to try it: the page is not written")
-    out: str = option("docs/results", "folder of the measurements, one below it per day; the page is beside it")
-
-
-@dataclass
-class ScaleConfig:
-    """Settings of mdcs scale."""
-
-    models: list[str] = option([], "decoders of experiments/published.yaml")
-    device: str = option("h100-80", "device of experiments/published.yaml")
-    devices: list[int] = option([], "devices in all, eight a node", at_least=16)
-    node_gbit: list[float] = option([], "rates of a node's network", above=0)
-    budgets_gib: list[float] = option([], "memory of a device", above=0)
-    sequence: int = option(8192, "tokens in a sequence", at_least=1)
-    batch: int = option(1, "sequences per device", at_least=1)
-    tflops: float = option(394.0, "rate that a device reaches", above=0)
-    out: str | None = option(None, "folder of the page, its data and pictures; null: that of the run")
-
-
-@dataclass
 class SearchConfig:
     """Settings of mdcs search."""
 
@@ -405,15 +381,11 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-    results: ResultsConfig = field(default_factory=ResultsConfig)
-    scale: ScaleConfig = field(default_factory=ScaleConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-OWN = {
-    "tradeoff": "curve", "compare": "compare", "results": "results", "scale": "scale", "search": "search", "plan": "plan",
-}  # fmt: skip
+OWN = {"tradeoff": "curve", "compare": "compare", "search": "search", "plan": "plan"}
 """Groups that only one program has, with its name."""
 NOT_OF_A_JOB = {*OWN} - {"tradeoff"}  # identities of older runs have tradeoff
 

@@ -9,16 +9,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ACROSS_RANKS = {
-    "train.py", "profile.py", "plan.py", "tradeoff.py", "compare.py", "collectives.py", "search.py", "results.py",
-    "scale.py",
+    "train.py", "profile.py", "plan.py", "tradeoff.py", "compare.py", "collectives.py", "search.py",
 }  # fmt: skip
 """They join the ranks that others have started."""
 HARMLESS = {"__main__.py"}  # starts another program
 
 
 def test_programs_of_one_process_are_refused_as_one_of_several_tasks(tmp_path):
-    files = [*sorted(ROOT.glob("experiments/*.py")), *sorted(ROOT.glob("experiments/dev/*.py"))]
-    programs = [path for path in files if '__name__ == "__main__"' in path.read_text()]
+    programs = [path for path in sorted(ROOT.glob("experiments/*.py")) if '__name__ == "__main__"' in path.read_text()]
     assert {program.name for program in programs} > ACROSS_RANKS | HARMLESS
     for program in programs:
         if program.name in ACROSS_RANKS | HARMLESS:
@@ -32,7 +30,7 @@ def test_programs_of_one_process_are_refused_as_one_of_several_tasks(tmp_path):
         ]  # fmt: skip
         assert [done.returncode for done in said] == [2, 2], program.name
         name, _, reason = said[0].stderr.partition(": ")
-        assert name in (program.name, f"mdcs {program.stem}", f"mdcs dev {program.stem}"), program.name
+        assert name in (program.name, f"mdcs {program.stem}"), program.name
         assert reason.count("\n") == 1, program.name
         assert reason.startswith("srun has started it 2 times")
         assert (said[0].stdout, said[1].stdout, said[1].stderr) == ("", "", "")

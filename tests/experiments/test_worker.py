@@ -104,7 +104,7 @@ def unnamed(groups: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
         choice
         for group, options in groups
         for option in options
-        if group not in ("experiment", "compare", "results", "scale", "paths", "debug", "engine")
+        if group not in ("experiment", "compare", "paths", "debug", "engine")
         if option not in ELSEWHERE.get(group, ())
         if (choice := f"{group}={option}") not in named
     ]

@@ -10,17 +10,16 @@ from mdcs import cli
 
 
 def test_the_list_says_what_every_program_does(capsys):
-    assert cli.main([]) == cli.main(["--help"]) == cli.main(["dev"]) == 0
+    assert cli.main([]) == cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name, path in (cli.PROGRAMS | cli.DEV).items():
+    for name, path in cli.PROGRAMS.items():
         [about] = {line for line in lines if line.startswith(f"  {name} ")}
         assert about.endswith("."), path
 
 
 def test_every_program_of_the_checkout_has_a_name():
-    known = {path for path in (cli.PROGRAMS | cli.DEV).values() if path.startswith("experiments/")}
-    files = [*cli._CHECKOUT.glob("experiments/*.py"), *cli._CHECKOUT.glob("experiments/dev/*.py")]
-    programs = {file for file in files if "def main(" in file.read_text()}
+    known = {path for path in cli.PROGRAMS.values() if path.startswith("experiments/")}
+    programs = {file for file in cli._CHECKOUT.glob("experiments/*.py") if "def main(" in file.read_text()}
     assert known == {str(file.relative_to(cli._CHECKOUT)) for file in programs}
 
 
@@ -29,7 +28,6 @@ def test_every_program_of_the_checkout_has_a_name():
     [
         (["trian"], "mdcs: no command trian; did you mean train?"),
         (["xyz"], "mdcs: no command xyz; commands: train, profile, plan, "),
-        (["dev", "replay"], "mdcs dev: no command replay; did you mean replays?"),
     ],
 )
 def test_a_mistyped_name_is_one_line(capsys, typed, line):

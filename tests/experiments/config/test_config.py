@@ -14,7 +14,7 @@ import yaml
 
 from experiments.config import checks, files, schema, targets
 from experiments.config.identity import about, job_identity
-from experiments.config.schema import OPTION_GROUPS, ClusterConfig, CompareConfig, Config, ConfigError, ScaleConfig
+from experiments.config.schema import OPTION_GROUPS, ClusterConfig, CompareConfig, Config, ConfigError
 from experiments.job.record import identity_of
 from mdcs.options import LIMITS, options
 
@@ -312,7 +312,7 @@ def test_a_saved_config_is_loaded_unchanged(tmp_path):
     ):
         made = composed(*overrides.split())
         checks.save(made, tmp_path / "config.yaml")
-        made.compare, made.scale = CompareConfig(), ScaleConfig()  # which are no part of a job
+        made.compare = CompareConfig()  # which is no part of a job
         assert checks.load(tmp_path / "config.yaml") == made
 
 

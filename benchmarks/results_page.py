@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+import benchmarks
 from analysis import table_of
 from analysis.comparison import Spread
 from analysis.questions import count
-from experiments import markdown
 from experiments.markdown import percent, table
 from mdcs.sizes import MIB
 
@@ -53,7 +53,7 @@ def page(results: Sequence[Result]) -> str:
         picture = "![Step time over peak memory](results.png)"
         sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
     setup = table(["", *map(_title, results)], [[name, *values] for name, values in _properties(results)])
-    return markdown.page(
+    return benchmarks.page(
         "results", results="\n\n".join(sections), predictions=_predictions(results), setup=setup, engines=_flags(results),
         left_out=_left_out(results),
     )  # fmt: skip
@@ -209,7 +209,7 @@ def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
     yield "rounds, measured steps of each", [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)]
     yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
     yield "date", [each["date"] for each in results]
-    yield "commit, seed", [f"{each['commit']}, {each['seed']}" for each in results]
+    yield "commit", [each["commit"] for each in results]
     yield "machine", [each["machine"]["processor"] for each in results]
     yield "load before and after", [", ".join(f"{load[0]:.1f}" for load in each["load"]) for each in results]
     for package in results[0]["versions"] if results else ():
@@ -230,7 +230,7 @@ def _heading(result: Result) -> str:
 
 
 def _about(result: Result) -> str:
-    return f"`mdcs results 'results.names=[{result['name']}]'`: {result['about']}"
+    return f"`python -m benchmarks.results {result['name']}`: {result['about']}"
 
 
 def _budget(part: Result) -> str:

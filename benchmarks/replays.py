@@ -1,6 +1,6 @@
 """Measure how many plans the simulator replays in a second, on one core.
 
-    mdcs dev replays [--units 48] [--interference 0.2]
+    python -m benchmarks.replays [--units 48] [--interference 0.2]
 
 The plan has one message per unit and kind: units are zero2, sdp and fsdp in turn, the scheduler is wfbp. "Again"
 replays a plan whose ledger and course exist already. "New" makes, checks and prepares a new plan every time, as a local
@@ -9,19 +9,15 @@ search does. Rates are of CPU time, the best of several rounds.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 import time
 import timeit
 from collections.abc import Callable
-from pathlib import Path
-
-if __name__ == "__main__":  # as a script, from any folder and without being installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from analysis.table import new_console, new_table
-from experiments import flags
-from experiments.dev.planners import chain
+from benchmarks.planners import chain
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
@@ -34,7 +30,7 @@ STRATEGIES = (Strategy.zero2, Strategy.sdp, Strategy.fsdp)
 
 
 def main() -> int:
-    parser = flags.parser("dev replays", __doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
     asked = parser.parse_args()

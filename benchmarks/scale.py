@@ -1,9 +1,9 @@
 """Predict what mdcs gains for large models on large clusters, and write the page (docs/scale.md).
 
-    mdcs scale
-    mdcs scale 'scale.models=[Llama-3-8B]' 'scale.node_gbit=[800]' scale.out=outputs/scale
+    python -m benchmarks.scale                      # make scale
+    python -m benchmarks.scale --out outputs/scale --models Llama-3-8B --node-gbit 800
 
-Nothing is measured. A job is calculated from its model, devices and network, as by `mdcs outside`, planned and replayed.
+Nothing is measured. A job is calculated from its model, devices and network, as for docs/published.md, planned and replayed.
 Within each budget the best plan that is the same for all blocks is compared with plans that decide block by block: the
 sharding, the schedule, what is recomputed, or all of them. scale.json has every plan's step and memory, scale.md and the
 pictures are made of it.
@@ -11,6 +11,7 @@ pictures are made of it.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -23,14 +24,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a script, from any folder and without being installed
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from analysis import pictures
-from experiments.config.schema import Config, ConfigError, ScaleConfig
-from experiments.job import app
-from experiments.outside_cases import CONTEXT_BYTES, DECODERS, DEVICES, NCCL_BYTES, Case
-from experiments.scale_page import decides, page
+from benchmarks import scale_pictures
+from benchmarks.published_runs import CONTEXT_BYTES, DECODERS, DEVICES, NCCL_BYTES, Case
+from benchmarks.scale_page import decides, page
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -45,9 +42,27 @@ from mdcs.profile.recompute import FULL, NONE, SELECTIVE, uniform
 from mdcs.sizes import GIB
 
 SCHEMA = 1
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 STRATEGIES = ("fsdp", "sdp", "hsdp", "hsdp_no_reshard")
 SHARES = (0.5, 0.25)
 """Shares of the slack for the schedule that are tried where strategies differ by block."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is planned: models and devices of published.yaml, eight devices a node, Gbit/s of a node's network, GiB of a device,
+    tokens of a sequence, sequences per device, and TFLOP/s that a device reaches.
+    """
+
+    models: tuple[str, ...] = ("Llama-3-8B", "Llama-3-70B")
+    device: str = "h100-80"
+    devices: tuple[int, ...] = (64, 256, 1024)
+    node_gbit: tuple[float, ...] = (100, 400, 3200)
+    budgets_gib: tuple[float, ...] = (40, 50, 60, 70, 80)
+    sequence: int = 8192
+    batch: int = 1
+    tflops: float = 394.0
+    """With which torchtitan's step of Llama 3.1 8B, compiled, on 8 H100 is the published one."""
 
 
 @dataclass(frozen=True)
@@ -169,17 +184,12 @@ class Curve:
         }  # fmt: skip
 
 
-def curves(asked: ScaleConfig) -> list[Curve]:
-    """Return all curves that a config asks for. Raises ConfigError."""
-    for name in asked.models:
-        if name not in DECODERS:
-            raise ConfigError("scale.models", f"no such model {name}; models: {', '.join(DECODERS)}")
-    if asked.device not in DEVICES:
-        raise ConfigError("scale.device", f"no such device {asked.device}; devices: {', '.join(DEVICES)}")
+def curves(asked: Settings) -> list[Curve]:
+    """Return the curves of all models and clusters. Raises ValueError for a cluster that is not of two full nodes or more."""
     device, made = DEVICES[asked.device], []
     for model, devices, gbit in itertools.product(asked.models, asked.devices, asked.node_gbit):
         if devices % Case.per_node or devices < 2 * Case.per_node:
-            raise ConfigError("scale.devices", f"must be two nodes of {Case.per_node} or more, got {devices}")
+            raise ValueError(f"must be two nodes of {Case.per_node} devices or more, got {devices}")
         case = Case(
             model, device, devices, asked.batch, "fsdp", "bf16-fp32", sequence=asked.sequence, card_gbit=gbit / Case.cards
         )
@@ -192,27 +202,29 @@ def write(document: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scale.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (folder / "scale.md").write_text(page(document), encoding="utf-8")
-    pictures.save(pictures.scale_map(document, decides), folder / "scale.png")
+    pictures.save(scale_pictures.scale_map(document, decides), folder / "scale.png")
     for model in document["settings"]["models"]:
-        pictures.save(pictures.scale_curves(document, model), folder / f"scale-{model}.png")
-
-
-def run(config: Config, folder: Path) -> str:
-    """Predict, and write the page. Return an empty string, as all goes well."""
-    asked, made = config.scale, []
-    for curve in curves(asked):
-        made.append(curve.document(asked.budgets_gib))
-        told = made[-1]
-        print(f"{told['model']} on {told['devices']} devices, {told['gbit']:g} Gbit/s: {told['seconds']} s", flush=True)
-    out = Path(asked.out) if asked.out else folder
-    write({"schema": SCHEMA, "settings": dataclasses.asdict(asked) | {"out": None}, "curves": made}, out)
-    print(f"the page is {out / 'scale.md'}")
-    return ""
+        pictures.save(scale_pictures.scale_curves(document, model), folder / f"scale-{model}.png")
 
 
 def main() -> int:
-    """Run the program for the command line. Return the exit code."""
-    return app.run(app.Program(run, own=("scale",)))
+    """Predict, and write the page. Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder of the page, its data and pictures (default: docs)")
+    parser.add_argument("--models", nargs="+", choices=DECODERS, default=Settings.models)
+    parser.add_argument("--devices", nargs="+", type=int, default=Settings.devices, help="in all, eight a node")
+    parser.add_argument("--node-gbit", nargs="+", type=float, default=Settings.node_gbit)
+    parser.add_argument("--budgets-gib", nargs="+", type=float, default=Settings.budgets_gib)
+    given = parser.parse_args()
+    out: Path = given.out
+    chosen: dict[str, Any] = {name: tuple(value) for name, value in vars(given).items() if name != "out"}
+    settings, made = Settings(**chosen), list[dict[str, Any]]()
+    for curve in curves(settings):
+        made.append(told := curve.document(settings.budgets_gib))
+        print(f"{told['model']} on {told['devices']} devices, {told['gbit']:g} Gbit/s: {told['seconds']} s", flush=True)
+    write({"schema": SCHEMA, "settings": dataclasses.asdict(settings), "curves": made}, out)
+    print(f"the page is {out / 'scale.md'}")
+    return 0
 
 
 if __name__ == "__main__":

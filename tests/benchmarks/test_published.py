@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import outside
-from experiments.outside import steps_of
-from experiments.outside_cases import calibrated, predict, read
+from benchmarks import published
+from benchmarks.published import steps_of
+from benchmarks.published_runs import calibrated, predict, read
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "outside.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +18,11 @@ def groups():
     return [(group, group.predictions()) for group in read()]
 
 
-def test_the_page_is_what_the_command_writes(tmp_path, monkeypatch, capsys):
-    written = tmp_path / "page.md"
-    monkeypatch.setattr(sys, "argv", ["mdcs outside", "--out", str(written)])
-    assert outside.main() == 0
-    assert str(written) in capsys.readouterr().out
-    assert written.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), "mdcs outside writes another page"
+def test_the_pages_are_what_the_script_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["published", "--out", str(tmp_path)])
+    assert published.main() == 0
+    for name in ("published.md", "dev/published-runs.md"):
+        assert (tmp_path / name).read_text() == (DOCS / name).read_text(), "make published writes another page"
 
 
 def test_the_smallest_run_takes_as_long_as_published(groups):

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import scale
-from experiments.config import checks
-from experiments.config.schema import ConfigError
-from experiments.outside_cases import calibrated, read
-from experiments.scale_page import LEVERS, decides, feasible, page
+from benchmarks import scale
+from benchmarks.published_runs import calibrated, read
+from benchmarks.scale_page import LEVERS, decides, feasible, page
 from mdcs.sizes import GIB
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -21,21 +19,15 @@ def document():
     return json.loads((DOCS / "scale.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def asked():
-    with checks.composing():
-        return checks.compose_config([]).scale
+def test_the_page_is_made_of_its_data(document):
+    assert page(document) == (DOCS / "scale.md").read_text(encoding="utf-8"), "make scale writes another page"
+    assert document["settings"] == json.loads(json.dumps(dataclasses.asdict(scale.Settings())))
+    assert len(document["curves"]) == len(scale.curves(scale.Settings()))
 
 
-def test_the_page_is_made_of_its_data(document, asked):
-    assert page(document) == (DOCS / "scale.md").read_text(encoding="utf-8"), "mdcs scale scale.out=docs writes another page"
-    assert document["settings"] == dataclasses.asdict(asked)
-    assert len(document["curves"]) == len(scale.curves(asked))
-
-
-def test_the_data_is_what_is_predicted(document, asked):
+def test_the_data_is_what_is_predicted(document):
     """One point of 90, the first."""
-    again = scale.curves(asked)[0].point(asked.budgets_gib[0])
+    again = scale.curves(scale.Settings())[0].point(scale.Settings.budgets_gib[0])
     kept = document["curves"][0]["points"][0]
     for lever in ("base", *LEVERS, "all"):
         assert again[lever] == pytest.approx(kept[lever]), lever
@@ -58,20 +50,12 @@ def test_what_decides_gains_most():
     assert decides(point | {"recomputation": {"step_s": 1.99}, "all": {"step_s": 1.97}}) == "1.0 ×"
 
 
-def test_devices_compute_as_fast_as_in_a_published_run(asked):
+def test_devices_compute_as_fast_as_in_a_published_run():
     runs = [group.runs[0] for group in read() if group.title.startswith("torchtitan, Llama 3.1 8B on H100")]
     [compiled] = [case for case in runs if case.note == "compile"]
-    assert calibrated(compiled) / 1e12 == pytest.approx(asked.tflops, abs=1)
+    assert calibrated(compiled) / 1e12 == pytest.approx(scale.Settings.tflops, abs=1)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"models": ["Llama-3-9B"]}, r"^scale\.models: no such model Llama-3-9B; models: .*Llama-3-8B"),
-        ({"device": "h1000"}, r"^scale\.device: no such device h1000; devices: "),
-        ({"devices": [20]}, r"^scale\.devices: must be two nodes of 8 or more, got 20"),
-    ],
-)
-def test_what_does_not_exist_is_named(asked, changed, message):
-    with pytest.raises(ConfigError, match=message):
-        scale.curves(dataclasses.replace(asked, **changed))
+def test_a_cluster_of_less_than_two_full_nodes_is_refused():
+    with pytest.raises(ValueError, match=r"two nodes of 8 devices or more, got 20"):
+        scale.curves(scale.Settings(devices=(20,)))

@@ -1,4 +1,4 @@
-"""Predictions of `mdcs scale`: what decides by budget and cluster, and step time over memory."""
+"""Pictures of docs/scale.md: what decides by budget and cluster, and step time over memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compare joint with heuristics and with its proven bound on seeded instances, as judged by the simulator.
 
-    mdcs dev planners [--units 24 48 96] [--recompute]
+    python -m benchmarks.planners [--units 24 48 96] [--recompute]
 
 The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass. With --recompute
 layers may recompute their activations, and the plan decides which do. No ranks, no measurement.
@@ -8,6 +8,7 @@ layers may recompute their activations, and the plan decides which do. No ranks,
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -16,13 +17,8 @@ import random
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
-
-if __name__ == "__main__":  # as a script, from any folder and without being installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from analysis.table import new_console, new_table
-from experiments import flags
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -135,7 +131,7 @@ def gaps(units: list[int], recompute: bool) -> None:
 
 
 def main() -> int:
-    parser = flags.parser("dev planners", __doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     parser.add_argument("--recompute", action="store_true", help="let plans decide what is recomputed")
     asked = parser.parse_args()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from experiments import markdown
+import benchmarks
+from benchmarks.published_runs import INTERFERENCE
 from experiments.markdown import table
-from experiments.outside_cases import INTERFERENCE
-from mdcs.sizes import GIB
 
 LEAST = 1.02
 """Gains below count as none: predictions are not that exact."""
@@ -37,7 +36,7 @@ def feasible(document: dict[str, Any]) -> list[dict[str, Any]]:
 def page(document: dict[str, Any]) -> str:
     """Return the page as Markdown."""
     asked = document["settings"]
-    return markdown.page(
+    return benchmarks.page(
         "scale", list_of_models=" and ".join(asked["models"]), devices=_list(asked["devices"]),
         sequence=asked["batch"] * asked["sequence"], least=LEAST - 1, tflops=asked["tflops"], slower=INTERFERENCE,
         answer=_answer(document), models="\n\n".join(_model(document, model) for model in asked["models"]),
@@ -75,21 +74,9 @@ def _where(document: dict[str, Any], what: str) -> str:
 
 def _model(document: dict[str, Any], model: str) -> str:
     curves = [curve for curve in document["curves"] if curve["model"] == model]
-    headings = "devices", "Gbit/s of a node", "GiB", "baseline", "s", "exposed s", *LEVERS, "all", "decides"
-    told = table(headings, [_point(curve, point) for curve in curves for point in curve["points"]])
     about = f"{curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters. Without communication, and keeping all activations,"
     about += f" a step takes {curves[0]['compute_s']:.2f} s."
-    return f"## {model}\n\n{about}\n\n![Step time over memory](scale-{model}.png)\n\n{told}"
-
-
-def _point(curve: dict[str, Any], point: dict[str, Any]) -> list[Any]:
-    where = curve["devices"], f"{curve['gbit']:,g}", f"{point['gib']:g}"
-    if not (base := point["base"]):
-        return [*where, f"nothing fits: {curve['floor_bytes'] / GIB:.1f} GiB are the least"]
-    recompute = "" if base["recompute"] == "none" else f", {base['recompute']} recomputation"
-    gains = [f"{gain(point, lever):.2f}" for lever in (*LEVERS, "all")]
-    seconds = [f"{base[key]:.2f}" for key in ("step_s", "exposed_s")]
-    return [*where, f"`{base['strategy']}`{recompute}", *seconds, *gains, decides(point)]
+    return f"## {model}\n\n{about}\n\n![Step time over memory](scale-{model}.png)"
 
 
 def _range(values: list[float]) -> str:

@@ -3,20 +3,16 @@
 import copy
 import json
 import shutil
-import signal
 import sys
-import warnings
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from analysis import pictures
-from experiments import results
+from benchmarks import results
+from benchmarks.results_page import newest, page, predictions, runs
 from experiments.config import checks
-from experiments.config.files import groups
-from experiments.results_page import newest, page, predictions, runs
-from tests.experiments.test_compare import ranks  # noqa: F401  # a fixture: no rank is started
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MIB = 2**20
@@ -57,7 +53,7 @@ def rows(text, *words):
 def test_the_page_is_made_of_what_is_kept():
     """A figure that is changed by hand, in either, is found."""
     kept = newest(DOCS / "results")
-    assert kept and page(kept) == (DOCS / "results.md").read_text(encoding="utf-8"), "mdcs results writes another page"
+    assert kept and page(kept) == (DOCS / "results.md").read_text(encoding="utf-8"), "make results writes another page"
     assert all(each["comparison"]["losses"]["equal"] and each["comparison"]["rounds"] >= 5 for each in kept)
 
 
@@ -99,46 +95,39 @@ def test_the_newest_file_of_a_name_counts(tmp_path):
     assert newest(tmp_path) == [{"value": 3}, {"value": 2}]
 
 
-@pytest.mark.parametrize("name", groups()["results"])
+@pytest.mark.parametrize("name", results.NAMES)
 def test_every_measurement_composes(name):
     with checks.composing():
-        config = checks.compose_config([f"results={name}"])
+        config = checks.compose_config([f"experiment=results_{name}"])
     assert config.compare.rounds >= 5 and set(config.compare.vary) != {"mdcs"} and config.compare.budgets
 
 
 def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["results.py", "hydra.run.dir=out", *arguments])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
-        terminate = signal.getsignal(signal.SIGTERM)
-        try:
-            return results.main()
-        finally:
-            signal.signal(signal.SIGTERM, terminate)
+    monkeypatch.setattr(sys, "argv", ["results", *map(str, arguments)])
+    return results.main()
 
 
-def test_a_quick_run_keeps_every_repetition_and_writes_no_page(ranks, monkeypatch, capsys):  # noqa: F811
-    calls, _ = ranks
-    before = (DOCS / "results.md").read_bytes()
-    asked = "compare.only=[mdcs,ddp,fsdp2]"
-    assert run(monkeypatch, "results.quick=true", "results.names=[slow_link]", asked) == 0
-    [file] = Path("out").glob("*/slow_link.json")
+@pytest.mark.slow
+def test_a_quick_run_keeps_every_repetition_and_writes_no_page(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    small = "compare.only=[mdcs,ddp]", "cluster=local", "model.layers=2", "model.forward_ms=1", "model.backward_ms=1"
+    assert run(monkeypatch, "slow_link", "--quick", "--out", tmp_path / "out", *small) == 0
+    [file] = tmp_path.glob("out/*/slow_link.json")
     kept = json.loads(file.read_text())
     of = kept["comparison"]
     assert len(kept["load"]) == 2 and kept["versions"]["torch"] and kept["machine"]["processor"]
-    assert [each["name"] for each in of["candidates"]] == ["mdcs"] * 2 + ["ddp", "fsdp2"] and of["rounds"] == 1
-    assert all(len(each["rounds"][0]["steps_s"]) == 2 for each in of["candidates"])
-    assert of["candidates"][0]["overrides"][0] == "strategy=joint" and len(calls) == 4
-    assert rows(page([kept]), "| none | mdcs |") and (DOCS / "results.md").read_bytes() == before
+    assert [each["name"] for each in of["candidates"]] == ["mdcs"] * 2 + ["ddp"] and of["rounds"] == 1
+    assert of["candidates"][0]["overrides"][0] == "strategy=joint"
+    assert rows(page([kept]), "| none | mdcs |") and not (tmp_path / "results.md").exists()
 
 
 def test_a_result_that_there_is_not_is_named(monkeypatch, capsys):
-    assert run(monkeypatch, "results.names=[slow]", "hydra.run.dir=/tmp/none") == 2
-    assert capsys.readouterr().err.startswith("results.names: no such result slow; results: ablation, fast_link, ")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "slow")
+    assert "no such result slow; results: ablation, fast_link, " in capsys.readouterr().err
 
 
 def test_the_page_is_written_anew_beside_the_measurements_without_measuring(monkeypatch, tmp_path):
-    before = (DOCS / "results.md").read_bytes()
-    shutil.copytree(DOCS / "results", tmp_path / "elsewhere/results")
-    assert run(monkeypatch, "results.names=[]", f"results.out={tmp_path}/elsewhere/results", f"hydra.run.dir={tmp_path}/run") == 0
-    assert (tmp_path / "elsewhere/results.md").read_bytes() == before
+    shutil.copytree(DOCS / "results", tmp_path / "results")
+    assert run(monkeypatch, "--page", "--out", tmp_path / "results") == 0
+    assert (tmp_path / "results.md").read_bytes() == (DOCS / "results.md").read_bytes()

@@ -1,29 +1,27 @@
-"""Predict runs that others have published, and write the page that shows both (docs/outside.md).
+"""Predict runs that others have published, and write the pages that show both: docs/published.md, docs/dev/published-runs.md.
 
-    mdcs outside
-    mdcs outside --out page.md
+    python -m benchmarks.published                  # make published
+    python -m benchmarks.published --out FOLDER
 
-Nothing is measured. A run is described by its model, batch, devices and network, in experiments/published.yaml, and planned and
+Nothing is measured. A run is described by its model, batch, devices and network in benchmarks/published.yaml, and planned and
 replayed as any job.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-if __name__ == "__main__":  # as a script, from any folder and without being installed
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from experiments import flags, markdown
+import benchmarks
+from benchmarks.published_runs import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
 from experiments.markdown import percent, table
-from experiments.outside_cases import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
 from mdcs.sizes import GIB, MIB
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "outside.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 MEMORY_MARK = 0.08
 """Wanted error of a difference of memory."""
 
@@ -31,27 +29,33 @@ Predictions = list[tuple[Group, list[Predicted]]]
 
 
 def main() -> int:
-    """Write the page. Return the exit code."""
-    parser = flags.parser("outside", __doc__)
-    parser.add_argument("--out", type=Path, default=PAGE, help="file of the page (default: docs/outside.md)")
+    """Write the pages. Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder of the pages (default: docs)")
     out: Path = parser.parse_args().out
-    out.write_text(page(), encoding="utf-8")
-    print(f"the page is in {out}")
+    for name, text in pages().items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text, encoding="utf-8")
+        print(f"wrote {out / name}")
     return 0
 
 
-def page() -> str:
-    """The page as Markdown."""
+def pages() -> dict[str, str]:
+    """Return the pages as Markdown, by their file below docs/."""
     groups = [(group, group.predictions()) for group in read()]
     undisturbed = [(group, group.predictions()) for group in (each.without_interference() for each, _ in groups)]
     timed = [(group, told) for group, told in groups if group.runs[0].seconds]
     sections = (_steps(title, list(members)) for title, members in itertools.groupby(timed, lambda pair: pair[0].title))
     why = [many.case.why for few, many in _pairs(groups) if abs(_difference(few, many)[2]) > MEMORY_MARK]
-    return markdown.page(
-        "outside", interference=100 * INTERFERENCE, summary=summary(groups, undisturbed), worst=_worst(groups),
-        steps="\n\n".join(sections), memory=_memory(groups), why="\n".join(why), runs=sum(len(told) for _, told in groups),
-        verdicts=_verdicts(groups), collectives=_collectives(), layers=_layers(),
-    )  # fmt: skip
+    return {
+        "published.md": benchmarks.page(
+            "published", interference=100 * INTERFERENCE, summary=summary(groups, undisturbed), worst=_worst(groups),
+        ),
+        "dev/published-runs.md": benchmarks.page(
+            "published-runs", steps="\n\n".join(sections), memory=_memory(groups), why="\n".join(why),
+            runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups), collectives=_collectives(), layers=_layers(),
+        ),
+    }  # fmt: skip
 
 
 def steps_of(groups: Predictions) -> Iterator[tuple[Predicted, float]]:

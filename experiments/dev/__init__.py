@@ -1,1 +1,0 @@
-"""Tools that measure mdcs itself, for its developers: `mdcs dev NAME`."""

@@ -83,33 +83,37 @@ class UpdateScale:
         self.norm: Tensor | None = None
         wide = any(dtype == torch.float64 for s in storages if s.trainable for dtype in s.gradient_dtypes)
         self._dtype = torch.float64 if wide else torch.float32
+        self._may_wait = wide or storages[0].device.type == "cpu"
 
     def workspace(self, gradients: Mapping[tuple[int, int], Tensor]) -> Tensor:
         """Return the scratch memory that :meth:`factor` takes."""
-        return norm.workspace(gradients.values(), self._storages[0].device)
+        return norm.workspace(self._counted(gradients), self._storages[0].device)
 
     def factor(self, gradients: Mapping[tuple[int, int], Tensor], work: Tensor) -> tuple[bool, Tensor | None]:
-        """Return (all gradients are finite, factor on the gradients). The host reads the norm only for a loss scale.
+        """Return (all gradients are finite, factor on the gradients). A GPU's norm is read only for a loss scale.
 
         ``gradients``: (unit, block) -> this rank's part. Of the ranks that have the same part only the first counts it
         (rank 0 for a whole dp gradient).
         """
-        counted = [g for (u, _), g in gradients.items() if self._storages[u].replica[0] == 0]
-        top = norm.largest(counted, work.device)
-        self._reduce(top, dist.ReduceOp.MAX)
-        squares = norm.squares(counted, top, work)
-        self._reduce(squares, dist.ReduceOp.SUM)
-        total, undo, is_finite = norm.norm(top, squares), 1.0, True
+        counted = self._counted(gradients)
+        least, total, largest = norm.with_bounds(self._reduced(norm.sum_squares(counted, work)), self._dtype)
+        if self._may_wait and bool(least < largest):
+            total.fill_(norm.exact_norm(self._reduced(norm.count_squares(counted, work.device))))
+        undo, is_finite = 1.0, True
         if self._loss_scale is not None:
             is_finite, undo = math.isfinite(float(total)), 1 / self._loss_scale.value
             self._loss_scale.update(is_finite)
-        self.norm = (total * undo).to(self._dtype)
+        self.norm = total * undo
         if not is_finite:
             return False, None
         if self._clip_norm is None:
             return True, torch.full_like(total, undo)
         return True, (self._clip_norm / (self.norm + 1e-6)).clamp(max=1.0) * undo
 
-    def _reduce(self, value: Tensor, how: Any) -> None:
+    def _counted(self, gradients: Mapping[tuple[int, int], Tensor]) -> list[Tensor]:
+        return [g for (u, _), g in gradients.items() if self._storages[u].replica[0] == 0]
+
+    def _reduced(self, value: Tensor) -> Tensor:
         if self._control is not None:
-            dist.all_reduce(value, how, group=self._control)
+            dist.all_reduce(value, group=self._control)
+        return value

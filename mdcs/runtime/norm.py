@@ -1,75 +1,87 @@
 """The global norm of gradients, bit for bit independent of strategies, blocks and the number of ranks.
 
-A sum of floats depends on the order of addition, and so on the plan. Here squares are added as integers, exact in any
-order. Relative to the largest element of all ranks a square has 52 bits, in two halves; the rounding error is below
-2⁻⁵² of the largest square. (torch's norm of float32 rounds every partial sum to 24 bits.)
+A sum of floats depends on the order of addition, and so on the plan. The squares are therefore summed in float64, in any
+order, with a bound on the error, and the norm is rounded to float32. All sums within the bound round alike, except in
+about one of 1000 steps. Then, and always for float64 gradients, the squares are summed exactly, as integers.
 
-The caller runs the collectives between three steps: the largest element (MAX), the sums (SUM), and the norm, which
-every rank computes from the same numbers. The host does not wait for the device.
+The host must read the bounds to know this. It does so on a CPU; elsewhere it would have to wait for the device. There the
+norms of two plans differ, in the last bit of float32, with a probability below 10⁻⁹ per step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_ELEMENTS = {"cpu": 1 << 14}
-_MANY = 1 << 20
-"""Elements squared at once, by device type: a CPU's cache holds them; elsewhere there are few kernels."""
+from mdcs.torch_compat import norms_in_float64
 
-_HALF = 2.0**26
-"""Scale of half a square (26 bits). Each sum of halves is exact in float64: at most 2²⁰ integers below 2²⁷."""
+_ELEMENTS = 1 << 18
+"""Elements squared at once on a CPU, whose cache has room for their copy in float64."""
 
-_ROOT = 2.0**13
-_LARGEST = 2.0**1000
-"""Elements beyond this count as infinite: only float64 has them, and their squares overflow."""
+_ROUNDING = 2.0**-53
+"""Largest relative error of an addition in float64."""
+
+_LOW = 27
+"""Bits of the lower half of a square's 53 bits."""
+
+_SHIFT = 1099
+"""Added to the exponents of squares (-1073 to 1024) to count them from 0; odd, so that the root's exponent is whole."""
 
 
-def workspace(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return scratch for :func:`squares`: [2, elements] in float64, no longer than the longest gradient."""
+def workspace(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return scratch for the sums: [elements] in float64, no longer than the longest gradient; none on a GPU."""
     longest = max((gradient.numel() for gradient in gradients), default=0)
-    return torch.empty(2, min(longest, _ELEMENTS.get(device.type, _MANY)), dtype=torch.float64, device=device)
+    return torch.empty(min(longest, _ELEMENTS) if device.type == "cpu" else 0, dtype=torch.float64, device=device)
 
 
-def largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return [largest absolute value (infinite where there is NaN), 1 if there is NaN] in float64.
+def sum_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
+    """Return [sum of squares, number of partial sums] in float64. Reduce with SUM over ranks.
 
-    Reduce with MAX over ranks.
+    The squares themselves are exact, but for those of float64.
     """
-    ends = [end.double() for gradient in gradients for end in torch.aminmax(gradient)]
-    top = torch.stack(ends).abs().max() if ends else torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([top.nan_to_num(nan=math.inf, posinf=math.inf), top.isnan().double()])
+    if not gradients:
+        return work.new_zeros(2)
+    if work.device.type == "cpu":
+        pieces = [piece for gradient in gradients for piece in gradient.split(_ELEMENTS)]
+        norms = [torch.linalg.vector_norm(work[: piece.numel()].copy_(piece)) for piece in pieces]
+    else:
+        norms = norms_in_float64(gradients)
+    squares = torch.stack(norms).square()
+    return torch.stack([squares.sum(), squares.new_full((), squares.numel())])
 
 
-def squares(gradients: Iterable[Tensor], largest: Tensor, work: Tensor) -> Tensor:
-    """Return [upper, lower] in int64: sums of the halves of the squares, relative to the ``largest`` element.
+def with_bounds(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [least, nearest, largest] norm that these sums of all ranks allow, each rounded to ``dtype``.
 
-    Reduce with SUM over ranks.
+    A sum has at most ``_ELEMENTS`` roundings; then the partial sums are added, and the root is taken.
     """
-    factor = _ROOT / _power(largest)
-    total = torch.zeros(2, dtype=torch.int64, device=work.device)
+    squares, count = total
+    error = (count + (_ELEMENTS + 16)) * _ROUNDING
+    return (squares * torch.stack([1 - error, torch.ones_like(error), 1 + error])).sqrt().to(dtype)
+
+
+def count_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM over ranks."""
+    counts = torch.zeros(2, 2 * _SHIFT, dtype=torch.int64, device=device)
     for gradient in gradients:
-        for piece in gradient.split(work.shape[1]):
-            low, high = halves = work[:, : piece.numel()]
-            low.copy_(piece).mul_(factor).square_()  # below _HALF, and exact for elements of up to 26 bits
-            torch.floor(low, out=high)
-            low.sub_(high).mul_(_HALF).round_()
-            total += halves.sum(1).long()
-    return total.flip(0)
+        for piece in gradient.split(_ELEMENTS // 16):
+            mantissa, exponent = torch.frexp(piece.double().square())
+            places, high = exponent.long() + _SHIFT, mantissa.mul_(2.0 ** (53 - _LOW)).floor()
+            counts[0].index_add_(0, places, high.long())
+            counts[1].index_add_(0, places, mantissa.sub_(high).mul_(2.0**_LOW).long())
+    return counts
 
 
-def norm(largest: Tensor, squares: Tensor) -> Tensor:
-    """Return the 2-norm in float64; infinite or NaN if an element is, as torch's."""
-    high, low = squares.double()
-    found = (high + low / _HALF).sqrt() * (_power(largest) / _ROOT)
-    top, has_nan = largest
-    return torch.where(top > _LARGEST, torch.where(has_nan > 0, math.nan, math.inf), found)
-
-
-def _power(largest: Tensor) -> Tensor:
-    """Return the least power of two above the largest element; exact, which exp2 need not be."""
-    top = largest[0].clamp(1 / _LARGEST, _LARGEST)
-    return top / torch.frexp(top).mantissa
+def exact_norm(counts: Tensor) -> float:
+    """Return the root of the exact sum of squares. Its last bit is set where bits are cut off: rounded to float32, it is
+    the rounded norm.
+    """
+    total = sum(((high << _LOW) + low) << place for place, (high, low) in enumerate(zip(*counts.tolist(), strict=True)))
+    total <<= 128  # a root of at least 64 bits
+    root = math.isqrt(total)
+    cut = max(0, root.bit_length() - 53)
+    is_inexact = root * root != total or root & ((1 << cut) - 1) != 0
+    return math.ldexp(root >> cut | is_inexact, cut - (128 + 53 + _SHIFT) // 2)

@@ -88,6 +88,11 @@ def test_tensors_are_copied_together() -> None:
     assert [t.tolist() for t in into] == [[1, 1], [3]]
 
 
+def test_norms_are_summed_in_float64() -> None:
+    (norm,) = torch_compat.norms_in_float64([torch.tensor([1.0, 2.0**-20])])
+    assert norm.dtype == torch.float64 and norm > 1
+
+
 def test_a_backward_pass_has_a_number_and_an_end() -> None:
     seen: list[object] = []
     x = torch.ones(1, requires_grad=True)

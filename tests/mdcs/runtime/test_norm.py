@@ -18,16 +18,25 @@ from tests.mdcs.runtime.training import How, Job, compare, parallel_for, referen
 CPU = torch.device("cpu")
 
 
-def norm_of(ranks: list[list[Tensor]]) -> float:
+def norm_of(ranks: list[list[Tensor]], dtype: torch.dtype) -> float:
     """The norm of all ranks' gradients."""
-    top = torch.stack([norm.largest(gradients, CPU) for gradients in ranks]).amax(0)
-    sums = [norm.squares(gradients, top, norm.workspace(gradients, CPU)) for gradients in ranks]
-    return float(norm.norm(top, torch.stack(sums).sum(0)))
+    works = [norm.workspace(gradients, CPU) for gradients in ranks]
+    total = torch.stack([norm.sum_squares(gradients, work) for gradients, work in zip(ranks, works, strict=True)]).sum(0)
+    least, found, largest = norm.with_bounds(total, dtype)
+    if least < largest:
+        return exact_norm_of(ranks, dtype)
+    return float(found)
+
+
+def exact_norm_of(ranks: list[list[Tensor]], dtype: torch.dtype) -> float:
+    """The norm by exact sums, rounded."""
+    counts = torch.stack([norm.count_squares(gradients, CPU) for gradients in ranks]).sum(0)
+    return float(torch.tensor(norm.exact_norm(counts), dtype=torch.float64).to(dtype))
 
 
 def dealt(gradient: Tensor, world: int, rng: random.Random) -> list[list[Tensor]]:
     """To each rank some pieces, cut anywhere, in any order."""
-    cuts = sorted(rng.sample(range(1, gradient.numel()), rng.randint(0, 40)))
+    cuts = sorted(rng.sample(range(1, gradient.numel()), rng.randint(0, min(40, gradient.numel() - 1))))
     pieces = list(gradient.tensor_split(cuts))
     rng.shuffle(pieces)
     return [pieces[rank::world] for rank in range(world)]
@@ -40,10 +49,24 @@ def test_no_cut_changes_a_bit(dtype: torch.dtype, spread: float):
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(2, 5_003, dtype=torch.float64, generator=generator)
     gradient = (normal[0] * (spread * normal[1]).clamp(-80, 80).exp()).to(dtype)
-    rng, whole = random.Random(0), norm_of([[gradient]])
-    assert {norm_of(dealt(gradient, world, rng)) for world in (1, 2, 3) for _ in range(6)} == {whole}
+    result = torch.float64 if dtype == torch.float64 else torch.float32
+    rng, whole = random.Random(0), norm_of([[gradient]], result)
+    assert {norm_of(dealt(gradient, world, rng), result) for world in (1, 2, 3) for _ in range(6)} == {whole}
     exact = math.sqrt(math.fsum(x * x for x in gradient.tolist()))
-    assert whole == pytest.approx(exact, rel=1e-14)
+    assert whole == float(torch.tensor(exact).to(result)) or result == torch.float64 and whole == pytest.approx(exact, rel=1e-15)
+
+
+def test_a_norm_near_the_boundary_between_two_results_is_summed_exactly():
+    generator, rng, found = torch.Generator().manual_seed(0), random.Random(0), 0
+    for _ in range(20_000):
+        gradient = torch.randn(8, generator=generator)
+        least, _, largest = norm.with_bounds(norm.sum_squares([gradient], norm.workspace([gradient], CPU)), torch.float32)
+        assert least <= exact_norm_of([[gradient]], torch.float32) <= largest
+        if least < largest:
+            found += 1
+            pieces = [exact_norm_of(dealt(gradient, world, rng), torch.float32) for world in (1, 2, 3)]
+            assert pieces == [exact_norm_of([[gradient]], torch.float32)] * 3
+    assert found > 0
 
 
 def test_float32_sums_would_change():
@@ -59,7 +82,7 @@ def test_float32_sums_would_change():
     [
         ([0.0, 0.0], 0.0),
         ([3e-40, 4e-40], 5e-40),
-        ([3e38, 3e38], 3e38 * math.sqrt(2)),  # more than float32 has
+        ([3e38, 3e38], math.inf),  # more than float32 has: infinite, as torch's
         ([1.0, math.inf, -2.0], math.inf),
         ([-math.inf, 1.0], math.inf),
         ([math.inf, math.nan], math.nan),
@@ -69,7 +92,7 @@ def test_float32_sums_would_change():
 def test_numbers_at_the_ends_of_float32_and_beyond(elements: list[float], wanted: float):
     """Whichever rank has them; another has zeros, or nothing to count."""
     for ranks in itertools.permutations([[torch.tensor(elements)], [torch.zeros(3)], []]):
-        assert norm_of(list(ranks)) == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+        assert norm_of(list(ranks), torch.float32) == pytest.approx(wanted, rel=1e-5, nan_ok=True)
 
 
 # ---- in training

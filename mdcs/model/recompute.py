@@ -10,12 +10,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mdcs.model.hooks import tensors_in
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.torch_compat import has_batch_statistics, operators, run_not_compiled, version_of
 
@@ -97,6 +99,7 @@ class CheckpointedForward:
         self._name, self._module, self._observer = name, module, observer
         self._own, self._forward = vars(module).get("forward"), module.forward
         self._contexts = functools.partial(checkpoint_contexts, module, selective)
+        self._cache: Callable[[], Any] = ref(self)  # the last cache that was left out
         self._others = [m for m in module.modules() if m._buffers and not has_batch_statistics(m)]
         functools.update_wrapper(self, self._forward, updated=())  # so that inspect.signature finds the arguments
         self._call = run_not_compiled(self._checkpointed)
@@ -111,7 +114,11 @@ class CheckpointedForward:
         return functools.partial, (type(self._module).forward, self._module)
 
     def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = tuple(self._uncached(value) for value in args)
+        kwargs = {name: self._uncached(value) for name, value in kwargs.items()}
         positional, names, recomputing = len(args), list(kwargs), self._observer()
+        given = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+        held = list(tensors_in(given))
 
         def run(*values: Any) -> Any:
             return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
@@ -124,11 +131,29 @@ class CheckpointedForward:
         )  # fmt: skip
         after = self._versions()
         if any(after.get(place) != seen for place, seen in before.items()):  # one that this forward has made is no change
-            raise UnsupportedModel(
-                f"{self._name}: its forward changes a buffer, so it cannot be computed again with the same result: plan it "
-                "without recomputation"
-            )
+            self._refuse("changes a buffer")
+        if [*map(id, held)] != [id(tensor) for tensor in tensors_in(given)]:
+            self._refuse("changes an object that it is called with")
         return out
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedModel(
+            f"{self._name}: its forward {what}, so it cannot be computed again with the same result: plan it without "
+            "recomputation"
+        )
+
+    def _uncached(self, value: Any) -> Any:
+        """Return None in the place of an empty cache of transformers, as its own checkpointing does.
+
+        A layer that is computed again would append its keys and values a second time. No step of training reads them.
+        """
+        if not hasattr(value, "get_seq_length") or getattr(self._module, "_can_checkpoint_with_cache", False):
+            return value
+        layer = next((m.layer_idx for m in self._module.modules() if hasattr(m, "layer_idx")), 0)
+        if self._cache() is value or value.get_seq_length(layer):  # keys of earlier tokens
+            self._refuse("reads a cache of keys and values")
+        self._cache = ref(value)
+        return None
 
     def _versions(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Return identity and version of each buffer, running statistics left out."""

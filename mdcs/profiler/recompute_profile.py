@@ -6,6 +6,7 @@ matrix products. The numbers of each unit are differences to the run in which al
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -68,8 +69,11 @@ def _attempt(
     try:
         found = record(selective=dict.fromkeys(able, choice == SELECTIVE), **passes)
     except (RuntimeError, ValueError) as error:
-        return str(error).strip().partition("\n")[0] or type(error).__name__
-    return found if found.order == base.order else "its slots come in another order"
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    else:
+        return found if found.order == base.order else "its slots come in another order"
+    gc.collect()  # the error's frames hold gradients and activations in cycles, which would count in the next passes
+    return reason
 
 
 def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choice: str) -> list[RecomputeOption]:

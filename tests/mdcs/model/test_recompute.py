@@ -200,3 +200,45 @@ def test_a_unit_around_others_cannot() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     outer, inner = (ModelUnit(name, (model.get_submodule(name),), (), True) for name in ("0", "0.0"))
     assert reasons_to_keep(model, [outer, inner]) == ["other units run inside of it", ""]
+
+
+class Cache:
+    """Keys of earlier tokens, as transformers keeps them."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def get_seq_length(self, layer: int) -> int:
+        return sum(len(keys) for keys in self.keys)
+
+
+class Reader(nn.Module):
+    """Appends to what it is given, and reads all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: Any = None) -> Tensor:
+        keys = self.linear(x).tanh()
+        if seen is None:
+            return keys
+        held = seen.keys if isinstance(seen, Cache) else seen
+        held.append(keys)
+        total: Tensor = torch.stack([each.sum() for each in held]).sum() * keys
+        return total
+
+
+def test_an_empty_cache_is_left_out_and_one_that_is_read_is_refused() -> None:
+    block, x, cache = Reader(), torch.ones(2, 4), Cache()
+    recomputation = Recomputation([ModelUnit("block", (block,), (), True)], {0: False}, Log())
+    assert torch.equal(block(x, cache), block(x)) and not cache.keys
+    with pytest.raises(UnsupportedModel, match="block"):  # one that was left out before: it would have the first call's keys
+        block(x, cache)
+    with torch.no_grad():
+        block(x, cache)
+    with pytest.raises(UnsupportedModel, match="block"):
+        block(x, seen=cache)
+    with pytest.raises(UnsupportedModel, match="object"):
+        block(x, [])
+    recomputation.remove()

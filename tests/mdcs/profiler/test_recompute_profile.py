@@ -15,6 +15,8 @@ from mdcs.plan.recompute import recomputing
 from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE
 from mdcs.profiler.consensus import merge_profiles
 from mdcs.profiler.model_profile import _recorded, measure_profile
+from mdcs.telemetry.memory_meter import current_meter
+from mdcs.torch_compat import backward_pass
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import optimizer_for, setup
@@ -44,6 +46,68 @@ def measured_and_predicted(name: str, shape: dict[str, Any]) -> list[tuple[list[
         slots = recomputing(profile, choices).slots
         out.append((found.live + found.peak, [s.live for s in slots] + [s.peak for s in slots]))
     return out
+
+
+def peaks_of_transformers(name: str, attention: str) -> list[tuple[int, int]]:
+    """(measured, predicted) peaks, of all and of several mixes of choices, of a model of transformers as its config makes it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 64}
+    more = {} if name.startswith("GPT2") else {"intermediate_size": 128}
+    model = kind(kind.config_class(**sizes, **more, attn_implementation=attention, bos_token_id=1, eos_token_id=2))
+    units, tokens = mdcs.partition(model), torch.randint(99, (4, 64))
+
+    def step() -> Tensor:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    optimizer = optimizer_for("adam", model)
+    profile = measure_profile(model, units, step, optimizer, world=2, link=LINK, iterations=1, recompute=True)
+    assert sum(o.choice == SELECTIVE for o in profile.recompute) == sum(o.choice == FULL for o in profile.recompute) == 3
+    first, out = min(o.unit for o in profile.recompute), []
+    for chosen in ((FULL,) * 3, (SELECTIVE,) * 3, (SELECTIVE, NONE, FULL), (FULL, SELECTIVE, NONE)):
+        choices = [*[NONE] * first, *chosen, *[NONE] * (len(units) - first - 3)]
+        selective = {u: choice == SELECTIVE for u, choice in enumerate(choices) if choice != NONE}
+        found = _recorded(model, units, step, 1, 1, selective=selective)
+        out.append((max(found.peak), max(slot.peak for slot in recomputing(profile, choices).slots)))
+    return out
+
+
+@pytest.mark.parametrize(("name", "attention"), [
+    ("GPT2LMHeadModel", "sdpa"), ("GPT2LMHeadModel", "eager"), ("LlamaForCausalLM", "sdpa"), ("BertForMaskedLM", "sdpa"),
+])  # fmt: skip
+def test_peaks_of_transformers_with_its_cache_are_predicted_within_a_few_percent(two: Ranks, name, attention):
+    for measured, predicted in two.run(peaks_of_transformers, name, attention)[0]:
+        assert measured <= predicted <= 1.05 * measured
+
+
+class Fails(nn.Module):
+    """A forward that torch's selective checkpointing cannot compute again: backward calls other operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        return (out if backward_pass() == -1 else out[:]).tanh()
+
+
+def held_after_failures() -> tuple[list[tuple[int, str]], int]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(2)), Fails(), nn.Linear(64, 1))
+    units, meter = mdcs.partition(model, mdcs.ByClass(("Sequential", "Fails"))), current_meter(torch.device("cpu"))
+    profile = measure_profile(
+        model, units, lambda: model(torch.ones(99, 64)).sum(), optimizer_for("adam", model), world=2, link=LINK, recompute=True
+    )
+    live = meter.live()
+    assert live is not None
+    return [(o.unit, o.choice) for o in profile.recompute], live["gradients"] or 0
+
+
+def test_an_attempt_that_fails_leaves_nothing_behind(two: Ranks) -> None:
+    for options, gradients in two.run(held_after_failures):
+        assert options[:2] == [(0, FULL), (1, FULL)] and (2, SELECTIVE) not in options
+        assert gradients == 0
 
 
 SHAPES = [

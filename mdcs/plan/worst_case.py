@@ -7,7 +7,6 @@ deadlock.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger
@@ -70,13 +69,6 @@ class SlotDependencies:
         for d in done_at:
             best = max(best, d)
             self.required_through.append(best)
-
-
-def max_in_flight_bytes(transient: Sequence[int], depth: int) -> int:
-    """Return the most bytes that ``depth`` consecutive messages can hold in flight."""
-    if len(transient) <= depth:
-        return sum(transient)
-    return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
 
 
 def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[SlotDemand]:

@@ -23,6 +23,7 @@ from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, alias_refused
+from mdcs.plan.admission import Admission
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives
@@ -136,13 +137,17 @@ class Engine:
             plan, ledger, self.storages, self.wire, self.updates, self.account, self.executor, self.recorder,
             self.update_scale, place, self.failures,
         )  # fmt: skip
-        execution, cap = self.executor.execution, None if plan.budget is None else plan.budget - plan.reserve
-        self.queue = MessageQueue(
-            queued_messages(plan, ledger), execution.in_flight(plan.profile.link.depth), cap=cap, at_rest=ledger.rest_bytes,
-            has_own_updates=execution.has_own_updates,
-        )  # fmt: skip
+        execution, runs_ahead = self.executor.execution, self.executor.runs_ahead
+        admission = Admission(
+            depth=execution.in_flight(plan.profile.link.depth),
+            at_rest=ledger.rest_bytes,
+            cap=None if plan.budget is None else plan.budget - plan.reserve,
+            # Without a budget: the predicted peak. Without any limit compute on streams would wait only where a slot
+            # needs a message, and gradients would pile up.
+            soft_cap=plan.prediction.peak_bytes if runs_ahead and plan.prediction is not None else None,
+        )
+        self.queue = MessageQueue(queued_messages(plan, ledger, on_streams=runs_ahead), admission, execution.has_own_updates)
         pacer = pacer_for(plan, self.rank, groups.message_group, world)
-        runs_ahead = self.executor.runs_ahead
         self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, stop_threads, self.transport, self.failures)
@@ -181,7 +186,7 @@ class Engine:
             before.give_state(self.optimizer_state)
             before.end()
         if plan.budget is not None:
-            self.executor.limit(plan.budget + (comm_stream_pool_bytes(ledger, self.queue.depth) if runs_ahead else 0))
+            self.executor.limit(plan.budget + (comm_stream_pool_bytes(ledger, admission.depth) if runs_ahead else 0))
         for storage in self.storages:
             if not storage.is_open_between_steps:
                 storage.guard.close()

@@ -5,15 +5,19 @@ A pure state machine without torch, threads or clocks. A transport tells it what
     issue    compute has come to the message: its bytes are reserved
     start    its turn has come: it goes on the link
     land     its collective has ended and is unpacked
-    finish   its updates are done: its bytes are released
+    update   its updates are done: its own buffers are free
+    finish   compute comes behind it: what it frees of other buffers is free
 
-Each state is reached in the plan's order, so one count per state is the whole state. A count is a number of messages
-since the start of training; message ``index`` is message ``index % n`` of the plan, in period ``index // n``. Period 0
-is the prologue: it only gathers what the first forward needs, and passes over its other messages.
+Each state is reached in the plan's order, so one count per state is the whole state. On threads a state is reached when
+it happens; updating and finishing are one there. On streams a state is reached when what is enqueued next comes behind
+it: on the link for ``landed`` and ``updated``, in compute for ``done``.
 
-A message starts after the message ``depth`` before it is done, and after the message that it waits for is done
-(:meth:`MessageQueue.starts_after`). The host's threads check this before they start a message. On CUDA a stream waits
-for these events instead. Tests replay plans with this queue and compare with the simulator.
+A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message ``number
+% n`` of the plan, in period ``number // n``. Period 0 is the prologue: it only gathers what the first forward needs, and
+passes over its other messages.
+
+A message starts after the message ``depth`` before it is updated, and after the message that it waits for is
+(:meth:`MessageQueue.starts_after`). Tests replay plans with this queue and compare with the simulator.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from mdcs.plan.plan import Plan
 class QueuedMessage(NamedTuple):
     """A message of the plan as the queue sees it.
 
-    - ``waits_for``: index in the plan of the message that must be done before this one starts, or -1.
+    - ``waits_for``: index in the plan of the message that must be updated before this one starts, or -1.
     - ``in_prologue``: whether the prologue sends it.
     - ``held``: bytes that it allocates and that stay after it.
     - ``freed``: bytes of slots and earlier messages that it frees when it is done.
@@ -43,38 +47,30 @@ class QueuedMessage(NamedTuple):
     transient: int
 
 
-def queued_messages(plan: Plan, ledger: Ledger) -> list[QueuedMessage]:
-    """Return the messages of a plan, with the bytes of its ledger."""
+def queued_messages(plan: Plan, ledger: Ledger, on_streams: bool = False) -> list[QueuedMessage]:
+    """Return the messages of a plan, with the bytes of its ledger.
+
+    ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
+    own buffers.
+    """
     return [
-        QueuedMessage(after, plan.in_prologue(m), e.held, e.freed, e.transient)
+        QueuedMessage(after, plan.in_prologue(m), e.held, e.freed, e.own_bytes if on_streams else e.transient)
         for m, after, e in zip(plan.messages, plan.waits_for, ledger.messages, strict=True)
     ]
 
 
 class MessageQueue:
-    """FIFO and byte admission of the messages of a plan. Not thread-safe.
+    """Order and admission of the messages of a plan. Not thread-safe.
 
-    - ``messages``: one period, in wire order.
-    - ``depth``: messages in flight, from their start until they are done.
-    - ``cap``, ``at_rest``: bytes, as in :class:`~mdcs.plan.admission.Admission`.
+    - ``messages``: one period, in wire order. ``admission``: what is reserved and in flight.
     - ``has_own_updates``: updates run beside the link, which then carries one message at a time: a message starts when
       the one before it has landed.
-    - ``issued``, ``started``, ``landed``, ``done``: messages that have come so far, since the start of training.
-    - ``admission``: the bytes promised, to messages and to slots.
+    - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far, since the start of training.
     - ``first_period``: number of the prologue.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[QueuedMessage],
-        depth: int,
-        *,
-        cap: int | None = None,
-        at_rest: int = 0,
-        has_own_updates: bool = False,
-    ) -> None:
-        self.messages, self.n, self.depth = messages, len(messages), depth
-        self.has_own_updates, self.admission = has_own_updates, Admission(cap, at_rest, depth)
+    def __init__(self, messages: Sequence[QueuedMessage], admission: Admission, has_own_updates: bool = False) -> None:
+        self.messages, self.n, self.admission, self.has_own_updates = messages, len(messages), admission, has_own_updates
         self._begin(0)
 
     def restart(self) -> int:
@@ -82,19 +78,23 @@ class MessageQueue:
 
         Nothing may be in flight. Only the bytes at rest stay reserved.
         """
-        self.admission.restart()
         self._begin(self.issued // max(1, self.n) + 1)
+        self.admission.restart()
         return self.first_period
 
     def _begin(self, period: int) -> None:
         self.first_period = period
-        self.issued = self.started = self.landed = self.done = period * self.n
+        self.issued = self.started = self.landed = self.updated = self.done = period * self.n
         self._skipped: set[int] = set()  # messages that are passed over when their turn comes
+
+    # -- admission ------------------------------------------------------------------------------------------------
 
     def admits_next(self, activations: int) -> bool:
         """Return whether the next message fits beside ``activations`` bytes of the slot; it does if it is skipped."""
+        if self.is_skipped(self.issued):
+            return True
         m = self.messages[self.issued % self.n]
-        return self.is_skipped(self.issued) or self.admission.admits(m.held + activations, m.transient)
+        return self.admission.admits(m.held + activations, m.transient)
 
     def has_room(self, activations: int) -> bool:
         """Return whether the next message fits beside ``activations`` and the excess, without waiting for any other."""
@@ -104,29 +104,29 @@ class MessageQueue:
     # -- states ---------------------------------------------------------------------------------------------------
 
     def issue(self) -> int | None:
-        """Issue the next message: reserve its bytes. Return its index, or None for a message that is passed over."""
-        index = self.issued
+        """Issue the next message: reserve its bytes. Return its number, or None for a message that is passed over."""
+        number = self.issued
         self.issued += 1
-        if self.is_skipped(index):
-            self._skipped.add(index)
+        if self.is_skipped(number):
+            self._skipped.add(number)
             self._pass_skipped()
             return None
-        m = self.messages[index % self.n]
+        m = self.messages[number % self.n]
         self.admission.issue(m.held, m.transient, m.freed)
-        return index
+        return number
 
     def next_start(self) -> int | None:
-        """Return the index of the next message if it can start now, else None."""
-        index = self.started
-        if index == self.issued or self.done <= self.starts_after(index):
+        """Return the number of the next message if it can start now, else None."""
+        number = self.started
+        if number == self.issued or self.updated <= self.starts_after(number):
             return None
-        return None if self.has_own_updates and self.landed < index else index
+        return None if self.has_own_updates and self.landed < number else number
 
-    def starts_after(self, index: int) -> int:
-        """Return the message that must be done, with all before it, before this one starts; negative if there is none."""
-        after, first = index - self.depth, index - index % self.n
-        waits_for = self.messages[index - first].waits_for
-        if waits_for < 0 or self.in_prologue(index):
+    def starts_after(self, number: int) -> int:
+        """Return the message that must be updated, with all before it, before this one starts; negative if there is none."""
+        after, first = number - self.admission.depth, number - number % self.n
+        waits_for = self.messages[number - first].waits_for
+        if waits_for < 0 or self.in_prologue(number):
             return after
         return max(after, first + waits_for)
 
@@ -140,29 +140,37 @@ class MessageQueue:
         self.landed += 1
         self._pass_skipped()
 
-    def finish(self) -> None:
-        """End the oldest message in flight: release its bytes."""
-        self.done += 1
-        self.landed = max(self.landed, self.done)
-        self.admission.finish()
+    def update(self) -> None:
+        """End the updates of the oldest message that has landed: its own buffers are free."""
+        self.updated += 1
+        self.landed = max(self.landed, self.updated)
+        self.admission.update()
         self._pass_skipped()
 
-    def send_ahead(self, index: int) -> None:
+    def finish(self) -> None:
+        """Let compute come behind the oldest message: what it frees of other buffers is free."""
+        if self.updated == self.done:
+            self.update()
+        self.admission.finish(self.messages[self.done % self.n].freed)
+        self.done += 1
+        self._pass_skipped()
+
+    def send_ahead(self, number: int) -> None:
         """Send a message that is not issued yet out of its turn, with nothing in flight: it is passed over later."""
-        m = self.messages[index % self.n]
-        self._skipped.add(index)
+        m = self.messages[number % self.n]
+        self._skipped.add(number)
         self.admission.reserve(m.held - m.freed)
 
-    def in_prologue(self, index: int) -> bool:
+    def in_prologue(self, number: int) -> bool:
         """Return whether the message belongs to the prologue."""
-        return index < (self.first_period + 1) * self.n
+        return number < (self.first_period + 1) * self.n
 
-    def is_skipped(self, index: int) -> bool:
+    def is_skipped(self, number: int) -> bool:
         """Return whether the message is passed over in its turn: the prologue has no use for it, or it was sent ahead."""
-        return index in self._skipped or self.in_prologue(index) and not self.messages[index % self.n].in_prologue
+        return number in self._skipped or self.in_prologue(number) and not self.messages[number % self.n].in_prologue
 
     def _pass_skipped(self) -> None:
-        """Pass over skipped messages: each is started, landed and done when all before it are."""
+        """Pass over skipped messages: each reaches every state when all before it have."""
         skipped = self._skipped
         if not skipped:
             return
@@ -170,7 +178,8 @@ class MessageQueue:
             self.started += 1
         while self.landed < self.started and self.landed in skipped:
             self.landed += 1
-        while self.done < self.landed and self.done in skipped:
+        while self.updated < self.landed and self.updated in skipped:
+            self.updated += 1
+        while self.done < self.updated and self.done in skipped:
             skipped.discard(self.done)
             self.done += 1
-

@@ -9,6 +9,9 @@ Events order the streams. An update is not on the path between two collectives: 
 updated waits for it, and a message waits for the updates of those ``depth`` before it, which bounds their memory
 (:meth:`MessageQueue.starts_after`). Compute waits for a message's end where a slot needs it, or its bytes.
 
+The queue's states are reached in the order of the streams: a message has started and landed once it is enqueued, is
+updated once the communication stream waits for its update, and done once compute waits for its end.
+
 Memory is freed in the host's order, and given away in the order of the stream that it was allocated on. So each free
 below stands behind a wait of that stream for whoever used the memory last; the reason is at the line.
 """
@@ -23,8 +26,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mdcs.emulation import Pacer
-from mdcs.plan.ledger import Ledger, MessageBytes
-from mdcs.plan.worst_case import max_in_flight_bytes
+from mdcs.plan.admission import max_in_flight_bytes
+from mdcs.plan.ledger import Ledger
 from mdcs.runtime.collective_ops import Transfer
 from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.message_runner import Gradients, MessageRunner, Update
@@ -48,7 +51,6 @@ class _Updating(NamedTuple):
     number: int
     end: Any
     update: Update
-    size: int  # bytes of the communication stream's memory that it reads
 
 
 def comm_stream_pool_bytes(ledger: Ledger, depth: int) -> int:
@@ -56,13 +58,8 @@ def comm_stream_pool_bytes(ledger: Ledger, depth: int) -> int:
     return sum(e.shards_held for e in ledger.messages) + max_in_flight_bytes([e.own_bytes for e in ledger.messages], depth)
 
 
-def _shards(effect: MessageBytes) -> int:
-    """Return the bytes of gradient shards that a message holds until its update is done."""
-    return effect.shards - effect.shards_held
-
-
 class StreamTransport:
-    """Enqueues messages; see the module. The queue's ``done`` counts messages that compute waits for.
+    """Enqueues messages; see the module.
 
     ``error`` is always None: what fails here fails in the training thread.
     """
@@ -75,38 +72,35 @@ class StreamTransport:
         self._updating: deque[_Updating] = deque()
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
         self._held: Callable[[], None] | None = None  # enqueues the updates that wait for the loop, and ends their message
-        # Without a budget: the predicted peak. Without any limit compute would wait only where a slot needs a message,
-        # and gradients would pile up.
-        predicted = runner.plan.prediction
-        self._soft_cap = queue.admission.cap if predicted is None or queue.admission.cap is not None else predicted.peak_bytes
 
     # -- what compute asks for ------------------------------------------------------------------------------------
 
     def issue(self, activations: int) -> None:
         """Enqueue the next message. Compute waits on the device for earlier messages, if this makes room."""
-        queue, runner = self.queue, self.runner
-        index, effect = queue.issued, runner.ledger.messages[queue.issued % queue.n]
-        if not queue.is_skipped(index):
-            has_room = self._reclaim_until(effect.held + activations + effect.own_bytes)
-            if not has_room:
-                self._assert_fits(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
-            queue.issue()
+        queue, runner, index = self.queue, self.runner, self.queue.issued
+        while not (has_room := queue.admits_next(activations)) and self._wait_oldest():
+            pass
+        if not has_room:  # unless its gradients are freed before its updates need memory, as worst cases count
+            effect = runner.ledger.messages[index % queue.n]
+            self._assert_fits(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
+        if queue.issue() is not None:
+            self._wait_for_updates(queue.starts_after(index) + 1)
+            assert queue.next_start() == index
             queue.start()
             self._send(index, frees_gradients=not has_room)
-        else:
-            queue.issue()
+            queue.land()
         if runner.plan.messages[index % queue.n].blocking and not runner.is_held(index):
             self.wait_for(index + 1, runner.describe(index))
 
     def has_room(self, activations: int) -> bool:
         """Return whether the next message's bytes fit without a wait on the device."""
-        effect = self.runner.ledger.messages[self.queue.issued % self.queue.n]
-        return self._fits(effect.held + activations + effect.own_bytes)
+        return self.queue.has_room(activations)
 
     def admit(self, size: int, what: str) -> None:
         """Make compute wait for messages until ``size`` bytes fit. Raises RunError if they do not fit after all."""
-        if not self._reclaim_until(size):
-            self._assert_fits(size, f"bytes for {what}")
+        while not self.queue.admission.admits(size):
+            if not self._wait_oldest():
+                return self._assert_fits(size, f"bytes for {what}")
 
     def wait_for(self, count: int, what: str) -> None:
         """Make compute wait for the first ``count`` messages."""
@@ -134,14 +128,15 @@ class StreamTransport:
         """Send a message out of its turn, and let compute wait for it."""
         self.queue.send_ahead(index)
         self._send(index, frees_gradients=False)
-        self._wait_for_updates(index)
+        if self._updating:
+            self._wait_for_update()
         sent = self._sent.pop()
         self.executor.wait_event(sent.end)
         self.runner.free_gradients(sent.gradients)
 
     def restart(self) -> int:
         """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
-        self._wait_for_updates(self.queue.issued)
+        self._wait_for_updates(self._enqueued)
         self.runner.restart(self.queue.restart())
         return self.queue.first_period
 
@@ -167,24 +162,27 @@ class StreamTransport:
     def stop(self) -> None:
         """Wait up to 5 s for the messages in flight: their memory may be reused after this."""
         with contextlib.suppress(RuntimeError):  # the device may have failed
-            self._wait_for_updates(self.queue.issued)
+            self._wait_for_updates(self._enqueued)
             with self.executor.on_comm_stream():
                 end = self.executor.record_event()
             self.executor.wait(end, 5.0)
 
     # -- bytes, in the host's order -------------------------------------------------------------------------------
 
-    def _fits(self, size: int) -> bool:
-        held = self.queue.admission.reserved + sum(u.size for u in self._updating)
-        return self._soft_cap is None or held + size <= self._soft_cap
+    @property
+    def _enqueued(self) -> int:
+        """Number of messages that are enqueued with their updates: all but one that waits for the loop."""
+        return self.queue.landed - (self._held is not None)
 
-    def _reclaim_until(self, size: int) -> bool:
-        while not (fits := self._fits(size)) and (self._updating or self._sent):
-            if self._updating:
-                self._wait_for_updates(self._updating[0].number)
-            else:
-                self._wait_oldest_on_compute()
-        return fits
+    def _wait_oldest(self) -> bool:
+        """Make a stream wait for the oldest update or message that it does not wait for yet; return False if there is none."""
+        if self.queue.updated < self._enqueued:
+            self._wait_for_updates(self.queue.updated + 1)
+        elif self._sent:
+            self._wait_oldest_on_compute()
+        else:
+            return False
+        return True
 
     def _assert_fits(self, size: int, what: str) -> None:
         if not self.queue.admission.fits(size):
@@ -197,20 +195,24 @@ class StreamTransport:
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
         self.runner.free_gradients(sent.gradients)
         # The communication stream's memory: whatever is enqueued there next starts behind a later mark of compute.
-        while self._updating and self._updating[0].number <= index:
+        if self._updating and self._updating[0].number == index:
             self.runner.free_shards(self._updating.popleft().update)
         self.queue.finish()
 
-    def _wait_for_updates(self, index: int) -> None:
-        """Make the communication stream wait for the updates of messages up to ``index``; then free their shards."""
-        if self._updating and self._updating[0].number <= index:
-            with self.executor.on_comm_stream():
-                while self._updating and self._updating[0].number <= index:
-                    done = self._updating.popleft()
-                    self.executor.wait_event(done.end)
-                    # The communication stream's memory, which the update has read: the next message's buffers get it
-                    # behind this wait. The same holds for the factor on the gradients, which ends with ``done``.
-                    self.runner.free_shards(done.update)
+    def _wait_for_updates(self, count: int) -> None:
+        """Make the communication stream wait for the updates of the first ``count`` messages; then free their shards."""
+        while self.queue.updated < count:
+            if self._updating and self._updating[0].number == self.queue.updated:
+                self._wait_for_update()
+            self.queue.update()
+
+    def _wait_for_update(self) -> None:
+        with self.executor.on_comm_stream():
+            updating = self._updating.popleft()
+            self.executor.wait_event(updating.end)
+            # The communication stream's memory, which the update has read: the next message's buffers get it behind this
+            # wait. The same holds for the factor on the gradients, which ends with ``updating``.
+            self.runner.free_shards(updating.update)
 
     # -- one message ----------------------------------------------------------------------------------------------
 
@@ -222,7 +224,6 @@ class StreamTransport:
             runner.allocate(index)  # on compute's stream, which uses and frees it
             # Behind the allocation: compute may have waited for the last user of that memory just before.
             here = self._mark_compute()
-            self._wait_for_updates(self.queue.starts_after(index))
             with executor.on_comm_stream():
                 executor.wait_event(here)
                 transfer = self._communicate(index)
@@ -277,7 +278,7 @@ class StreamTransport:
             executor.wait_event(landed)
             runner.update(update)
             end = executor.record_event()
-        self._updating.append(_Updating(index, end, update, _shards(runner.ledger.messages[index % runner.n])))
+        self._updating.append(_Updating(index, end, update))
         return end
 
     def _free_or_keep(self, gradients: Gradients, end: Any, frees: bool) -> Gradients:

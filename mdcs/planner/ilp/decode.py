@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from mdcs.plan.admission import max_in_flight_bytes
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import max_in_flight_bytes
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.linear_costs import linearize_costs
 from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, fitted, while_time_remains

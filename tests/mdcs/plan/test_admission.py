@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.admission import Admission, _Window
-from mdcs.plan.worst_case import max_in_flight_bytes
+from mdcs.plan.admission import Admission, InFlightBytes, max_in_flight_bytes
 
 
 def test_excess_counts_as_far_as_waiting_makes_room_for_it() -> None:
@@ -24,24 +23,36 @@ def test_a_message_that_is_done_gives_back_what_it_frees() -> None:
     admission = Admission(100, 40, depth=2)
     admission.reserve(30)
     admission.issue(held=5, transient=20, freed=30)
-    assert admission.reserved == 75 and not admission.has_room(6) and admission.fits(25)
-    admission.finish()
-    assert admission.reserved == 45 and admission.has_room(55)
+    assert admission.reserved == 75 and not admission.has_room(6, 0) and admission.fits(25)
+    admission.update()
+    assert admission.reserved == 75 and admission.has_room(25, 0)
+    admission.finish(freed=30)
+    assert admission.reserved == 45 and admission.has_room(55, 0)
     admission.restart()
     assert admission.reserved == 40
     assert Admission(None, 40, depth=2).admits(1 << 60)  # no limit
 
 
+def test_a_soft_cap_is_waited_for_and_refuses_nothing() -> None:
+    admission = Admission(None, 10, depth=1, soft_cap=15)
+    assert admission.admits(5) and not admission.admits(6) and not admission.has_room(2, 4)
+    assert admission.fits(1 << 60)
+
+
+def summed(sizes: list[int], depth: int) -> int:
+    return max(sum(sizes[i : i + depth]) for i in range(max(1, len(sizes) - depth + 1)))
+
+
 @given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
-def test_bytes_in_flight_are_those_of_the_ledger(depth: int, events: list[tuple[bool, int]]) -> None:
+def test_only_neighbours_are_in_flight_together(depth: int, events: list[tuple[bool, int]]) -> None:
     """Messages are issued (True) and end, in any order of the two."""
-    window, waiting = _Window(depth), list[int]()
+    in_flight, waiting = InFlightBytes(depth), list[int]()
     for issued, size in events:
         if issued:
-            window.add(size, 0)
+            in_flight.add(size)
             waiting.append(size)
         elif waiting:
-            window.remove()
+            in_flight.remove()
             del waiting[0]
-        assert window.most() == max_in_flight_bytes(waiting, depth)
-        assert window.most(size) == max_in_flight_bytes([*waiting, size], depth)
+        assert in_flight.most() == max_in_flight_bytes(waiting, depth) == summed(waiting, depth)
+        assert in_flight.most(size) == summed([*waiting, size], depth)

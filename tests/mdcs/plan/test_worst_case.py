@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import SlotDependencies, check, max_in_flight_bytes, min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.worst_case import SlotDependencies, check, min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -43,14 +43,6 @@ def test_a_slot_can_wait_for_messages_of_the_period_before() -> None:
     ahead = replace(plan, messages=(*early, replace(late[0], slot=5)))  # issued before the period ends
     assert SlotDependencies(ahead).required_through[1] == 0
     assert SlotDependencies(ahead).required_through[0] == -1 + 1 - (len(order) - SlotDependencies(ahead).required_through[5])
-
-
-@pytest.mark.parametrize(
-    ("transient", "depth", "most"),
-    [((), 2, 0), ((5,), 2, 5), ((5, 1, 4), 1, 5), ((5, 1, 4, 3), 2, 7), ((5, 1, 4), 3, 10), ((5, 1, 4), 9, 10)],
-)
-def test_only_neighbours_are_in_flight_together(transient: tuple[int, ...], depth: int, most: int) -> None:
-    assert max_in_flight_bytes(transient, depth) == most
 
 
 def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from mdcs.plan.admission import Admission
 from mdcs.runtime.message_queue import MessageQueue, QueuedMessage
 
 
@@ -14,6 +15,12 @@ def reduction(freed: int = 0, transient: int = 0) -> QueuedMessage:
 
 def gather(held: int = 0, transient: int = 0, waits_for: int = -1) -> QueuedMessage:
     return QueuedMessage(waits_for, True, held, 0, transient)
+
+
+def queue_of(
+    messages: list[QueuedMessage], depth: int, has_own_updates: bool = False, cap: int | None = None, at_rest: int = 0
+) -> MessageQueue:
+    return MessageQueue(messages, Admission(cap, at_rest, depth), has_own_updates)
 
 
 def send_all(queue: MessageQueue) -> None:
@@ -27,7 +34,7 @@ def send_all(queue: MessageQueue) -> None:
 
 
 def test_at_most_depth_messages_are_in_flight() -> None:
-    queue = MessageQueue([gather()] * 4, depth=2)
+    queue = queue_of([gather()] * 4, depth=2)
     for _ in range(4):
         queue.issue()
     started = []
@@ -40,7 +47,7 @@ def test_at_most_depth_messages_are_in_flight() -> None:
 
 
 def test_a_gather_waits_for_the_update_of_its_parameters() -> None:
-    queue = MessageQueue([reduction(), gather(waits_for=0)], depth=8)
+    queue = queue_of([reduction(), gather(waits_for=0)], depth=8)
     queue.issue(), queue.issue()
     send_all(queue)  # the prologue, which has no updates
     queue.issue(), queue.issue()
@@ -52,7 +59,7 @@ def test_a_gather_waits_for_the_update_of_its_parameters() -> None:
 
 
 def test_with_updates_beside_the_link_the_next_message_starts_when_one_has_landed() -> None:
-    queue = MessageQueue([reduction()] * 3, depth=2, has_own_updates=True)
+    queue = queue_of([reduction()] * 3, depth=2, has_own_updates=True)
     for _ in range(6):
         queue.issue()
     queue.start()
@@ -66,8 +73,23 @@ def test_with_updates_beside_the_link_the_next_message_starts_when_one_has_lande
     assert queue.next_start() == 5
 
 
+def test_a_message_does_not_wait_until_compute_comes_behind_the_one_before() -> None:
+    queue = queue_of([reduction(freed=5, transient=3)] * 3, depth=1, has_own_updates=True, at_rest=100, cap=108)
+    for _ in range(3):
+        queue.issue()  # the prologue's
+    queue.admission.reserve(5)
+    assert queue.issue() == 3 and not queue.admission.admits(1)
+    queue.start(), queue.land(), queue.update()
+    assert queue.admission.admits(3) and not queue.admission.admits(4) and queue.done == 3  # its own 3 bytes; the gradient stays
+    assert queue.issue() == 4 and queue.next_start() == 4
+    queue.finish()
+    assert (queue.updated, queue.done, queue.admission.reserved) == (4, 4, 100)
+    queue.start(), queue.land(), queue.finish()
+    assert (queue.updated, queue.done) == (5, 5)
+
+
 def test_the_prologue_passes_over_reductions() -> None:
-    queue = MessageQueue([gather(7), reduction(9), gather(5)], depth=1, at_rest=100)
+    queue = queue_of([gather(7), reduction(9), gather(5)], depth=1, at_rest=100)
     assert [queue.issue() for _ in range(3)] == [0, None, 2]
     queue.start()
     assert (queue.started, queue.next_start()) == (2, None)  # past the reduction, but one message is in flight
@@ -78,7 +100,7 @@ def test_the_prologue_passes_over_reductions() -> None:
 
 
 def test_a_message_sent_ahead_is_passed_over_in_its_turn() -> None:
-    queue = MessageQueue([reduction(30), gather()], depth=1)
+    queue = queue_of([reduction(30), gather()], depth=1)
     queue.issue(), queue.issue()
     send_all(queue)
     queue.admission.reserve(30)
@@ -90,18 +112,18 @@ def test_a_message_sent_ahead_is_passed_over_in_its_turn() -> None:
 
 
 def test_the_bytes_of_the_next_message_fit_or_not() -> None:
-    queue = MessageQueue([gather(30, transient=10)] * 2, depth=2, cap=200, at_rest=100)
+    queue = queue_of([gather(30, transient=10)] * 2, depth=2, cap=200, at_rest=100)
     assert queue.admits_next(60) and not queue.admits_next(61)
     queue.issue()
     assert queue.admission.admits(60) and not queue.admission.admits(61)  # 10 of 70 for the message in flight
     assert not queue.admits_next(60) and queue.has_room(20) and not queue.has_room(21)
     queue.admission.reserve(20)
     assert not queue.has_room(1)
-    assert MessageQueue([gather(30)], depth=1).admission.admits(1 << 60)  # no cap
+    assert queue_of([gather(30)], depth=1).admission.admits(1 << 60)  # no cap
 
 
 def test_a_restart_forgets_what_was_sent_ahead_and_reserved() -> None:
-    queue = MessageQueue([gather(30), reduction()], depth=1, at_rest=100)
+    queue = queue_of([gather(30), reduction()], depth=1, at_rest=100)
     queue.issue(), queue.issue()
     send_all(queue)
     queue.send_ahead(3)
@@ -138,7 +160,7 @@ class Case:
         self.cap = self._smallest_cap()
 
     def queue(self, cap: int | None) -> MessageQueue:
-        return MessageQueue(self.messages, self.depth, cap=cap, at_rest=10, has_own_updates=self.has_own_updates)
+        return queue_of(self.messages, self.depth, self.has_own_updates, cap, at_rest=10)
 
     def actions(self, periods: int) -> Iterator[tuple[str, int]]:
         """The prologue passes over the reductions, but comes to them."""
@@ -235,7 +257,7 @@ class Schedule:
         queue = self.queue
         assert queue.done <= queue.landed <= queue.started <= queue.issued
         in_flight = [i for i in range(queue.done, queue.started) if not self.passed[i]]
-        assert len(in_flight) <= queue.depth
+        assert len(in_flight) <= queue.admission.depth
         assert not queue.has_own_updates or queue.started - queue.landed <= 1
         assert self.live <= self.case.cap
 

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from mdcs.plan.admission import Admission
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.plan.worst_case import SlotDependencies
@@ -25,10 +26,8 @@ class DrivenReplay:
         self.plan, self.costs, self.limits, self.ledger = plan, plan.costs, SlotDependencies(plan), Ledger(plan)
         cap = None if plan.budget is None else plan.budget - plan.reserve
         self.execution = plan.profile.execution
-        self.queue = MessageQueue(
-            queued_messages(plan, self.ledger), self.execution.in_flight(plan.profile.link.depth), cap=cap,
-            at_rest=self.ledger.rest_bytes, has_own_updates=self.execution.has_own_updates,
-        )  # fmt: skip
+        admission = Admission(cap, self.ledger.rest_bytes, self.execution.in_flight(plan.profile.link.depth))
+        self.queue = MessageQueue(queued_messages(plan, self.ledger), admission, self.execution.has_own_updates)
         self.now, self.link_end, self.unpacked, self.updated = 0.0, float("-inf"), 0.0, 0.0
         self.arrivals: list[float] = []
         self.starts: dict[int, float] = {}

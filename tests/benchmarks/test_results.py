@@ -110,7 +110,7 @@ def run(monkeypatch, *arguments):
 @pytest.mark.slow
 def test_a_quick_run_keeps_every_repetition_and_writes_no_page(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    small = "compare.only=[mdcs,ddp]", "cluster=local", "model.layers=2", "model.forward_ms=1", "model.backward_ms=1"
+    small = "compare.only=[mdcs,ddp]", "model.layers=2", "model.forward_ms=1", "model.backward_ms=1"
     assert run(monkeypatch, "slow_link", "--quick", "--out", tmp_path / "out", *small) == 0
     [file] = tmp_path.glob("out/*/slow_link.json")
     kept = json.loads(file.read_text())

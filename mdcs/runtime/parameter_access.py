@@ -67,8 +67,9 @@ class ParameterAccess:
 
 WITH_GRADIENTS = (
     "Clip with parallelize(…, clip_norm=1.0) or clip_value=, each parameter by its own norm in step() of a subclass of the "
-    "optimizer; read the norm in parallel.grad_norm, scale with parallel.scaler, call zero_grad() after step(), and to leave a "
-    "parameter out of a step take p.detach() in forward"
+    "optimizer; read the norm in parallel.grad_norm, scale with parallel.scaler, and call zero_grad() after step(). Leave a step "
+    "out before backward, or start with clip_norm=float('inf'), which clips nothing and lets zero_grad() drop a step until "
+    "step(); leave a parameter out by p.detach() in forward"
 )
 """Advice for loops that use ``p.grad`` between backward and ``step()``."""
 

@@ -151,6 +151,73 @@ def test_steps_are_left_out_as_with_ddp_without_a_plan(two: Ranks, bad: tuple[in
     assert two.run(in_the_loop, bad, micro_steps, scaled) == [[], []]
 
 
+def before_backward(loss: Tensor, is_bad: bool, optimizer: torch.optim.Optimizer) -> bool:
+    if is_bad:
+        optimizer.zero_grad()
+        return False
+    loss.backward()
+    return True
+
+
+def going_on_at_once(loss: Tensor, is_bad: bool, optimizer: torch.optim.Optimizer) -> bool:
+    if not is_bad:
+        loss.backward()
+    return not is_bad
+
+
+def after_backward(loss: Tensor, is_bad: bool, optimizer: torch.optim.Optimizer) -> bool:
+    """Updates must wait for it: ``clip_norm=inf``."""
+    loss.backward()
+    if is_bad:
+        optimizer.zero_grad()
+    return not is_bad
+
+
+IDIOMS = [before_backward, going_on_at_once, after_backward]
+
+
+def leave_out(loss_of: Any, optimizer: torch.optim.Optimizer, idiom: Any) -> list[float]:
+    """Leave out the batches of BAD, whose losses are not finite on any rank."""
+    losses = []
+    for step in range(1, STEPS + 1):
+        loss = loss_of(step) * (math.inf if step in BAD else 1.0)
+        losses.append(loss.item())
+        if idiom(loss, not math.isfinite(losses[-1]), optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def losses_left_out() -> list[Any]:
+    """Under plans without a barrier, but for the last idiom, and without a plan."""
+    found, waits = [], {after_backward: {"clip_norm": math.inf}}
+    for idiom in IDIOMS:
+        for strategy, scheduler in (("dp", "wfbp"), ("fsdp", "priority"), ("random", "random"), ("", "")):
+            made, plain, job = setup("tied"), setup("tied"), Job("tied", clip_norm=waits.get(idiom, {}).get("clip_norm"))
+            ours, theirs = (optimizer_for("adam", m.model) for m in (made, plain))
+            ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
+            wanted = leave_out(lambda step: plain.loss(ddp, plain.batch(step, 0, dist.get_rank())), theirs, idiom)  # noqa: B023
+            units, options = mdcs.partition(made.model, made.policy), {"timeout_s": 20, **waits.get(idiom, {})}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(in_loop, "autoplan", quickly)
+                if strategy:
+                    how = How(strategy, scheduler, seed=3)
+                    plan = plan_for(job, how, profile_of(job, how, made, units, ours))
+                    parallel = mdcs.parallelize(made.model, ours, plan, units, **options)
+                else:
+                    parallel = mdcs.parallelize(made.model, ours, units=units, profiles=False, progress=False, **options)
+                with parallel:
+                    losses = leave_out(lambda step: made.loss(made.model, made.batch(step, 0, dist.get_rank())), ours, idiom)  # noqa: B023
+                    names = differing(parallel.state_dict(), plain.model.state_dict())
+            if names or str(losses) != str(wanted):
+                found.append((idiom.__name__, strategy, names, losses, wanted))
+    return found
+
+
+def test_batches_whose_loss_is_not_finite_are_left_out_as_people_write_it(two: Ranks):
+    assert two.run(losses_left_out, timeout_s=200) == [[], []]
+
+
 def norms_after_steps(how: How) -> list[tuple[float, float | None]]:
     """The norm that clipping returns, and what ``grad_norm`` is right after ``step()``, of runs that do not ask before."""
     out: list[tuple[float, float | None]] = []

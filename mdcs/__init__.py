@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mdcs.checkpoint.directory import CheckpointError
     from mdcs.checkpoint.plain import read_checkpoint
     from mdcs.emulation import Emulation
+    from mdcs.model.optimizers import WithAverage
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
     from mdcs.profiler.autoprofile import autoprofile
     from mdcs.profiler.model_profile import measure_profile
@@ -60,6 +61,7 @@ _LAZY = {
     "RunError": "mdcs.runtime.errors",
     "Emulation": "mdcs.emulation",
     "LossScale": "mdcs.runtime.gradient_scaling",
+    "WithAverage": "mdcs.model.optimizers",
     "materialize": "mdcs.runtime.initialization",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
@@ -68,7 +70,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchScaling", "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job",
     "Kind", "Link", "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy",
-    "UnsupportedModel", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch", "make_plan",
+    "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch", "make_plan",
     "materialize", "measure_profile", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,12 @@ from mdcs.profiler.consensus import on_all_ranks, on_rank_zero
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
 from mdcs.profiler.running_steps import RunningSteps
+from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.departing_steps import DepartingSteps
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.optimizer_calls import OptimizerCalls
-from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.state_dict import beyond_budget, units_of
 from mdcs.runtime.step_trace import StepRecord
@@ -275,22 +275,28 @@ class PlannedInLoop(Parallel):
         finally:
             first.accumulates = before
 
-    def evaluate(self) -> AbstractContextManager[None]:
+    def evaluate(self, *, weights: str | None = None) -> AbstractContextManager[None]:
         """Run forward passes without gradients."""
-        return super().evaluate() if self._first is None else torch.no_grad()
+        return super().evaluate(weights=weights) if self._first is None else self._lent(weights, torch.no_grad())
+
+    @contextmanager
+    def _lent(self, weights: str | None, context: AbstractContextManager[Any]) -> Iterator[None]:
+        found = [(p, own[weights]) for p, own in self._all.state.items() if weights in own]
+        with optimizer_state.exchanged(found), context:
+            yield
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave the block's seconds out of the steps' times."""
         return super().pause() if self._first is None else nullcontext()
 
     def full_parameters(
-        self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+        self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False, weights: str | None = None
     ) -> AbstractContextManager[None]:
         """Hold whole parameters in the model, which they are until the plan is made."""
         if self._first is None:
-            return super().full_parameters(*names, rank0_only=rank0_only, cpu=cpu, writeback=writeback)
+            return super().full_parameters(*names, rank0_only=rank0_only, cpu=cpu, writeback=writeback, weights=weights)
         units_of(self.model, (), names, "full_parameters()")
-        return self._written_back() if writeback else nullcontext()
+        return self._lent(weights, self._written_back() if writeback else nullcontext())
 
     @contextmanager
     def _written_back(self) -> Iterator[None]:
@@ -298,9 +304,6 @@ class PlannedInLoop(Parallel):
         with torch.no_grad():
             for p in self.model.parameters() if dist.is_initialized() else ():
                 broadcast(p.data, None)
-
-    def _one_by_one(self, call: str) -> Iterable[Iterable[nn.Parameter]]:
-        return super()._one_by_one(call) if self._first is None else [self.model.parameters()]
 
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
         """Return the whole model's state dict."""
@@ -329,7 +332,7 @@ class PlannedInLoop(Parallel):
         if self._first is None:
             super().load_optimizer_state_dict(saved)
         else:
-            for optimizer, own in zip(self.optimizers, as_list(saved), strict=True):
+            for optimizer, own in zip(self.optimizers, optimizer_state.as_list(saved), strict=True):
                 self.load_state_dict_of(optimizer, own)
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:

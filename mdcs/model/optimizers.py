@@ -67,6 +67,28 @@ class Optimizers:
             optimizer.state.update({p: values for p, values in state.items() if p in own})
 
 
+class WithAverage(torch.optim.Optimizer):
+    """Keeps a moving average (EMA) of the parameters as the optimizer's state ``average``, which is sharded as any state is.
+
+    Put it before the optimizer's own class: ``class AdamW(mdcs.WithAverage, torch.optim.AdamW): average_decay = 0.9999``. The
+    average is the parameter before its first step. After each step in which the parameter has a gradient the average moves by
+    ``lerp_(parameter, 1 - average_decay)``. Where the decay changes, set ``average_decay`` as an option of the groups.
+    """
+
+    average_decay = 0.999
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer, then move the averages."""
+        groups = [(p, group.get("average_decay", self.average_decay)) for group in self.param_groups for p in group["params"]]
+        begun = {p: p.clone() for p, _ in groups if "average" not in self.state.get(p, ())}
+        loss = super().step(closure)
+        for p, decay in groups:
+            if p.grad is not None:
+                self.state[p].setdefault("average", begun.get(p)).lerp_(p, 1 - decay)
+        return loss
+
+
 class UpdatePart(NamedTuple):
     """Parameter groups of one optimizer that are updated in the same way.
 

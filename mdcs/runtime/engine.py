@@ -296,16 +296,19 @@ class Engine:
 
     @contextlib.contextmanager
     def export_params(
-        self, call: str, use: Callable[[], AbstractContextManager[None]], *, needs_ranks: bool = False
+        self, call: str, use: Callable[[], AbstractContextManager[None]], *, needs_ranks: bool = False, weights: str | None = None
     ) -> Iterator[None]:
-        """Drain, then let ``use`` have the parameters, instead of training, inside the block."""
+        """Drain, then let ``use`` have the parameters, or the state ``weights``, instead of training, inside the block."""
         self.drain(call, needs_ranks=needs_ranks)
         self.sequencer.exported_to = call
         try:
-            with self.recorder.pause(), use():
+            with self.recorder.pause(), self.optimizer_state.in_parameters(weights), use():
                 yield
         finally:
             self.sequencer.exported_to = None
+            if weights is not None:  # after an error, too: training may go on
+                self.groups.agree_on_call(call)
+                self.optimizer_state.gather_again()
 
     @without_autograd()
     def _finish(self, period: int) -> None:

@@ -8,6 +8,7 @@ the rank that owns the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -154,6 +155,33 @@ class OptimizerState:
 
     # -- out
 
+    @contextmanager
+    def in_parameters(self, key: str | None) -> Iterator[None]:
+        """Exchange parameters and their state ``key`` inside the block: what is gathered in it is the state. None: nothing.
+
+        Then call :meth:`gather_again`. Raises ValueError for state that the optimizer does not keep per element.
+        """
+        if key is None:
+            yield
+            return
+        if not any(key in self.layout_of(p).per_element for p in self._groups):
+            raise ValueError(f"weights={key!r}: the optimizer has no such state for each weight; mdcs.WithAverage has 'average'")
+        with exchanged([(run.parameter, run.saved[key]) for _, _, run in self._runs() if key in run.saved]):
+            self._place_replicas()
+            yield
+
+    def gather_again(self) -> None:
+        """Gather the units that are whole: the next forward relies on what the plan has gathered. Collective."""
+        self._place_replicas()
+        for _ in self._unsharder.one_by_one(u for u, storage in enumerate(self._storages) if storage.is_full):
+            pass
+
+    def _place_replicas(self) -> None:
+        """Copy masters into the units that are not gathered."""
+        for storage in self._storages:
+            for b in range(len(storage.blocks) if storage.strategy.value == "dp" else 0):
+                storage.copy_shard_into_flat(b)
+
     def fragments(
         self, within: Callable[[UnitStorage, int], slice] | None = None, unit: int | None = None
     ) -> Iterator[tuple[str, Fragment]]:
@@ -261,6 +289,25 @@ def _copy(value: Any, cpu: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to("cpu", copy=True) if cpu else value.clone()
+
+
+@contextmanager
+def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Exchange the values of pairs of tensors inside the block."""
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for one, other in pairs:
+            if one.shape == other.shape:
+                before = one.clone()
+                one.copy_(other)
+                other.copy_(before)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
 
 
 # ---- in the form of torch.optim

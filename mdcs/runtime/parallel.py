@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,13 +172,16 @@ class Parallel(Gradients, OptimizerDicts):
         finally:
             side.accumulates = before
 
-    def evaluate(self) -> AbstractContextManager[None]:
+    def evaluate(self, *, weights: str | None = None) -> AbstractContextManager[None]:
         """Run forward passes without gradients (``torch.no_grad()``), any number per rank; :meth:`drain` included.
+
+        ``weights``: optimizer state that takes the place of the parameters in the block, such as "average" of
+        :class:`mdcs.WithAverage`. Shards are exchanged, so no rank has a whole copy. Raises ValueError for an unknown one.
 
         Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward.
         In the second case a rank waits at the end for the ranks that have more batches.
         """
-        return self._engine.export_params("evaluate()", self._evaluate)
+        return self._engine.export_params("evaluate()", self._evaluate, weights=weights)
 
     @contextmanager
     def _evaluate(self) -> Iterator[None]:
@@ -206,10 +209,10 @@ class Parallel(Gradients, OptimizerDicts):
     # -- state --------------------------------------------------------------------------------------------------
 
     def full_parameters(
-        self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+        self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False, weights: str | None = None
     ) -> AbstractContextManager[None]:
         """Hold copies of whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``;
-        drains first. With ``names`` of parameters only of the units that have them.
+        drains first. With ``names`` of parameters only of the units that have them. ``weights``: as in :meth:`evaluate`.
 
         With ``writeback`` rank 0's changes reach every rank; without it, and if the block raises, changes are lost.
         Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
@@ -222,22 +225,8 @@ class Parallel(Gradients, OptimizerDicts):
             state_dict.full_parameters, engine.storages, engine.unsharder, units, keep=keep, cpu=cpu, writeback=writeback,
             group=group,
         )  # fmt: skip
-        return engine.export_params(f"full_parameters({'writeback=True' if writeback else ''})", hold, needs_ranks=True)
-
-    @without_autograd()
-    def ema_update_(self, other: nn.Module, decay: float) -> None:
-        """Update a whole copy of the model, such as a moving average or a momentum teacher: each of its parameters by
-        ``lerp_(parameter, 1 - decay)``, while buffers are copied; drains first.
-
-        Units are gathered one by one, and a rank holds one whole unit besides the copy. Raises ValueError by name for a
-        model of other parameters or buffers, and for a decay that is not between 0 and 1. Collective.
-        """
-        state_dict.check_average(other, self.model, decay)
-        state_dict.average_into(other, self.model, self._one_by_one("ema_update_()"), decay)
-
-    def _one_by_one(self, call: str) -> Iterable[Iterable[nn.Parameter]]:
-        self._engine.drain(call, needs_ranks=True)
-        return (storage.parameters for storage in self._engine.unsharder.one_by_one())
+        call = f"full_parameters({'writeback=True' if writeback else ''})"
+        return engine.export_params(call, hold, needs_ranks=True, weights=weights)
 
     @without_autograd()
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:

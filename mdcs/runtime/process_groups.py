@@ -17,7 +17,7 @@ from mdcs.torch_compat import abort, nccl_keeps_buffers, without_autograd
 
 SIDE_PASS = "a pass without gradients (no_grad), torch.autograd.grad, or a pass in no_sync()"
 CALLS = (
-    "abandon()", "checkpoint()", "close()", "drain()", "ema_update_()", "evaluate()", "a forward pass in evaluate()",
+    "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()",
     "full_parameters()", "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
     "optimizer_state_dict()", "replan()", "resume()", "state_dict()", "the broadcast of buffers",
     SIDE_PASS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -138,36 +138,6 @@ def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[
             raise ValueError(f"{call}: no parameter is called {name!r}" + f", but {near[0]!r} is" * len(near))
     wanted = {known[name] for name in names}
     return [u for u, storage in enumerate(storages) if not wanted.isdisjoint(storage.parameters)]
-
-
-def average_into(other: nn.Module, model: nn.Module, wholes: Iterable[Iterable[nn.Parameter]], decay: float) -> None:
-    """Move the parameters of ``other`` to those of ``model`` by ``lerp_(…, 1 - decay)``, and copy the buffers.
-
-    ``wholes``: the model's parameters, group by group, each whole while it is the group's turn.
-    """
-    theirs = dict(other.named_parameters())
-    target = {p: theirs[name] for name, p in model.named_parameters()}
-    for parameters in wholes:
-        for p in parameters:
-            mine = target[p]
-            mine.lerp_(p.detach().to(mine.device, mine.dtype), 1 - decay)
-    for own, buffer in zip(other.buffers(), model.buffers(), strict=True):
-        own.copy_(buffer)
-
-
-def check_average(other: nn.Module, model: nn.Module, decay: float) -> None:
-    """Raise ValueError unless :func:`average_into` can do this."""
-    if not 0 <= decay <= 1:
-        raise ValueError(f"ema_update_(): decay must be between 0 and 1, got {decay}")
-    for kind in ("parameters", "buffers"):
-        ours, theirs = ({n: tuple(t.shape) for n, t in getattr(m, f"named_{kind}")()} for m in (model, other))
-        for name in ours.keys() | theirs.keys() if ours != theirs else ():
-            if ours.get(name) != theirs.get(name):
-                ours_is, theirs_is = (shapes.get(name, "not there") for shapes in (ours, theirs))
-                raise ValueError(
-                    f"ema_update_(): {name} is {ours_is} in the model and {theirs_is} in the copy: make it in "
-                    "parallel.full_parameters(), with copy.deepcopy(model)"
-                )
 
 
 @torch.no_grad()

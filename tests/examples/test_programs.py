@@ -74,7 +74,7 @@ TRIED = [
     (PROGRAMS / "siamese.py", 4, 0.0),
     (PROGRAMS / "word_language_model.py", 7, 1e-5),
     (PROGRAMS / "wav2vec2.py", 3, 0.0),
-    (PROGRAMS / "vit_ema.py", 4, 0.0),
+    (PROGRAMS / "vit_ema.py", 9, 0.0),
     (PROGRAMS / "dcgan.py", 4, 1e-4),
     (PROGRAMS / "muon.py", 2, 0.0),
     (PROGRAMS / "dino.py", 8, 0.0),

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+import mdcs
+
 
 class ByHand(optim.Optimizer):
     """Updates parameter by parameter, with :meth:`update`."""
@@ -60,6 +62,10 @@ class Warming(optim.AdamW):
         super().step(closure)
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+class Averaged(mdcs.WithAverage, optim.Adam):
+    average_decay = 0.9
 
 
 class Lamb(Averaging):
@@ -259,6 +265,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "fused": lambda ps: optim.Adagrad(ps, lr=1e-2, fused=True),
     "maximizing": lambda ps: optim.RMSprop(ps, lr=1e-4, maximize=True),
     "maximizing amsgrad": lambda ps: optim.AdamW(ps, lr=1e-4, maximize=True, amsgrad=True),
+    "averaged": lambda ps: Averaged(ps, lr=1e-2),
     "flagged": lambda ps: Flagged(ps, lr=1e-3, decays=False),
 }
 

@@ -62,6 +62,10 @@ class ModelEma(nn.Module):
             ema_v.lerp_(model_v, weight=1 - self.decay)
 
 
+class AveragedAdamW(mdcs.WithAverage, torch.optim.AdamW):  # new
+    average_decay = 0.9
+
+
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 target = torch.randint(5, (96,))
@@ -69,8 +73,9 @@ dataset = TensorDataset(torch.randn(96, 3, 32, 32) + target[:, None, None, None]
 loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset), drop_last=True)
 model = VisionTransformer()
 decayed, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim <= 1]
-optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=3e-3, weight_decay=0.05)
-model_ema = ModelEma(model, decay=0.9)
+groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+optimizer = AveragedAdamW(groups, lr=3e-3)  # was: optimizer = torch.optim.AdamW(groups, lr=3e-3)
+# was: model_ema = ModelEma(model, decay=0.9)
 parallel = mdcs.parallelize(model, optimizer, budget="floor+5%", clip_value=0.02)  # was: model = DistributedDataParallel(model)
 torch.manual_seed(dist.get_rank())
 losses: list[float] = []
@@ -85,8 +90,9 @@ for epoch in range(2):
         loss.backward()
         # was: nn.utils.clip_grad_value_(model.parameters(), 0.02)
         optimizer.step()
-        parallel.ema_update_(model_ema.module, model_ema.decay)  # was: model_ema.update(model.module)
+        # was: model_ema.update(model.module)
         losses.append(loss.item())
-    with torch.no_grad():
-        losses += [model_ema.module(input).sum().item() for input, _ in loader]
+    averaged = model.eval()  # was: averaged = model_ema.module
+    with parallel.evaluate(weights="average"):  # was: with torch.no_grad():
+        losses += [averaged(input).sum().item() for input, _ in loader]
 dist.destroy_process_group()

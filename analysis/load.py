@@ -19,7 +19,6 @@ from analysis.events import METRICS, Event, last_attempt, read_events
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.times import TIMES
 from mdcs.profile.link import Kind
-from mdcs.sizes import GIB
 from mdcs.telemetry.timeline import Timeline
 
 KINDS = tuple(kind.value for kind in Kind)
@@ -30,7 +29,7 @@ PREDICTED = (*TIMES, "extra_communication_s", "peak_bytes")
 PROVENANCE = ("time", "commit", "command", "host", "torch")
 """Where a run's figures come from: seconds since 1970, and words."""
 COLUMNS: tuple[str, ...] = (
-    *("name", "model", "parameters", "strategy", "scheduler", "budget_gib", "budget_bytes", "schedule_share", "floor_bytes"),
+    *("name", "model", "parameters", "strategy", "scheduler", "budget_bytes", "schedule_share", "floor_bytes"),
     *("cross_iteration", "world", "emulated", "emulated_ranks", "shaped_gbit", "link_gbit", "congestion_control"),
     *("status", "reason", "steps"),
     *("step_s", "step_s_p10", "step_s_p90", *TIMES[1:], "extra_communication_s", "loss", *RATES, "processor_s"),
@@ -116,8 +115,6 @@ class Run:
         row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
         row |= {"folder": str(self.folder), "steps": len(self.steps)}
-        if row["budget_bytes"] is not None:
-            row["budget_gib"] = row["budget_bytes"] / GIB
 
         predicted = self.start.get("predicted") or {}
         row |= {f"predicted_{key}": predicted.get(key) for key in PREDICTED}

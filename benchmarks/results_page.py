@@ -82,10 +82,10 @@ def predicted(candidate: Result) -> str:
 
 def under(result: Result, part: Result) -> tuple[list[Result], list[Result]]:
     """The candidates of a budget that fit, the fastest first, and those that do not."""
-    limit, compared = part["budget_bytes"], result["comparison"]["candidates"]
-    # An engine without a plan has one run for all budgets.
-    some = [each for each in compared if not each["plans"] or each["budget_bytes"] == limit]
-    fits = [each for each in some if limit is None or peak(each) <= limit]
+    # An engine without a plan has one run for all budgets; of a part of a floor, each plan has its own bytes.
+    some = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
+    limits = {each["name"]: each["budget_bytes"] or part["budget_bytes"] for each in some}
+    fits = [each for each in some if (limit := limits[each["name"]]) is None or peak(each) <= limit]
     return sorted(fits, key=lambda each: statistics.median(steps(each))), [each for each in some if each not in fits]
 
 
@@ -159,15 +159,18 @@ def _engines(result: Result) -> str:
 
 
 def _ablation(result: Result) -> str:
-    [part] = result["comparison"]["budgets"]
-    by_name = {each["name"]: each for each in result["comparison"]["candidates"]}
-    base = steps(by_name["neither"]) if "neither" in by_name else []
-    rows = []
-    for name, each in by_name.items():
-        ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
-        rows.append([name, ABLATION.get(name, ""), _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
-    told = table(["decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms"], rows)
-    return f"## What each decision wins: {_title(result)}\n\n{_about(result)} The budget is {_budget(part)}.\n\n{told}"
+    told = [f"## What each decision wins: {_title(result)}\n\n{_about(result)}"]
+    for part in result["comparison"]["budgets"]:
+        here = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
+        base = next((steps(each) for each in here if each["name"] == "neither"), [])
+        rows = []
+        for each in here:
+            ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
+            decided = each["name"], ABLATION.get(each["name"], "")
+            rows.append([*decided, _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
+        headings = ["decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms"]
+        told.append(f"The budget is {_budget(part)}.\n\n{table(headings, rows)}")
+    return "\n\n".join(told)
 
 
 def _predictions(results: Sequence[Result]) -> str:
@@ -237,7 +240,7 @@ def _budget(part: Result) -> str:
     if part["budget_bytes"] is None:
         return "none"
     words = f"{part['budget_bytes'] / MIB:.0f} MiB"
-    return words if part["over_floor"] is None else f"{words} (floor + {part['over_floor']:.0%})"
+    return f"{words} ({part['budget']})" if "%" in (part["budget"] or "") else words
 
 
 def _mib(candidate: Result) -> str:

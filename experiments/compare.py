@@ -334,7 +334,7 @@ class Comparison:
         limits = {each.name: self._limit(budget, each.name) for each in here}
         plan = plans[base.name] if base is not None and shared is not None and limit is None else None
         return {
-            "budget_bytes": limit, "over_floor": None if budget is None else budget.over_floor,
+            "budget": None if budget is None else str(budget), "budget_bytes": limit,
             "bounds": {} if shared is None else {"traffic": shared[0], "structural": shared[1]},
             "ideal_ddp_s": None if plan is None else ideal_ddp_s(plan.job.profile, plan.micro_steps),
             "lines": lines(rows, self.base, limits),

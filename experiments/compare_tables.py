@@ -56,8 +56,8 @@ def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
 def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     """A row per candidate that fits the budget, the fastest first."""
     limit = "no limit" if part["budget_bytes"] is None else f"budget {part['budget_bytes'] / MIB:.1f} MiB"
-    if part["over_floor"] is not None:
-        limit += f" (floor + {part['over_floor']:.0%})"
+    if part["budget_bytes"] is not None and "%" in (part["budget"] or ""):
+        limit += f" ({part['budget']})"
     bounds = ", ".join(f"{name} bound {seconds * 1e3:.1f} ms" for name, seconds in part["bounds"].items())
     link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
     several = document["rounds"] > 1
@@ -116,7 +116,7 @@ def overview(document: dict[str, Any]) -> Table:
 def _budget(part: dict[str, Any]) -> str:
     if part["budget_bytes"] is None:
         return "none"
-    return f"{_mib(part['budget_bytes'])} MiB" if part["over_floor"] is None else f"floor + {part['over_floor']:.0%}"
+    return str(part["budget"]) if "%" in (part["budget"] or "") else f"{_mib(part['budget_bytes'])} MiB"
 
 
 def _best(steps: dict[str, float]) -> str:

@@ -1,11 +1,11 @@
 """Plan without training: print the plan that `mdcs train` would run, its predicted costs, and the reasons.
 
-    mdcs plan strategy=greedy scheduler=fusion budget.gib=0.5
-    mdcs plan strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
-    mdcs plan strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
-    mdcs plan plan.format=json strategy=greedy budget.gib=0.5
-    mdcs plan -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
-    mdcs plan strategy=greedy scheduler=priority recompute=planned budget.gib=0.1 batch.find=largest
+    mdcs plan strategy=greedy scheduler=fusion budget=0.5GiB
+    mdcs plan strategy=greedy scheduler=dear budget=0.5GiB profile.path=outputs/…/profile.json
+    mdcs plan strategy=fsdp scheduler=dear budget=72GiB profile=gpt3-1024 profile.group=node
+    mdcs plan plan.format=json strategy=greedy budget=0.5GiB
+    mdcs plan -m strategy=greedy scheduler=priority,dear budget=floor+5%,floor+10%,floor+20%
+    mdcs plan strategy=greedy scheduler=priority recompute=planned budget=0.1GiB batch.find=largest
 
 A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
 measure one. With -m there is a row for every plan, and the plans share measured profiles. `plan.format=json` prints one
@@ -47,7 +47,7 @@ from mdcs.sizes import MIB
 
 SCHEMA = 2
 BOUNDS_S = 20.0  # time limit of each of two solves
-_COLUMNS = ("strategy", "scheduler", "budget", "budget.gib", "budget.of_ddp", "budget.over_floor")
+_COLUMNS = ("strategy", "scheduler", "budget", "budget.limit")
 """Keys that have a column in every table of plans."""
 _MANY = 4  # equal rows of units from which they become one row
 

@@ -1,6 +1,6 @@
 """The trade-off of a job: step time over the division of one budget, and over budgets, predicted and measured.
 
-    mdcs curve strategy=greedy scheduler=priority budget.over_floor=0.2 profile.path=outputs/…/profile.json
+    mdcs curve strategy=greedy scheduler=priority budget=floor+20% profile.path=outputs/…/profile.json
     mdcs curve 'tradeoff.strategies=[greedy,zero2]' 'tradeoff.schedulers=[dear,priority]' …
     mdcs curve … tradeoff.measure=stop
     mdcs curve … recompute=planned tradeoff.plane=9 tradeoff.measure=plane
@@ -50,7 +50,7 @@ from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.planner.recompute import Planned
-from mdcs.sizes import GIB, MIB, Budget
+from mdcs.sizes import MIB, Budget
 
 SCHEMA = 2
 MEASURED = ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "stalled_s", "peak_bytes")
@@ -70,7 +70,7 @@ class Planner:
 
     def job(self, budget: int, share: float | None, activations: float | None = None) -> Config:
         divided = dataclasses.replace(
-            self.config.budget, gib=budget / GIB, of_ddp=None, over_floor=None, schedule_share=share, activation_share=activations
+            self.config.budget, limit=str(Budget(budget)), schedule_share=share, activation_share=activations
         )
         return dataclasses.replace(self.config, budget=divided)
 
@@ -117,7 +117,7 @@ class Entry:
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:
             measured = analysis.load_run(self.run).row()
-            known |= {k: v for k, v in measured.items() if v is not None and k not in ("budget_gib", *start)}  # of another share
+            known |= {k: v for k, v in measured.items() if v is not None and k not in start}  # of another share
         return known
 
 

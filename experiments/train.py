@@ -1,6 +1,6 @@
 """Plan and train: one job, or with -m a sweep of jobs.
 
-    mdcs train strategy=greedy scheduler=fusion budget.gib=0.5
+    mdcs train strategy=greedy scheduler=fusion budget=0.5GiB
     mdcs train -m strategy=dp,fsdp scheduler=wfbp,fusion
     torchrun --nnodes 2 --nproc-per-node 4 … experiments/train.py strategy=fsdp
 """

@@ -1,6 +1,6 @@
 """The command ``mdcs``: runs the programs of a checkout by name, from any folder.
 
-    mdcs train strategy=greedy scheduler=fusion budget.gib=0.5
+    mdcs train strategy=greedy scheduler=fusion budget=0.5GiB
     torchrun --no-python --nproc-per-node 4 mdcs curve strategy=greedy
 
 The wheel has the library alone, so the command needs the checkout that mdcs was installed from with ``pip install -e``.

@@ -74,9 +74,9 @@ class Budget:
 
     def __str__(self) -> str:
         if self.of_ddp is not None:
-            return f"{100 * self.of_ddp:g}% of ddp"
+            return f"{100 * self.of_ddp:.12g}% of ddp"
         if self.over_floor is not None:
-            return f"floor+{100 * self.over_floor:g}%"
+            return f"floor+{100 * self.over_floor:.12g}%"
         if self.size is None:
             return "none"
         exact = (f"{self.size / unit:.6g}{name}" for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")))

@@ -115,7 +115,7 @@ def test_bash_completes_groups_options_and_keys(tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     said = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=250)
-    assert said.stdout.split() == ["strategy=fsdp", "budget.over_floor="]
+    assert said.stdout.split() == ["strategy=fsdp", "budget.limit="]
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def _draw(axes: Axes, budget: Mapping[str, Any]) -> None:
         axes.annotate(", ".join(filter(None, words)), (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
     for name, seconds in budget["bounds"].items():
         axes.axvline(seconds * 1e3, color=style.INK, ls=_BOUNDS[name], lw=1.2)
-    limit, over = budget["budget_bytes"], budget["over_floor"]
-    floor = "" if over is None else f" (floor + {over:.0%})"
-    axes.set_title("no limit" if limit is None else f"budget {limit / MIB:.1f} MiB{floor}")
+    limit, words = budget["budget_bytes"], budget["budget"]
+    part = "" if words is None or "%" not in words else f" ({words})"
+    axes.set_title("no limit" if limit is None else f"budget {limit / MIB:.1f} MiB{part}")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     axes.set_ylim(len(budget["lines"]) - 0.4, -0.6)  # the fastest on top

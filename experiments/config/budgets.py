@@ -1,6 +1,6 @@
-"""Options of Hydra's group `budget` that are no files: `budget=40GiB`, `75% of ddp`, `floor+10%` and `none`.
+"""Options of Hydra's group `budget` that are no files: `budget=40GiB`, `75% of ddp` and `floor+10%`.
 
-A config source answers `budget/TEXT` with the keys of the budget that the text means. `register` makes it known to Hydra.
+A config source answers `budget/TEXT` with `budget.limit`. `register` makes it known to Hydra.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -10,7 +10,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from mdcs.sizes import GIB, Budget
+from mdcs.sizes import Budget
 
 GROUP = "budget"
 
@@ -26,8 +26,7 @@ class BudgetSource(ConfigSource):
         found = _budget(config_path)
         if found is None:
             raise ConfigLoadError(f"{config_path} is no budget")
-        gib = None if found.size is None else found.size / GIB
-        config = OmegaConf.create({"gib": gib, "of_ddp": found.of_ddp, "over_floor": found.over_floor})
+        config = OmegaConf.create({"limit": str(found)})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
 
     def available(self) -> bool:

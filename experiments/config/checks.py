@@ -94,6 +94,10 @@ def from_composed(
         retargeted = choice != "own" and any(each.lstrip("+").startswith(f"{group}.{TARGET}=") for each in said or ())
         setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, choice, retargeted=retargeted))
     assert isinstance(config, Config)
+    try:
+        config.budget.limit = str(config.budget.value)  # one text for equal budgets
+    except ValueError as error:
+        raise ConfigError("budget.limit", str(error)) from error
     if decides_schedule(config.strategy):
         config.scheduler = None
         config.budget = dataclasses.replace(config.budget, schedule_share=None, activation_share=None)

@@ -33,6 +33,7 @@ _VALUE = re.compile(r"[Vv]alue '(.*)' (?:of type|is not a valid)")
 _WORDS = {
     r"Cannot find (primary config) '([^']+)'": "no such config: {1}; without this flag it is conf/config.yaml",
     r"Could not delete[^']*'([^']+)'": "cannot be deleted; set it to null where that is allowed",
+    r"Error merging override ~(\S+)": "cannot be deleted; set it to null where that is allowed",
     r"Could not append to config\. An item is already at '([^']+)'": "is set already: leave out the +",
     r"Multiple values for ([^ ]+)\.": "is set already: leave out the +",
     r"Ambiguous value for argument '([^=']+)=(.*)'": "is one value, got {1}: to run one job for each, add -m",
@@ -118,12 +119,12 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     group, _, option = path.rpartition("/")
     if not options:
         return ConfigError(path, "no such config")
+    if group == "budget":
+        return ConfigError(group, f"no such limit {option}; a limit is 40GiB, '75% of ddp', floor+10% or none")
     known = sorted(name for name in {*options} if not name.startswith("_"))
     near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
     near = [_OF_OTHERS[group, option]] if (group, option) in _OF_OTHERS else near
     nearest = f"; did you mean {near[0]}?" if near else ""
-    if group == "budget":
-        nearest = "; a limit is 40GiB, '75% of ddp', floor+10% or none"
     return ConfigError(group, f"no such option {option}; options: {', '.join(known)}{nearest}")
 
 

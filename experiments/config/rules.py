@@ -26,23 +26,19 @@ from mdcs.planner.recompute import AUTO, Planned
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
-from mdcs.sizes import Budget
+from mdcs.sizes import MIB, Budget
 
 HALF = ("bf16", "fp16")
 
 _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
-    ("budget.over_floor", lambda c: None not in (c.budget.gib, c.budget.over_floor),
-     "and budget.gib exclude each other, got both"),
-    ("budget.of_ddp", lambda c: c.budget.of_ddp is not None and (c.budget.gib, c.budget.over_floor) != (None, None),
-     "and another limit exclude each other, got both"),
     ("budget.schedule_share", lambda c: c.budget.schedule_share is not None and not c.budget.limited,
      "needs a budget to divide: add budget=40GiB or budget=floor+10%"),
     ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.budget.schedule_share is None,
      "divides what budget.schedule_share leaves: set both"),
     ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.recompute != Planned(),
      "needs recompute=planned, got {c.recompute.name}"),
-    ("budget.reserve_mib", lambda c: c.budget.gib is not None and c.budget.reserve_mib >= c.budget.gib * 1024,
-     "must be below the budget of {c.budget.gib:g} GiB, got {value}"),
+    ("budget.reserve_mib", lambda c: c.budget.value.size is not None and c.budget.reserve_mib * MIB >= c.budget.value.size,
+     "must be below the budget of {c.budget.limit}, got {value}"),
     ("tradeoff.budgets", lambda c: "none" in c.tradeoff.budgets, "are those of the front, each a limit; got none"),
     ("tradeoff.plane", lambda c: 0 < c.tradeoff.plane < 3, "must be 0 or >= 3, got {value}"),
     # the other ranks wait for the solver, at most timeout_s
@@ -81,9 +77,8 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ("batch.profiles", lambda c: c.batch.find is None and c.batch.profiles, "has no effect without batch.find, got {value}"),
     ("batch.at_most", lambda c: c.batch.find is None and c.batch.at_most != type(c.batch)().at_most,
      "has no effect without batch.find, got {value}"),
-    ("budget.over_floor", lambda c: c.batch.find and c.budget.over_floor is not None,
-     "needs a batch that is given, the floor depends on it: set budget.gib"),
-    ("batch.find", lambda c: c.batch.find and c.budget.gib is None, "{value} needs a budget: set budget.gib"),
+    ("batch.find", lambda c: c.batch.find and c.budget.value.size is None,
+     "{value} needs a budget in bytes, such as budget=40GiB; got budget={c.budget.limit}"),
     ("batch.profiles", lambda c: c.batch.profiles and not c.profile.measures,
      "are measured, and the profile is another one; got {value}"),
     ("strategy.each",
@@ -160,10 +155,11 @@ def _check_data(config: Config) -> None:
 
 def _check_unplanned(config: Config) -> None:
     """Raise ConfigError if a group that only planning uses has not the values of conf/config.yaml."""
+    measured = config.budget.limit if config.budget.value.size else "none"  # bytes, with which a measured peak is compared
     usual: dict[str, Any] = {
         "strategy": Uniform("dp"), "scheduler": Wfbp(), "recompute": AUTO, "collectives": CollectivesConfig(),
-        "profile": ProfileConfig(), "link": LinkConfig(), "budget": BudgetConfig(gib=config.budget.gib),
-    }  # fmt: skip  # a measured peak is compared with gib
+        "profile": ProfileConfig(), "link": LinkConfig(), "budget": BudgetConfig(measured),
+    }  # fmt: skip
     problem = f"has no effect with engine={config.engine.name}, got"
     for group, expected in usual.items():
         chosen = getattr(config, group)

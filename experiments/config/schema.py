@@ -21,7 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from experiments.config import budgets
 from mdcs.options import Checked, option
 from mdcs.profile.algorithms import ALGORITHMS
-from mdcs.sizes import GIB, Budget
+from mdcs.sizes import Budget
 
 if TYPE_CHECKING:
     from experiments.tasks.data import Data
@@ -41,7 +41,7 @@ OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "recompu
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run. `key` is the full key of the wrong value, e.g. `budget.gib`."""
+    """A config that cannot be run. `key` is the full key of the wrong value, e.g. `budget.limit`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -54,12 +54,9 @@ class ConfigError(ValueError):
 
 @dataclass
 class BudgetConfig:
-    """The budget: all tensor bytes per rank. `budget=40GiB`, `budget=75% of ddp`, `budget=floor+10%` and `budget=none` set the
-    first three keys, of which one or none has a value."""
+    """The budget: all tensor bytes per rank. `budget=40GiB` sets `budget.limit`."""
 
-    gib: float | None = option(None, "the budget", above=0)
-    of_ddp: float | None = option(None, "the budget is so much of what DDP needs", above=0)
-    over_floor: float | None = option(None, "the budget is the floor times 1 + over_floor", at_least=0)
+    limit: str = option("none", "40GiB, 75% of ddp, floor+10% (of the smallest feasible peak), or none")
     schedule_share: float | None = option(
         None, "share of the slack kept for the schedule; null: no division", at_least=0, at_most=1
     )
@@ -81,7 +78,7 @@ class BudgetConfig:
     @property
     def value(self) -> Budget:
         """The limit as a value."""
-        return Budget(None if self.gib is None else int(self.gib * GIB), self.of_ddp, self.over_floor)
+        return Budget.of(self.limit)
 
 
 @dataclass
@@ -285,7 +282,7 @@ class PathsConfig:
 
 @dataclass
 class BatchConfig:
-    """A batch that mdcs plan finds, in the place of `data.batch_size`, within `budget.gib`."""
+    """A batch that mdcs plan finds, in the place of `data.batch_size`, within a budget in bytes."""
 
     find: str | None = option(
         None, "largest: most samples per rank; fastest: most predicted samples per second; null: data.batch_size",

@@ -45,9 +45,8 @@ from launch.place import NoPlace, place
 
 _FULL = "HYDRA_FULL_ERROR"
 _IN_NAMES = (
-    "model", "strategy", "scheduler", "recompute", "engine", "budget", "budget.gib", "budget.of_ddp", "budget.over_floor",
-    "budget.schedule_share",
-    "budget.activation_share", "cluster.ranks", "run.name",
+    "model", "strategy", "scheduler", "recompute", "engine", "budget", "budget.limit",
+    "budget.schedule_share", "budget.activation_share", "cluster.ranks", "run.name",
 )  # fmt: skip
 """Keys that a run's name contains in any case."""
 

@@ -82,8 +82,7 @@ def provenance() -> dict[str, str | None]:
 _NOT_SETTINGS = (
     "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.", "tradeoff.", "run.name",
     "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
-    "profile.refresh", "budget.gib", "budget.of_ddp", "budget.over_floor", "budget.schedule_share", "cluster.name",
-    "cluster.ranks", "cluster.rank",
+    "profile.refresh", "budget.limit", "budget.schedule_share", "cluster.name", "cluster.ranks", "cluster.rank",
     "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "cluster.peak_tflops", "link.name",
     "run.cross_iteration", "recompute.each", "batch.", "data.workers",
 )  # fmt: skip

@@ -40,8 +40,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
             activation_share=config.budget.activation_share, recompute=config.recompute,
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
-        key = "budget.gib" if config.budget.gib is not None else "budget.of_ddp" if config.budget.of_ddp else "budget.over_floor"
-        raise error.in_words_of(config.budget.value, lambda: unsharded_bytes(job), f"{key}: ") from error
+        raise error.in_words_of(config.budget.value, lambda: unsharded_bytes(job), "budget: ") from error
 
 
 def floor_of(config: Config, job: mdcs.Job) -> int:

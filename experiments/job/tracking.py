@@ -33,7 +33,7 @@ _DOCUMENTS = ("profile", "plan")
 _IDS = "tracked_as.json"
 """File in a folder: ids of its runs at the tracker, by kind."""
 _TABLE = (
-    "name", "model", "strategy", "scheduler", "engine", "world", "budget_gib", "schedule_share", "status", "step_s",
+    "name", "model", "strategy", "scheduler", "engine", "world", "budget_bytes", "schedule_share", "status", "step_s",
     "predicted_step_s", "overlap_ratio", "exposed_s", "stalled_s", "peak_bytes", "throughput_samples_s", "plan_hash",
 )  # fmt: skip
 """Columns of a sweep's table for a tracker; the settings that were swept are added."""

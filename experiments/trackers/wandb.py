@@ -20,7 +20,7 @@ from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, pr
 from mdcs.options import option
 
 STEP = "train/step"
-SCATTER = ("budget_gib", "step_s")
+SCATTER = ("budget_bytes", "step_s")
 """Columns of a sweep's table for a scatter plot: x, y."""
 
 

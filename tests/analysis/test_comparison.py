@@ -90,8 +90,8 @@ def test_the_picture_has_a_panel_for_every_budget(tmp_path):
     bounds = {"traffic": 0.06, "structural": 0.08}
     figure = pictures.engine_comparison(
         document(
-            {"budget_bytes": 50e6, "over_floor": 0.1, "bounds": bounds, "lines": of_all},
-            {"budget_bytes": None, "over_floor": None, "bounds": {}, "lines": of_all[:1]},
+            {"budget_bytes": 50e6, "budget": "floor+10%", "bounds": bounds, "lines": of_all},
+            {"budget_bytes": None, "budget": "none", "bounds": {}, "lines": of_all[:1]},
         )
     )
     assert len(figure.axes) == 2
@@ -103,11 +103,11 @@ def test_the_picture_has_a_panel_for_every_budget(tmp_path):
     assert [text.get_text() for text in steps.texts] == [
         "1.00 ×, overlap ratio 0.50, peak 38.1 MiB", "1.50 ×, peak 38.1 MiB", "does not fit, peak 38.1 MiB",
     ]  # fmt: skip
-    assert steps.get_title(loc="left") == "budget 47.7 MiB (floor + 10%)"
+    assert steps.get_title(loc="left") == "budget 47.7 MiB (floor+10%)"
     path = pictures.save(figure, tmp_path / "comparison.png")
     assert matplotlib.image.imread(path).std() > 0.1
 
 
 def test_nothing_measured_is_nothing_to_draw():
     with pytest.raises(ValueError, match="no engine was measured"):
-        pictures.engine_comparison(document({"budget_bytes": None, "over_floor": None, "bounds": {}, "lines": []}))
+        pictures.engine_comparison(document({"budget_bytes": None, "budget": "none", "bounds": {}, "lines": []}))

@@ -28,7 +28,7 @@ def test_a_finished_run_is_a_row_with_the_numbers_of_its_steps_and_its_summary(r
         "fsdp",
         "dear",
     )
-    assert (row["budget_bytes"], row["budget_gib"], row["schedule_share"]) == (512 * MIB, 0.5, 0.25)
+    assert (row["budget_bytes"], row["schedule_share"]) == (512 * MIB, 0.25)
     assert (row["world"], row["emulated"], row["cross_iteration"], row["status"]) == (2, True, True, "ok")
     steps = load_run(folder).measured_steps["step_s"]
     assert (row["step_s"], row["step_s_p90"]) == (steps.median(), steps.quantile(0.9))
@@ -132,7 +132,7 @@ def test_times_of_a_run_are_of_its_last_attempt(tmp_path):
 def test_a_run_that_failed_before_its_plan_says_what_was_asked_for(run_writer):
     row = row_of(run_writer("0", strategy="fsdp", scheduler="wfbp", budget_mib=512, share=0.25, ending="infeasible", world=4))
     assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("gpt-small", "fsdp", "wfbp", 4)
-    assert (row["budget_gib"], row["schedule_share"], row["emulated"]) == (0.5, 0.25, True)
+    assert (row["budget_bytes"], row["schedule_share"], row["emulated"]) == (512 * MIB, 0.25, True)
     assert row["cross_iteration"] and pd.isna(row["floor_bytes"])
 
 
@@ -156,7 +156,7 @@ def test_a_file_of_another_schema_is_refused(run_writer):
 def test_no_memory_measurement_is_no_number(run_writer):
     row = row_of(run_writer("0", peak=False, budget_mib=None, share=None))
     assert pd.isna(row["peak_bytes"]) and pd.isna(row["measured_memory_optimizer"])
-    assert pd.isna(row["budget_gib"]) and pd.isna(row["schedule_share"])
+    assert pd.isna(row["budget_bytes"]) and pd.isna(row["schedule_share"])
 
 
 def test_timelines_are_read_where_they_exist(run_writer):

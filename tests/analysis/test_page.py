@@ -99,7 +99,7 @@ def test_a_browser_shows_sorts_and_filters_runs(page, tmp_path, capsys):
 
     page.value("search.value = 'greedy dear 24.0'; search.dispatchEvent(new Event('input'))")
     assert page.value(cells.format(1)) == ["dear"] and page.value(cells.format(2)) == ["24.0"]
-    assert "scheduler=dear budget.over_floor=0.1" in page.value(cells.format(12))[0]
+    assert "scheduler=dear budget=floor+10%" in page.value(cells.format(12))[0]
     hidden, shown = (f"document.querySelector('body > details{of} svg').checkVisibility()" for of in (":not([open])", "[open]"))
     assert (page.value(hidden), page.value(shown)) == (False, True)
     assert page.value("document.querySelectorAll('title').length") > 100

@@ -178,7 +178,7 @@ def test_no_title_is_clipped(run_writer):
 def test_predictions_are_hollow_and_bars_reach_from_p10_to_p90(frame):
     axes = step_time_over_memory(frame).axes[0]
     hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
-    row = frame[(frame["scheduler"] == "memory_aware") & (frame["budget_gib"] == 480 / 1024)].iloc[0]
+    row = frame[(frame["scheduler"] == "memory_aware") & (frame["budget_bytes"] == 480 * MIB)].iloc[0]
     assert hollow[0].get_ydata()[0] == row["predicted_step_s"] * 1e3
     bar = axes.containers[0].lines[2][0].get_segments()[0]
     assert np.allclose(bar[:, 1], [row["step_s_p10"] * 1e3, row["step_s_p90"] * 1e3])

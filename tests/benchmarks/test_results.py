@@ -22,12 +22,13 @@ def candidate(name, steps, peak_mib, budget=None, plans=False, predicted=None):
     rounds = [
         {"step_s": step, "steps_s": [step], "peak_bytes": peak_mib * MIB, "predicted_step_s": predicted} for step in steps
     ]
-    return {"name": name, "overrides": [f"engine={name}"], "plans": plans, "budget_bytes": budget, "rounds": rounds}
+    words = {"budget_bytes": budget, "budget": None if not plans else "floor+50%" if budget else "none"}
+    return {"name": name, "overrides": [f"engine={name}"], "plans": plans, "rounds": rounds, **words}
 
 
 @pytest.fixture
 def result():
-    part = {"budget_bytes": 60 * MIB, "over_floor": 0.5}, {"budget_bytes": None, "over_floor": None}
+    part = {"budget_bytes": 60 * MIB, "budget": "floor+50%"}, {"budget_bytes": None, "budget": "none"}
     made = [
         candidate("mdcs", [1.0, 1.2, 1.1], 58, 60 * MIB, True, 1.0),
         candidate("mdcs", [0.9, 1.0, 1.0], 80, None, True, 1.0),
@@ -67,7 +68,7 @@ def test_who_wins_is_said_with_its_interval(result):
     assert rows(page([slow]), "| none |", "**loses**")
     for run in slow["comparison"]["candidates"][3]["rounds"]:
         run["step_s"] = 2.0
-    assert rows(page([slow]), "| 60 MiB (floor + 50%) |", "1.82 [1.67 to 2.00] | wins |")
+    assert rows(page([slow]), "| 60 MiB (floor+50%) |", "1.82 [1.67 to 2.00] | wins |")
 
 
 def test_an_engine_stands_under_every_budget_that_it_fits(result):
@@ -76,6 +77,19 @@ def test_an_engine_stands_under_every_budget_that_it_fits(result):
     assert len(rows(text, "| fsdp2 | 1,500 [1,100 to 1,800] |")) == 2
     assert "Not measured: zero-1 (is not installed)." in text
     assert len(predictions([result])) == 6 and rows(text, "| all | 6 | 4.5% | -16.7 % |")
+
+
+def test_each_plan_has_the_bytes_of_its_own_floor(result):
+    result["comparison"]["candidates"].insert(2, candidate("zero2", [1.3, 1.4, 1.5], 64, 65 * MIB, True, 1.0))
+    assert rows(page([result]), "| 60 MiB (floor+50%) | zero2 | 1,400 [1,300 to 1,500] |")
+
+
+def test_a_comparison_of_plans_alone_has_a_table_for_each_budget(result):
+    of = result["comparison"]
+    of["candidates"] = [each for each in of["candidates"] if each["plans"]]
+    text = page([result])
+    assert "The budget is 60 MiB (floor+50%)." in text and "The budget is none." in text
+    assert rows(text, "| mdcs | ", "| 1,100 [1,000 to 1,200] |") and rows(text, "| mdcs | ", "| 1,000 [900 to 1,000] |")
 
 
 def test_pictures_have_a_panel_per_measurement_and_a_point_per_run(result):

@@ -92,8 +92,8 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     calls, _ = ranks
     budgets = "compare.budgets=[floor+50%,none]"
     assert asked(monkeypatch, "compare.rounds=2", only("ddp", "fsdp2"), budgets, "strategy=greedy") == 0
-    names = [(config.engine.name, config.budget.over_floor) for config in calls]
-    first = [("mdcs", 0.5), ("mdcs", None), ("ddp", None), ("fsdp2", None)]
+    names = [(config.engine.name, config.budget.limit) for config in calls]
+    first = [("mdcs", "floor+50%"), ("mdcs", "none"), ("ddp", "none"), ("fsdp2", "none")]
     assert names == [*first, *first[1:], first[0]]
     assert {config.strategy.name for config in calls if config.engine.name == "mdcs"} == {"greedy"}
     printed = capsys.readouterr().out
@@ -231,7 +231,7 @@ def test_a_budget_that_needs_recomputation_is_kept_with_a_profile_that_has_it(ra
         if options.get("only") != "profile":
             return train(config, folder, console, **options)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "profile.json").write_text((profile if config.budget.gib else plain).to_json())
+        (folder / "profile.json").write_text((profile if config.budget.limited else plain).to_json())
         measured.append(folder.name)
         return Outcome(True)
 
@@ -301,5 +301,5 @@ def test_a_share_needs_a_plan_with_a_floor(ranks, monkeypatch, capsys):
 
 
 def test_a_budget_is_chosen_in_one_place(ranks, monkeypatch, capsys):
-    assert asked(monkeypatch, "compare.budgets=[floor+10%]", "budget.gib=1", only("ddp")) == 2
-    assert capsys.readouterr().err == "budget.gib: is chosen with compare.budgets here\n"
+    assert asked(monkeypatch, "compare.budgets=[floor+10%]", "budget=1GiB", only("ddp")) == 2
+    assert capsys.readouterr().err == "budget: is chosen with compare.budgets here\n"

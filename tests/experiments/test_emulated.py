@@ -27,7 +27,7 @@ EMULATED = ("cluster=emulated", "link=emulated", "link.rate_gbit=10")
 MODEL = ("model=mlp", "data=digits", "data.batch_size=2")
 JOBS = {
     "of 64": (*MODEL, "strategy=fsdp", "scheduler=dear", "run.accumulation=2"),
-    "of 8": (*MODEL, "strategy=greedy", "scheduler=priority", "budget.over_floor=0.1", "optimizer.clip_norm=1",
+    "of 8": (*MODEL, "strategy=greedy", "scheduler=priority", "budget=floor+10%", "optimizer.clip_norm=1",
              "cluster.ranks=8", "cluster.rank=5"),
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ WORKLOADS = {
 }  # fmt: skip
 ENGINES = {
     "tied gpt2": [
-        "engine=ddp budget.gib=1", "engine=ddp engine.overlap=false engine.bucket_mib=0.05", "engine=fsdp2 budget.gib=0.0001",
+        "engine=ddp budget=1GiB", "engine=ddp engine.overlap=false engine.bucket_mib=0.05", "engine=fsdp2 budget=0.0001GiB",
         "engine=fsdp2 engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
         "engine=fairscale", "engine=mdcs strategy=fsdp link=emulated link.rate_gbit=10",
     ],
@@ -151,7 +151,7 @@ def test_bytes_are_those_of_the_collectives(ran):
     """ddp sends the same without overlap; fsdp2 gathers once or twice, and all-to-all halves what its reduction sends."""
     # The step before the first evaluation, which leaves what is not in blocks gathered.
     sent = {overrides: steps(folder)[1]["bytes"] for (workload, overrides), folder in ran.items() if workload == "tied gpt2"}
-    whole = sent["engine=ddp budget.gib=1"]["AR"]
+    whole = sent["engine=ddp budget=1GiB"]["AR"]
     assert sent["engine=ddp engine.overlap=false engine.bucket_mib=0.05"] == {"AR": whole}
     always, never = (sent[name] for name in sent if "fsdp2" in name)
     assert always["RS"] == whole and always["AG_F"] == whole // 2 and 0 < always["AG_B"] < whole // 2
@@ -163,7 +163,7 @@ def test_a_budget_is_a_limit_that_peers_are_checked_against(ran):
     for (_, overrides), folder in ran.items():
         told = summary(folder)
         assert told["peak_bytes"] >= told["memory"]["measured"]["total"] > 0
-        assert told["fits"] is {"budget.gib=1": True, "budget.gib=0.0001": False}.get(overrides.split()[-1]), overrides
+        assert told["fits"] is {"budget=1GiB": True, "budget=0.0001GiB": False}.get(overrides.split()[-1]), overrides
     peaks = {overrides.split()[0]: summary(folder)["peak_bytes"] for (of, overrides), folder in ran.items() if of != "resnet"}
     assert peaks["engine=fsdp2"] < peaks["engine=ddp"]
 

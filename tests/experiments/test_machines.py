@@ -49,7 +49,7 @@ def test_two_hosts_measure_a_curve_and_compare_as_one_does(tmp_path, warm):
     curve, compare = tmp_path / "curve", tmp_path / "compare"
     for folder in (curve, compare):
         folder.mkdir()
-    few = ("budget.over_floor=0.3", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
+    few = ("budget=floor+30%", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
     assert start(curve, 2, "curve", *JOB, *exact, *few).wait(900) == 0, (curve / "host0/log").read_text()
     out = curve / "host0/out"
     assert [point["measured"] is not None for point in json.loads((out / "tradeoff.json").read_text())["points"]].count(True) == 1

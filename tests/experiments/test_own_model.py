@@ -26,7 +26,7 @@ def test_a_model_of_transformers_trains_as_with_ddp(tmp_path, warm):
 
 @pytest.mark.slow
 def test_a_model_of_plain_pytorch_comes_to_its_curve(tmp_path, warm):
-    asked = ("strategy=greedy", "scheduler=priority", "budget.over_floor=0.2", "tradeoff.shares=3", "tradeoff.budgets=[floor+0%]")
+    asked = ("strategy=greedy", "scheduler=priority", "budget=floor+20%", "tradeoff.shares=3", "tradeoff.budgets=[floor+0%]")
     done = one_process.call(tradeoff, tmp_path, *POINTS, *SHORT, *asked, "tradeoff.measure=stop", start=warm.run)
     assert done.returncode == 0, done.stdout + done.stderr
     points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]

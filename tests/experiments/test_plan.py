@@ -78,7 +78,7 @@ def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
 
 def test_a_sweep_of_plans_has_a_column_for_each_setting_that_it_varies(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [
-        "plan.py", "-m", "strategy=dp", "scheduler=fusion", "scheduler.bucket_mib=0.1,25", "budget.gib=1", "model=mlp",
+        "plan.py", "-m", "strategy=dp", "scheduler=fusion", "scheduler.bucket_mib=0.1,25", "budget=1GiB", "model=mlp",
         "data=digits", "optimizer=sgd", "optimizer.momentum=0", f"profile.path={Path(__file__).with_name('profile.json')}",
         f"hydra.sweep.dir={tmp_path}",
     ])  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_program_of_one_job_takes_no_sweep(tmp_path):
     assert done.stderr == "--multirun: this program takes one job\n"
 
 
-BATCHES = ("strategy=dp", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0", "budget.gib=2e-5",
+BATCHES = ("strategy=dp", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0", "budget=2e-5GiB",
            f"profile.path={Path(__file__).with_name('profile.json')}")  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_the_batches_that_fit_are_a_table_before_the_plan(tmp_path):
 
 
 def test_a_sweep_over_what_is_found_has_a_column_for_the_batch(tmp_path):
-    grid = ("-m", *BATCHES, "batch.find=largest", "budget.gib=1.5e-5,2e-5", "hydra.sweep.dir=out")
+    grid = ("-m", *BATCHES, "batch.find=largest", "budget=1.5e-5GiB,2e-5GiB", "hydra.sweep.dir=out")
     done = one_process.call(program, tmp_path, "plan.format=json", *grid)
     assert done.returncode == 0, done.stderr
     small, large = json.loads(done.stdout)["plans"]

@@ -12,8 +12,8 @@ from tests.experiments.batch import run_all
 pytestmark = pytest.mark.slow
 
 JOBS = {
-    "norms": ("run.precision=bf16", "model.norms_fp32=true", "strategy=greedy", "scheduler=priority", "budget.over_floor=0.2"),
-    "bf16": ("run.precision=bf16", "run.grad_precision=fp32", "strategy=greedy", "scheduler=dear", "budget.over_floor=0.2"),
+    "norms": ("run.precision=bf16", "model.norms_fp32=true", "strategy=greedy", "scheduler=priority", "budget=floor+20%"),
+    "bf16": ("run.precision=bf16", "run.grad_precision=fp32", "strategy=greedy", "scheduler=dear", "budget=floor+20%"),
     "fp16": ("run.precision=fp16", "strategy=zero2", "scheduler=priority", "run.eval_every=4"),
 }
 

@@ -15,7 +15,7 @@ from launch.elastic import Outcome
 from mdcs.sizes import MIB
 from tests.experiments import one_process, stub_slurm
 
-SMALL = ("model=mlp", "data=synthetic", "strategy=greedy", "budget.gib=0.5")
+SMALL = ("model=mlp", "data=synthetic", "strategy=greedy", "budget=0.5GiB")
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_axes_of_one_s_own_are_lists_of_the_command_line(tmp_path, ran):
         (["scheduler=fusion,dear", "scheduler.seed=1,2"], "scheduler.seed: no such key of scheduler=dear"),
         (["scheduler=fusion,daer"], "scheduler: no such option daer; options: "),
         (["link.depth=int(interval(0,2))"], "link.depth: must be >= 1, got 0"),
-        (["budget.over_floor=0.1", "budget.schedule_share=interval(0.5,2)"], "budget.schedule_share: must be <= 1, got 2"),
+        (["budget=floor+10%", "budget.schedule_share=interval(0.5,2)"], "budget.schedule_share: must be <= 1, got 2"),
         (["search.over=[link.depth]"], "search.over: an axis is KEY=VALUE,VALUE, KEY=range(…) or KEY=interval(LOW,HIGH); got"),
         (["search.over=['link.depth=1,2','link.depth=3,4']"], "search.over: has link.depth twice"),
-        (["budget.gib=-1"], "budget.gib: must be > 0, got -1"),
+        (["budget=-1GiB"], "budget: no such limit -1GiB; a limit is 40GiB, '75% of ddp', floor+10% or none"),
         (["tradeoff.plane=2"], "tradeoff.plane: is for mdcs curve"),
         (["budget=[1]"], "budget: takes names of options"),
         (["--trials=3"], "--trials=3: is search.trials=VALUE"),

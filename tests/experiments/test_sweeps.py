@@ -115,7 +115,7 @@ def test_a_submitted_job_that_has_not_ended_is_not_submitted_again(tmp_path, mon
 
 def test_what_a_sweep_varies_is_a_column_and_in_the_names_of_its_runs(tmp_path):
     """The tutorial's sweep over buckets, with seeds."""
-    plan = (*SWEEP, "strategy=dp", "scheduler=fusion", "budget.gib=1", "hydra.sweep.dir=out")
+    plan = (*SWEEP, "strategy=dp", "scheduler=fusion", "budget=1GiB", "hydra.sweep.dir=out")
     done = train(tmp_path, *plan, "scheduler.bucket_mib=0.1,25", "run.seed=1,2", ranks=False)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "out/table.csv").open() as file:

@@ -26,7 +26,7 @@ def train(folder: Path, *arguments: str, installed: bool = True) -> "subprocess.
 
 @pytest.mark.slow
 def test_it_trains_on_two_ranks(tmp_path):
-    done = train(tmp_path, *CHOSEN, *SMALL, "strategy.n=3", "budget.over_floor=0.5")
+    done = train(tmp_path, *CHOSEN, *SMALL, "strategy.n=3", "budget=floor+50%")
     assert (done.returncode, done.stderr) == (0, "")
     plan = Plan.from_json((tmp_path / "out/plan.json").read_text())
     assert (plan.strategy, plan.scheduler, plan.world) == ("every nth", "late", 2)

@@ -13,7 +13,7 @@ from tests.experiments import one_process
 
 PROFILE = Path(__file__).with_name("profile.json")
 SMALL = (
-    "hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[floor+0%,floor+30%]", "run.steps=3",
+    "hydra.run.dir=out", "budget=floor+30%", "tradeoff.shares=5", "tradeoff.budgets=[floor+0%,floor+30%]", "run.steps=3",
     "run.warmup_steps=1", "strategy=greedy", "scheduler=dear", f"profile.path={PROFILE}",
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
 
 @pytest.mark.slow
 def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path):
-    done = tradeoff(tmp_path, "budget.over_floor=null")
+    done = tradeoff(tmp_path, "budget.limit=none")
     assert done.returncode == 0
     assert (points(tmp_path, "curve"), len(points(tmp_path, "front"))) == ([], 2)
 
@@ -105,7 +105,7 @@ def test_an_unknown_option_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["budget.over_floor=null"], "needs a budget to divide: add budget=40GiB or budget=floor+10%"),
+        (["budget.limit=none"], "needs a budget to divide: add budget=40GiB or budget=floor+10%"),
         ([], "needs recompute=planned, got auto"),
         (["recompute=planned", "tradeoff.strategies=[greedy,joint]"],
          "has no effect with strategy=joint, which divides the budget itself"),
@@ -118,9 +118,9 @@ def test_a_plane_needs_something_to_divide(tmp_path, overrides, why):
 
 def test_a_point_s_job_keeps_the_rest_of_the_budget():
     with composing():
-        config = compose_config(["budget.over_floor=0.5", "budget.exceeded=raise", "budget.reserve_mib=3"])
+        config = compose_config(["budget=floor+50%", "budget.exceeded=raise", "budget.reserve_mib=3"])
     job = program.Planner(config, None, 0).job(2**30, 0.25, 0.5)
-    assert job.budget == BudgetConfig(1.0, schedule_share=0.25, activation_share=0.5, reserve_mib=3, exceeded="raise")
+    assert job.budget == BudgetConfig("1GiB", schedule_share=0.25, activation_share=0.5, reserve_mib=3, exceeded="raise")
 
 
 def test_of_a_plane_its_corners_middle_and_stop_point_are_measured(tmp_path):

@@ -83,8 +83,8 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["budget.gib=-5"], "budget.gib: must be > 0, got -5"),
-        (["-m", "budget.gib=-5"], "budget.gib: must be > 0, got -5 (job budget.gib=-5)"),
+        (["budget.reserve_mib=-5"], "budget.reserve_mib: must be >= 0, got -5"),
+        (["-m", "budget.reserve_mib=-5"], "budget.reserve_mib: must be >= 0, got -5 (job budget.reserve_mib=-5)"),
         pytest.param(
             ["-m", "strategy=foo"],
             f"strategy: no such option foo; options: {', '.join(groups()['strategy'])}",
@@ -99,14 +99,14 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line
 
 
 def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
-    grid = ("-m", "budget.gib=-1,1", "run.name=fine,raise", "hydra.sweep.dir=out")
+    grid = ("-m", "budget.reserve_mib=-1,1", "run.name=fine,raise", "hydra.sweep.dir=out")
     done = train(tmp_path, *QUICK, *grid, ranks=False)
     assert done.returncode == 1
     first, second, last = done.stderr.splitlines()
-    assert first.startswith("budget.gib: must be > 0, got -1 (job ")
+    assert first.startswith("budget.reserve_mib: must be >= 0, got -1 (job ")
     assert second.startswith("failed: rank 1 failed: RuntimeError: the stub fails as told")
     assert last.startswith("3 of 4 jobs failed: ")
-    assert "budget.gib=1 run.name=raise" in last
+    assert "budget.reserve_mib=1 run.name=raise" in last
     sweep = json.loads((tmp_path / "out/sweep.json").read_text())
     assert [job["status"] for job in sweep["jobs"]] == ["invalid", "invalid", "ok", "failed"]
     assert [job["folder"] for job in sweep["jobs"]] == [None, None, "0", "1"]
@@ -175,7 +175,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
 @pytest.mark.slow
 def test_a_grid_has_joint_once_per_budget(tmp_path):
     """It decides the schedule: other schedulers and shares make no other job of it."""
-    grid = ("-m", "strategy=dp,joint", "scheduler=dear,priority", "budget.gib=1", "budget.schedule_share=0,0.5")
+    grid = ("-m", "strategy=dp,joint", "scheduler=dear,priority", "budget=1GiB", "budget.schedule_share=0,0.5")
     done = train(tmp_path, *QUICK, *grid, "hydra.sweep.dir=out", ranks=False)
     assert done.returncode == 0
     same = [line.partition(" (job ")[0] for line in done.stderr.splitlines()]
@@ -187,7 +187,7 @@ def test_a_grid_has_joint_once_per_budget(tmp_path):
 
 
 def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
-    asked = ("strategy=joint", "scheduler=dear", "budget.gib=1", "budget.schedule_share=0.5")
+    asked = ("strategy=joint", "scheduler=dear", "budget=1GiB", "budget.schedule_share=0.5")
     done = train(tmp_path, *QUICK, *asked, "hydra.run.dir=out", ranks=False)
     unused = "strategy=joint decides the schedule: not used: scheduler=dear budget.schedule_share=0.5\n"
     assert (done.returncode, done.stderr) == (0, unused)

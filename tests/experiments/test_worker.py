@@ -33,7 +33,7 @@ from tests.launch.processes import wait_until_gone
 
 STEPS, WARMUP = 4, 2
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")
-SHARE = ("budget=over_floor", "budget.over_floor=0.1", "budget.schedule_share=0.5")
+SHARE = ("budget=floor+10%", "budget.schedule_share=0.5")
 
 WORKLOADS = {
     "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "run.eval_every=2"),
@@ -57,14 +57,13 @@ JOBS = [
     ("clipped bert", ("strategy=ilp", "scheduler=fusion", *SHARE)),
     ("clipped bert", ("strategy=sdp", "scheduler=partitioning", "scheduler.block_mib=0.05", "link=emulated")),
     ("resnet by size", ("strategy=sdp", "scheduler=wfbp")),
-    ("resnet by size", ("strategy=joint", "strategy.seconds=1", "strategy.trials=2", "budget=over_floor",
-                        "budget.over_floor=0.2")),
+    ("resnet by size", ("strategy=joint", "strategy.seconds=1", "strategy.trials=2", "budget=floor+20%")),
     ("resnet by size", ("strategy=fsdp", "scheduler=random", "link=emulated")),
-    ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
+    ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=none")),
     ("pairs", ("strategy=dp", "scheduler=sequential")),
     ("pairs", ("strategy=fsdp", "scheduler=priority", "link=emulated")),
     ("frozen fp64 mlp", ("strategy=zero2", "scheduler=priority", "run.cross_iteration=false")),
-    ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
+    ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget=0.5GiB", "budget.reserve_mib=1")),
     ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=1", "link=emulated")),
 ]
 ELSEWHERE = {
@@ -81,8 +80,8 @@ ELSEWHERE = {
 DEFAULTS = {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none", "recompute=auto"}
 HASTY = "tests.experiments.hasty_worker"
 REFUSED = {
-    "infeasible": ("model=mlp", "data=digits", "budget.gib=1e-6"),
-    "infeasible for dp": ("model=mlp", "data=digits", "strategy=dp", "budget=over_floor", "budget.over_floor=0"),
+    "infeasible": ("model=mlp", "data=digits", "budget=1e-6GiB"),
+    "infeasible for dp": ("model=mlp", "data=digits", "strategy=dp", "budget=floor+0%"),
     "another plan": ("model=mlp", "data=digits"),
     "other profile": (
         *("model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0"),
@@ -363,7 +362,7 @@ def refusal(batch: Path, name: str) -> str:
 
 def test_an_infeasible_budget_names_the_smallest_feasible_one(batch):
     reason = refusal(batch, "infeasible")
-    assert reason.startswith("InfeasibleBudget: budget.gib: ") and "does not fit 1.1 KiB" in reason
+    assert reason.startswith("InfeasibleBudget: budget: ") and "does not fit 1.1 KiB" in reason
     assert "the smallest budget is" in reason and reason.endswith("iB")
     assert "strategy dp does not fit" in refusal(batch, "infeasible for dp")
 

@@ -101,7 +101,7 @@ def test_a_sweep_shares_one_profile_and_the_curve_and_the_comparison_plan_with_i
     shared = (*JOB[1:], *TIMED, *quick)
     short = (*shared, "profile.path=PROFILE")
     train = program("train", *shared, "strategy=dp,fsdp", "hydra.launcher.parallel=2", "hydra.sweep.dir=sweep")
-    points = ("budget.over_floor=0.3", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
+    points = ("budget=floor+30%", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
     curve = program("curve", *short, *points, "hydra.sweep.dir=curve")
     compare = program("compare", *short, "compare.only=[mdcs,ddp]", "compare.rounds=1", "hydra.sweep.dir=compare")
     assert within(tmp_path, train, curve, compare, stub=False).wait(540) == 0

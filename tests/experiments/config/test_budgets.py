@@ -10,13 +10,14 @@ from tests.experiments.test_plan import PROFILE
 
 
 @pytest.mark.parametrize(
-    ("typed", "budget"),
-    [("40GiB", BudgetConfig(gib=40)), ("0.5 GiB", BudgetConfig(gib=0.5)), ("300MiB", BudgetConfig(gib=300 / 1024)),
-     ("75% of ddp", BudgetConfig(of_ddp=0.75)), ("75%", BudgetConfig(of_ddp=0.75)),
-     ("floor+10%", BudgetConfig(over_floor=0.1)), ("none", BudgetConfig())],
+    ("typed", "limit"),
+    [("40GiB", "40GiB"), ("0.5 GiB", "0.5GiB"), ("512MiB", "0.5GiB"), ("300MiB", "300MiB"),
+     ("75% of ddp", "75% of ddp"), ("75%", "75% of ddp"),
+     ("floor+10%", "floor+10%"), ("none", "none"), ("12.3456789%", "12.3456789% of ddp")],
 )  # fmt: skip
-def test_a_budget_is_typed_in_words(typed, budget):
-    assert composed(f"budget={typed}").budget == budget
+def test_a_budget_is_typed_in_words(typed, limit):
+    """Equal budgets have one text, for they are one job."""
+    assert composed(f"budget={typed}").budget == composed(f"budget.limit='{typed}'").budget == BudgetConfig(limit)
 
 
 def test_a_part_of_ddp_is_of_the_job():

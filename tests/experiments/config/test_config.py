@@ -71,37 +71,35 @@ def test_the_launcher_does_without_torch(tmp_path):
 
 
 def test_a_strategy_that_decides_the_schedule_leaves_no_scheduler_and_no_share():
-    joint = composed("strategy=joint", "budget.gib=1")
+    joint = composed("strategy=joint", "budget=1GiB")
     assert joint.scheduler is None
-    assert joint == composed("strategy=joint", "scheduler=dear", "budget.gib=1", "budget.schedule_share=0.5")
+    assert joint == composed("strategy=joint", "scheduler=dear", "budget=1GiB", "budget.schedule_share=0.5")
 
 
+NO_BUDGET = """\
+budget must be a size, such as 40GiB, a part of what DDP needs, such as 75% of ddp, a part above the smallest possible, such as \
+floor+10%, or none; got """
 WRONG = {
-    "budget.gib=-5": "budget.gib: must be > 0, got -5",
-    "budget.gib=0": "budget.gib: must be > 0, got 0",
-    "budget.gib=nan": "budget.gib: must be a finite number, got nan",
-    "budget.gib=inf": "budget.gib: must be a finite number, got inf",
-    "budget.gib=-inf": "budget.gib: must be a finite number, got -inf",
-    "budget.gib=abc": "budget.gib: must be a number or null, got abc",
-    "budget.gib=": "budget.gib: must be a number or null, got nothing",
-    "budget.gib={a:1}": "budget.gib: must be a number or null, got {a:1}",
-    "budget.gib=1,2": "budget.gib: is one value, got 1,2: to run one job for each, add -m",
-    "budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
-    "+budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
+    "budget.limit=-5": f"budget.limit: {NO_BUDGET}'-5'",
+    "budget.limit=0": f"budget.limit: {NO_BUDGET}'0'",
+    "budget.limit=inf": f"budget.limit: {NO_BUDGET}'inf'",
+    "budget.limit=abc": f"budget.limit: {NO_BUDGET}'abc'",
+    "budget.limit=": f"budget.limit: {NO_BUDGET}''",
+    "budget.limit=null": "budget.limit: must be text, got null",
+    "budget.limit=1,2": "budget.limit: is one value, got 1,2: to run one job for each, add -m",
+    "budget.limt=5": "budget.limt: no such key; did you mean budget.limit?",
+    "+budget.limt=5": "budget.limt: no such key; did you mean budget.limit?",
     "+anything=5": "anything: no such key",
-    "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
-    "budget=5": "budget: no such option 5; options: over_floor, unlimited; a limit is 40GiB, '75% of ddp', floor+10% or none",
+    "~budget.limit": "budget.limit: cannot be deleted; set it to null where that is allowed",
+    "budget=5": "budget: no such limit 5; a limit is 40GiB, '75% of ddp', floor+10% or none",
     "strategy=zero3": f"strategy: no such option zero3; options: {', '.join(files.groups()['strategy'])}; did you mean fsdp?",
     "batch_size=8": "batch_size: no such key; did you mean data.batch_size?",
     "lr=0.1": "lr: no such key; did you mean optimizer.lr?",
     "budget.exceeded=stop": "budget.exceeded: must be one of warn, raise; got stop",
     "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
-    "budget.gib=1 budget.reserve_mib=1024": (
-        "budget.reserve_mib: must be below the budget of 1 GiB, got 1024"
-    ),
-    "budget.gib=1 budget.over_floor=0.5": "budget.over_floor: and budget.gib exclude each other, got both",
-    "budget.gib=1 budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
-    "budget.gib=1 budget.schedule_share=-0.1": "budget.schedule_share: must be >= 0, got -0.1",
+    "budget=1GiB budget.reserve_mib=1024": "budget.reserve_mib: must be below the budget of 1GiB, got 1024",
+    "budget=1GiB budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
+    "budget=1GiB budget.schedule_share=-0.1": "budget.schedule_share: must be >= 0, got -0.1",
     "budget.schedule_share=0.5": (
         "budget.schedule_share: needs a budget to divide: add budget=40GiB or budget=floor+10%"
     ),
@@ -194,7 +192,7 @@ WRONG = {
         "model._target_: torch.nn.Linear does not take the keys of model=gpt2-tiny: add model=own",
     "model._target_=mdcs.gone.Vit":
         "model._target_: mdcs.gone.Vit: no module mdcs.gone; did you mean experiments.tasks.library.Vit?",
-    "budget.gib=???": "budget.gib: has no default: give it a value",
+    "budget.limit=???": "budget.limit: has no default: give it a value",
     "data=own data._target_=builtins.list data.collate=3": "data.collate: must be null or a mapping with _target_, got 3",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": (
@@ -203,12 +201,12 @@ WRONG = {
     ),
     "model.checkpointing=auto": "model.checkpointing: must be true or false, got auto",
     "batch.find=most": "batch.find: must be one of largest, fastest; got most",
-    "batch.find=largest": "batch.find: largest needs a budget: set budget.gib",
-    "batch.find=largest budget.over_floor=0.1":
-        "budget.over_floor: needs a batch that is given, the floor depends on it: set budget.gib",
+    "batch.find=largest": "batch.find: largest needs a budget in bytes, such as budget=40GiB; got budget=none",
+    "batch.find=largest budget=floor+10%":
+        "batch.find: largest needs a budget in bytes, such as budget=40GiB; got budget=floor+10%",
     "batch.at_most=8": "batch.at_most: has no effect without batch.find, got 8",
-    "batch.find=fastest budget.gib=1 batch.profiles=[0]": "batch.profiles: must be >= 1, got 0",
-    "batch.find=fastest budget.gib=1 batch.profiles=[2] profile=gpt3-1024":
+    "batch.find=fastest budget=1GiB batch.profiles=[0]": "batch.profiles: must be >= 1, got 0",
+    "batch.find=fastest budget=1GiB batch.profiles=[2] profile=gpt3-1024":
         "batch.profiles: are measured, and the profile is another one; got [2]",
     "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
     "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
@@ -273,8 +271,8 @@ WRONG = {
     "run.keep=0": "run.keep: must be >= 1, got 0",
     "engine=ddp link.depth=3": "link.depth: has no effect with engine=ddp, got 3",
     "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got true",
-    "engine=ddp budget.over_floor=0.1": "budget.over_floor: has no effect with engine=ddp, got 0.1",
-    "engine=ddp budget.gib=1 budget.reserve_mib=1": "budget.reserve_mib: has no effect with engine=ddp, got 1",
+    "engine=ddp budget=floor+10%": "budget.limit: has no effect with engine=ddp, got floor+10%",
+    "engine=ddp budget=1GiB budget.reserve_mib=1": "budget.reserve_mib: has no effect with engine=ddp, got 1",
     "engine=fairscale link=emulated": (
         "link.name: an emulated link paces mdcs alone, not the messages of engine=fairscale"
     ),
@@ -307,7 +305,7 @@ def test_no_limit_is_left_unchecked():
 
 def test_a_saved_config_is_loaded_unchanged(tmp_path):
     for overrides in (
-        "strategy=greedy scheduler=fusion budget.gib=0.5 optimizer.betas=[0.8,0.9]",
+        "strategy=greedy scheduler=fusion budget=0.5GiB optimizer.betas=[0.8,0.9]",
         "strategy=joint model.frozen=[a*]",
     ):
         made = composed(*overrides.split())
@@ -318,7 +316,7 @@ def test_a_saved_config_is_loaded_unchanged(tmp_path):
 
 def test_the_config_of_ranks_on_another_host_is_without_the_profile_and_loaded_all_the_same(tmp_path):
     path = Path(__file__).parents[1] / "profile.json"
-    known = ("model=gpt2-tiny", "link=emulated", f"profile.path={path}", "budget.gib=1")
+    known = ("model=gpt2-tiny", "link=emulated", f"profile.path={path}", "budget=1GiB")
     made = composed(*known)
     there = replace(made, profile=replace(made.profile, path=None))
     checks.save(there, tmp_path / "config.yaml")
@@ -356,7 +354,7 @@ def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False, shaped_l
 
 def test_a_profile_is_taken_for_the_job_it_was_measured_with(tmp_path):
     profile = profile_of(tmp_path, "strategy=dp", "run.steps=7")
-    other_plan = ("strategy=fsdp", "scheduler=dear", "budget.gib=1", "run.accumulation=2")
+    other_plan = ("strategy=fsdp", "scheduler=dear", "budget=1GiB", "run.accumulation=2")
     assert composed(profile, *other_plan).profile.path == profile.partition("=")[2]
     assert composed(profile, "link=emulated", "link.rate_gbit=10").link.rate_gbit == 10
 

@@ -47,7 +47,7 @@ def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> 
         (tmp_path / name / "profile.json").write_text(profile.to_json())
         size = int(name.removeprefix("of_"))
         known.keep(dataclasses.replace(base, data=dataclasses.replace(base.data, batch_size=size)), tmp_path / name)
-    config = composed("batch.find=largest", f"budget.gib={budget / 2**30!r}", *overrides)
+    config = composed("batch.find=largest", f"budget='{budget}'", *overrides)
     return *batch.find(config, tmp_path / "job", QUIET, known=known), config
 
 
@@ -122,12 +122,12 @@ def test_a_calculated_profile_is_calculated_for_every_batch(tmp_path):
 def test_a_budget_below_one_sample_is_one_error(tmp_path):
     batches, reason, _ = found(tmp_path, 10**4, of_4=of_batch(4), of_16=of_batch(16))
     assert batches == batch.Found(())
-    assert reason.startswith("batch.find=largest: no batch fits, not even of one sample: budget.gib: even all")
+    assert reason.startswith("batch.find=largest: no batch fits, not even of one sample: budget: even all")
     assert reason.count("smallest budget is") == 1 and not (tmp_path / "job/plan.json").exists()
 
 
 def test_programs_that_train_take_a_number(tmp_path):
-    config = composed("batch.find=largest", "budget.gib=1")
+    config = composed("batch.find=largest", "budget=1GiB")
     for program in (jobs.run, functools.partial(jobs.prepare, "profile")):
         with pytest.raises(ConfigError, match=r"batch\.find: only mdcs plan finds a batch; here data\.batch_size says it"):
             program(config, tmp_path, QUIET)

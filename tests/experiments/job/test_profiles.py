@@ -70,7 +70,7 @@ def test_a_profile_with_recomputation_serves_jobs_without_and_not_the_other_way_
 
 def test_a_job_measures_recomputation_where_its_budget_needs_it_and_leaves_it_to_others(folder):
     plain = Profile.from_json((folder / "profile.json").read_text())
-    known, roomy, tight = Profiles(), composed("budget.over_floor=0"), composed(f"budget='{floor_bytes(plain) - 8}'")
+    known, roomy, tight = Profiles(), composed("budget=floor+0%"), composed(f"budget='{floor_bytes(plain) - 8}'")
     known.keep(roomy, folder)
     assert known.find(roomy) is not None and known.find(tight) is None and Profiles().find(tight) is None
     other = folder / "other"
@@ -184,9 +184,9 @@ def test_planning_starts_no_ranks_when_the_profile_is_known(folder):
     assert "predicted for one step" in done.stdout
     assert (folder / "out/plan.json").is_file() and (folder / "out/predicted_timeline.json").is_file()
     assert not (folder / "out/ran").exists()
-    infeasible = run(folder, plan, "budget.gib=1e-9", f"profile.path={PROFILE}")
+    infeasible = run(folder, plan, "budget=1e-9GiB", f"profile.path={PROFILE}")
     assert infeasible.returncode == 1
-    assert infeasible.stderr.startswith("failed: budget.gib: ") and "the smallest budget is" in infeasible.stderr
+    assert infeasible.stderr.startswith("failed: budget: ") and "the smallest budget is" in infeasible.stderr
 
 
 def test_profiling_measures_once_and_shows(tmp_path):

@@ -46,7 +46,7 @@ def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
     assert run(tmp_path, "strategy=dp", "profile.cache=false").ok
     for name in LEFT:
         shutil.copy(PROFILE, tmp_path / name)
-    known, asked = Profiles(), ("model.layers=3", "strategy=fsdp", "scheduler=dear", "budget.gib=0.5", "run.name=early")
+    known, asked = Profiles(), ("model.layers=3", "strategy=fsdp", "scheduler=dear", "budget=0.5GiB", "run.name=early")
     assert not run(tmp_path, *asked, known=known).ok
     assert not any((tmp_path / name).exists() for name in LEFT)
     assert known.find(composed(*asked)) is None and not cache_folder().exists()
@@ -56,7 +56,7 @@ def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
     row = analysis.load_run(tmp_path).row()
     assert (row["name"], row["status"], row["steps"]) == ("early", "failed", 0)
     assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("gpt2-tiny", "fsdp", "dear", 2)
-    assert (row["budget_gib"], row["emulated"], row["emulated_ranks"], row["engine"]) == (0.5, False, False, "mdcs")
+    assert (row["budget_bytes"], row["emulated"], row["emulated_ranks"], row["engine"]) == (2**29, False, False, "mdcs")
 
 
 def test_the_profile_that_a_job_names_stays_where_it_is(tmp_path):
@@ -99,8 +99,8 @@ def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_o
     ("overrides", "name"),
     [
         (("strategy=dp", "scheduler=fusion"), "dp fusion, gpt2-tiny, 2 ranks"),
-        (("strategy=joint", "budget.over_floor=0.3", "cluster.ranks=1"), "joint, floor+30%, gpt2-tiny, 1 rank"),
-        (("strategy=greedy", "budget.gib=0.5", "budget.schedule_share=0.25", "model=mlp", "data=digits",
+        (("strategy=joint", "budget=floor+30%", "cluster.ranks=1"), "joint, floor+30%, gpt2-tiny, 1 rank"),
+        (("strategy=greedy", "budget=0.5GiB", "budget.schedule_share=0.25", "model=mlp", "data=digits",
           "run.varied='batch_size=8'"), "greedy wfbp s=0.25 batch_size=8, 0.5GiB, mlp, 2 ranks"),
         (("engine=ddp", "cluster.ranks=4"), "ddp, gpt2-tiny, 4 ranks"),
         (("run.name=mine", "run.varied='seed=1'"), "mine"),
@@ -116,7 +116,7 @@ def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_chan
         "data.name": "stdlib_bytes", "data.batch_size": 8, "optimizer.name": "adam", "run.seed": 0, "link.depth": 2,
     }  # fmt: skip
     groups = {key.partition(".")[0] for key in settings}
-    assert not groups & {"tracker", "sweep", "tradeoff"} and "run.name" not in settings and "budget.gib" not in settings
+    assert not groups & {"tracker", "sweep", "tradeoff"} and "run.name" not in settings and "budget.limit" not in settings
     peers = job_event(resolve(composed("engine=ddp")))["settings"]
     assert not any(key.startswith(("strategy.", "scheduler.")) for key in peers) and "engine.bucket_mib" in peers
 

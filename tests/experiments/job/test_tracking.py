@@ -190,7 +190,7 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
     forced = dataclasses.replace(config, sweep=dataclasses.replace(config.sweep, force=True))
     show_sweep(forced, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])
     assert len(config.tracker.runs) == 2  # type: ignore[attr-defined]
-    assert (row["name"], row["budget_gib"], row["step_s"], row["overlap_ratio"]) == ("mine", 0.5, 0.1, None)
+    assert (row["name"], row["budget_bytes"], row["step_s"], row["overlap_ratio"]) == ("mine", 2**29, 0.1, None)
 
 
 def test_without_a_tracker_nothing_is_imported_or_shown(tmp_path):

@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_offline_is_rebuilt(tmp_path):
 
 
 def test_a_sweep_has_a_table_and_budget_against_step_time(tmp_path):
-    columns, rows = ("name", "budget_gib", "step_s"), [["a", 0.5, 0.2], ["b", None, 0.1], ["c", 1.0, 0.1]]
+    columns, rows = ("name", "budget_bytes", "step_s"), [["a", 0.5, 0.2], ["b", None, 0.1], ["c", 1.0, 0.1]]
     job = {"event": "job", "model": "mlp", "host": "here", "command": "mdcs train", "commit": "1f3a"}
     told(shown(tmp_path, "sweep"), dataclasses.replace(OFFLINE, private=True), ("event", job), ("table", columns, rows))
     read = Read(tmp_path)
@@ -141,7 +141,7 @@ def test_a_sweep_has_a_table_and_budget_against_step_time(tmp_path):
     tables = {row["runs._type"]: row["runs.nrows"] for row in read.history if "runs._type" in row}
     assert tables == {"table-file": 3}
     [chart] = [value for key, value in read.config.items() if key == "_wandb.visualize.step time over budget"]
-    assert chart["panel_config"]["fieldSettings"] == {"x": "budget_gib", "y": "step_s"}
+    assert chart["panel_config"]["fieldSettings"] == {"x": "budget_bytes", "y": "step_s"}
 
 
 # ---- online, of a stand-in

@@ -29,7 +29,7 @@ class MdcsTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **more)
         self.policy, self.budget, self.plan = policy, budget, plan
-        self.parallel: mdcs.Parallel | None = None
+        self.parallel: mdcs.Session | None = None
         self._mixed_mesh_grads = False  # else it looks at gradients, which may be gone
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -31,7 +31,7 @@ class MdcsStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**more)
         self._policy, self._budget, self._plan = policy, budget, plan
-        self.parallel: mdcs.Parallel | None = None
+        self.parallel: mdcs.Session | None = None
         self._evaluating = ExitStack()
 
     def configure_ddp(self) -> None:
@@ -50,7 +50,7 @@ class MdcsStrategy(DDPStrategy):
             self.parallel = self._started(lambda: super(MdcsStrategy, self).training_step(*args, **kwargs))
         return super().training_step(*args, **kwargs)
 
-    def _started(self, step: Callable[[], Any]) -> mdcs.Parallel:
+    def _started(self, step: Callable[[], Any]) -> mdcs.Session:
         module, [optimizer], trainer = self.lightning_module, self.optimizers, self.lightning_module.trainer
         units = mdcs.partition(module, self._policy)
         limit = trainer.gradient_clip_val or None

@@ -35,6 +35,7 @@ from mdcs.simulator.simulate import replay
 
 if TYPE_CHECKING:
     from mdcs.api.autoplan import autoplan
+    from mdcs.api.session import Session, resume
     from mdcs.api.start import parallelize
     from mdcs.checkpoint.directory import CheckpointError
     from mdcs.checkpoint.plain import read_checkpoint
@@ -46,16 +47,15 @@ if TYPE_CHECKING:
     from mdcs.runtime.errors import RunError
     from mdcs.runtime.gradient_scaling import LossScale
     from mdcs.runtime.initialization import materialize
-    from mdcs.runtime.parallel import Parallel, resume
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
     "autoplan": "mdcs.api.autoplan",
     "autoprofile": "mdcs.profiler.autoprofile",
     "measure_profile": "mdcs.profiler.model_profile",
-    "Parallel": "mdcs.runtime.parallel",
+    "Session": "mdcs.api.session",
     "parallelize": "mdcs.api.start",
-    "resume": "mdcs.runtime.parallel",
+    "resume": "mdcs.api.session",
     "CheckpointError": "mdcs.checkpoint.directory",
     "read_checkpoint": "mdcs.checkpoint.plain",
     "RunError": "mdcs.runtime.errors",
@@ -69,7 +69,7 @@ _LAZY = {
 __version__ = "0.1.0"
 __all__ = [
     "BatchScaling", "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job",
-    "Kind", "Link", "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy",
+    "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session", "Strategy",
     "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch", "make_plan",
     "materialize", "measure_profile", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip

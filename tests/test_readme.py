@@ -211,7 +211,7 @@ def test_the_api_that_is_named_exists(document):
     for name in re.findall(r"`mdcs\.([a-zA-Z_]+)[`(]", TEXT[document]):
         assert hasattr(mdcs, name), name
     for name in re.findall(r"`parallel\.([a-z_]+)\(", TEXT[document]):
-        assert hasattr(mdcs.Parallel, name), name
+        assert hasattr(mdcs.Session, name), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

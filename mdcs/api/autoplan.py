@@ -52,7 +52,7 @@ def autoplan(
     batches: Sequence[Any] | None = None,
     strategy: str | StrategyPlanner | JointPlanner = "greedy",
     scheduler: str | Scheduler | None = None,
-    budget: int | str | None = None,
+    budget: Budget | int | str | None = None,
     schedule_share: float | None = None,
     recompute: str | RecomputeRule = "auto",
     micro_steps: int = 1,

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mdcs.api.autoplan import SECONDS, require_measured, say_refusals_once
-from mdcs.api.in_loop import PlannedInLoop
-from mdcs.api.sharded_start import must_shard, why_not_measured
+from mdcs.api.loop_plan import LoopPlan, must_shard
+from mdcs.api.session import Session
+from mdcs.api.whole_model import WholeModel
 from mdcs.emulation import Emulation
 from mdcs.model.blocks import in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
 from mdcs.model.units import ModelUnit, partition
 from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
-from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, recompute_named
+from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
-from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.validation import RunOptions, refuse_parallelized
 from mdcs.sizes import Budget
 
@@ -39,12 +37,10 @@ def parallelize(
     *,
     budget: int | str | None = None,
     over_budget: str = "warn",
-    batches: Sequence[Any] | None = None,
     recompute: str | RecomputeRule = "auto",
     seconds: float = SECONDS,
     progress: bool = True,
     profiles: bool | str | Path = True,
-    replan_after: int | None = None,
     micro_steps: int | None = None,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
@@ -55,14 +51,15 @@ def parallelize(
     emulate: Emulation | None = None,
     init: InitFunction | None = None,
     device: torch.device | str = "cpu",
-) -> Parallel:
+) -> Session:
     """Train ``model`` in your own loop, within ``budget`` or as ``plan`` says.
 
-    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (or several, in
-    a list, each with some of the parameters) keeps its options and learning-rate schedules; its updates run on shards,
-    inside ``backward`` and the next forward. Messages have a process group of their own, so the loop may use ``group`` for
-    its collectives; where ``group`` has some of the ranks only, the groups of messages stay open after ``close()``. ``model`` may
-    be in DistributedDataParallel, which from then on only calls it, and both may come from ``accelerator.prepare``. Then::
+    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (or several,
+    in a list, each with some of the parameters) keeps its options and learning-rate schedules; its updates run on
+    shards, inside ``backward`` and the next forward. Messages have a process group of their own, so the loop may use
+    ``group`` for its collectives; where ``group`` has some of the ranks only, the groups of messages stay open after
+    ``close()``. ``model`` may be in DistributedDataParallel, which from then on only calls it, and both may come from
+    ``accelerator.prepare``. Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -71,22 +68,20 @@ def parallelize(
 
     - ``plan``: its hash is compared. None: the first step runs as with DistributedDataParallel. It is then measured for
       about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
-      are; all compiled code of the process is dropped, and compiled anew when it is used. Until then the model is whole on
-      every rank. Where its parameters, gradients and optimizer state are more than the budget in bytes, and for a model on the
-      meta device, the first steps run under a provisional plan instead, all units sharded, and are themselves what is measured.
+      are; all compiled code of the process is dropped, and compiled anew when it is used. Until then the model is whole
+      on every rank. Where its parameters, gradients and optimizer state are more than the budget in bytes, and for a
+      model on the meta device, the first steps run under a provisional plan instead, all units sharded, and are
+      themselves what is measured.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
-    - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
-    - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
-      them. The model is called with a batch's keywords (dict), arguments (tuple or list), or with the batch. For a loop that
-      calls parts of the model a batch is a function that runs the forward passes and returns the loss; then no profile is kept.
-    - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
-      True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
-      Nor is it where the model is sharded from the start.
-    - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
-    - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A whole
-      one's first step counts them, and is an error if there are others; a given plan has them.
-    - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
-      "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
+    - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made
+      here.
+    - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in
+      seconds. True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
+      Ignored when the model is sharded from the start.
+    - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A
+      whole one's first step counts them, and is an error if there are others; a given plan has them.
+    - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which
+      go on; "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
     - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
@@ -113,54 +108,36 @@ def parallelize(
     refuse_parallelized(model)
     units = partition(model) if units is None else units
     options = RunOptions(
-        clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
-    )
+        clip_norm=clip_norm, clip_value=clip_value, loss_scale=loss_scale, broadcast_buffers=broadcast_buffers,
+        timeout_s=timeout_s, emulate=emulate, init=init, device=with_index(device), over_budget=over_budget,
+    )  # fmt: skip
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if replan_after is not None and replan_after < 1:
-        raise ValueError(f"replan_after must be >= 1, got {replan_after}")
     if micro_steps is not None and micro_steps < 1:
         raise ValueError(f"micro_steps must be >= 1, got {micro_steps}")
     if plan is not None:
         if wanted.is_limit:
             raise ValueError("the plan has a budget already: give plan= or budget=")
-        if batches is not None:
-            raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
-        if rule not in (AUTO, KEEP):
-            raise ValueError("recompute= is for a plan that is made here: mdcs.autoplan(recompute=)")
-        if micro_steps is not None:
-            raise ValueError("micro_steps= is for a plan that is made here: mdcs.autoplan(micro_steps=)")
-        planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
-        planning["recompute"] = Planned() if plan.recompute else rule  # of a later plan
-        run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
-        run._is_sharded, _ = must_shard(units, optimizers, plan.budget)
-        run._was_in_pieces = is_meta
-        if replan_after is not None and (why := why_not_measured(options, group, plan, run._is_sharded)):
-            raise ValueError(f"replan_after={replan_after}: replan() {why}")
-        run._run(Engine(model, optimizers, plan, units, group, options))
-        return run
-    sharded, why = must_shard(units, optimizers, wanted.size)
+        for name, is_given in (("recompute", rule not in (AUTO, KEEP)), ("micro_steps", micro_steps is not None)):
+            if is_given:
+                raise ValueError(f"{name}= is for a plan that is made here: mdcs.autoplan({name}=)")
+        return Session(Engine(model, optimizers, plan, units, group, options), units, was_in_pieces=is_meta)
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
-    if sharded and batches is not None:
-        raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")
+    sharded, why = must_shard(units, optimizers, wanted.size)
     if sharded and rule not in (AUTO, KEEP):
         raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
     require_measured(wanted, (with_index(device) if is_meta else None) or units[0].parameters[0][1].device)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
-    planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
-    if batches is not None:
-        planning["batches"] = [None, *batches]  # None: the first step's own
-    run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
-    if progress and run.rank == 0:
+    folder = None if profiles is False else cache.cache_folder() if profiles is True else Path(profiles)
+    making = LoopPlan(
+        units, wanted, rule, cross_iteration=not options.needs_norm, seconds=seconds, progress=progress,
+        micro_steps=micro_steps, folder=folder,
+    )  # fmt: skip
+    if progress and (not dist.is_initialized() or dist.get_rank() == 0):
         for line in (in_words([(u.name, u.modules) for u in units]), why):
             if line:
                 print(f"mdcs: {line}", file=sys.stderr, flush=True)
     if sharded:
-        run._run_sharded(model, optimizers, micro_steps or 1)
-        return run
-    run._micro_steps = micro_steps
-    run._measure(model, optimizers)
-    if profiles is not False and not any(map(callable, batches or ())):  # what a function does is not known before it is called
-        run._folder = cache.cache_folder() if profiles is True else Path(profiles)
-    return run
+        return Session(making.begin(model, optimizers, options), units, making, was_in_pieces=True)
+    return Session(WholeModel(model, optimizers, units, options), units, making)

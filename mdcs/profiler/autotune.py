@@ -33,7 +33,8 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profiler.consensus import all_gather_object, barrier
 from mdcs.profiler.model_snapshot import preserve_model
-from mdcs.runtime.parallel import parallelize
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import current_meter
 
 ROUNDS, PERIODS = 2, 3
@@ -132,20 +133,25 @@ def run_periods(
         # The model's own weights are kept beside the plan's buffers, so the budget is exceeded.
         warnings.filterwarnings("ignore", r"rank \d+, step \d+: .* above the budget")
         # Buffers are restored: each rank's own may change, whatever the run's option will be.
-        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate, broadcast_buffers=False)
+        options = RunOptions(emulate=emulate, broadcast_buffers=False)
+        engine = Engine(model, Optimizers(optimizer), plan, list(units), None, options)
         try:
             for _ in range(_WARMUP + count + 1):  # one more: the last is cut short by drain()
                 for _ in range(plan.micro_steps):
                     (step() / plan.micro_steps).backward()
-                parallel.step()
+                engine.end_step()
                 used.append(time.process_time())
-                records += parallel.records()
-            parallel.drain()
+                records += engine.recorder.finished(engine.sequencer.step - 2, False)
+            engine.drain("drain()")
         except BaseException as e:
-            parallel.tell(e)
+            engine.failures.publish(e)
             raise
         finally:
-            parallel.undo(weights)
+            engine.end("")
+            for storage in engine.storages:
+                storage.guard.open()
+            for p, tensor in weights.items():
+                p.data, p.grad = tensor, None
     return [record.times for record in records[_WARMUP:]], (used[-1] - used[0]) / (len(used) - 1)
 
 

@@ -1,4 +1,4 @@
-"""A step of a loop, run as DistributedDataParallel runs it, and kept so that it can be measured: the first, or a later one.
+"""The first step of a loop, run as DistributedDataParallel runs it, and kept so that it can be measured.
 
 The loop's loss is not known here. Kept are the calls of the model with their arguments, the gradients of its outputs, and
 the bytes that the loss took: enough to run the same forward and backward passes through the model. Where the loop calls
@@ -7,7 +7,7 @@ parts of the model (``vae.decode(z)``), the calls of the units in it are kept, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,22 +44,16 @@ class Call:
     has_casts: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
 
-    def again(self, batch: Any) -> Any:
-        """Call the module again, with another ``batch`` (keywords, arguments or one argument) unless it is None."""
-        args, kwargs = self.args, self.kwargs
-        if isinstance(batch, Mapping):
-            args, kwargs = (), kwargs | dict(batch)
-        elif batch is not None:
-            args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    def again(self) -> Any:
+        """Call the module again."""
         with self.autocast():
-            return self.module(*args, **kwargs)
+            return self.module(*self.args, **self.kwargs)
 
 
 class FirstStep:
-    """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from step 1 on. Collective.
+    """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from now on. Collective.
 
     - ``parts``: modules whose calls are kept where they are not inside of one of the model, or of another.
-    - ``step``: the step's number.
     - ``micro_steps``: backward passes so far, without side passes (:class:`mdcs.model.hooks.Listener`).
     - ``accumulates``: the loop is in ``no_sync()``.
     - ``norm``: the gradients' norm before clipping, once reduced; None without ``clip_norm``.
@@ -67,10 +61,10 @@ class FirstStep:
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None,
-        clip_value: float | None = None, step: int = 1, loss_scale: LossScale | None = None, parts: Sequence[nn.Module] = (),
+        clip_value: float | None = None, loss_scale: LossScale | None = None, parts: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
-        self._step, self._loss_scale = step, loss_scale
-        self._model, self._optimizers, self._clip_norm, self._clip_value = model, optimizers, clip_norm, clip_value
+        self._model, self._optimizers, self._loss_scale = model, optimizers, loss_scale
+        self._clip_norm, self._clip_value = clip_norm, clip_value
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
         self._meter = current_meter(self._device)
@@ -81,7 +75,7 @@ class FirstStep:
         self.norm: float | None = None
         self.accumulates = False
         self.forget()
-        if self._world > 1 and step == 1:
+        if self._world > 1:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     broadcast(tensor.data, None)
@@ -176,7 +170,7 @@ class FirstStep:
         if not self._in_backward:
             if self._is_reduced:
                 raise RunError(
-                    f"rank {self._rank}, step {self._step}: backward ran again after clip_grad_norm_(): it comes after the last "
+                    f"rank {self._rank}, step 1: backward ran again after clip_grad_norm_(): it comes after the last "
                     "backward pass of a step, and step() or zero_grad() after it"
                 )
             self._in_backward = True
@@ -203,12 +197,12 @@ class FirstStep:
         """
         if not any(g is not None for call in self._calls for g in call.gradients):
             raise RunError(
-                f"rank {self._rank}, step {self._step}: step() needs a forward and a backward pass before it: {_ONE_CALL}"
+                f"rank {self._rank}, step 1: step() needs a forward and a backward pass before it: {_ONE_CALL}"
             )
         for name, p in self._model.named_parameters():
             if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
                 raise RunError(
-                    f"rank {self._rank}, step {self._step}: the gradient of {name} was changed by the loop. {WITH_GRADIENTS}"
+                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop. {WITH_GRADIENTS}"
                 )
         if self._is_reduced:
             return
@@ -262,33 +256,18 @@ class FirstStep:
 
     # -- again
 
-    def again(self, batch: Any = None) -> Tensor:
-        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs.
-
-        With another ``batch``, whose outputs may have other sizes, only their size is right, and so are the loss's bytes. A
-        ``batch`` that is a function runs passes of its own, and returns their loss: where the step called parts of the model
-        everything else raises RunError.
-        """
-        if callable(batch):
-            own: Tensor = batch()
-            return own
-        if batch is not None and any(call.module is not self._model for call in self._calls):
-            raise RunError(
-                f"rank {self._rank}, step {self._step}: the loop calls parts of the model, so what they do with a batch is not "
-                "known: give functions that return its loss, batches=[lambda: loss_of(model, batch)]"
-            )
+    def again(self) -> Tensor:
+        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs."""
         outputs: list[Tensor] = []
         with ExitStack() as autocast:  # whose outermost context has the copies of weights
             for call in self._calls:
                 if not call.has_casts:
                     autocast.close()
                     autocast.enter_context(call.autocast())
-                outputs += [t for t in tensors_in(call.again(batch)) if t.requires_grad]
+                outputs += [t for t in tensors_in(call.again()) if t.requires_grad]
         gradients = [g for call in self._calls for g in call.gradients]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
-        grown = sum(t.numel() for t, _ in pairs) / sum(g.numel() for _, g in pairs)
-        sized = [g if g.shape == t.shape else torch.full_like(t, 1 / t.numel()) for t, g in pairs]
-        loss: Tensor = _Loss.apply(sized, max(0, int(grown * self._loss_bytes)), *(t for t, _ in pairs))
+        loss: Tensor = _Loss.apply([g for _, g in pairs], max(0, self._loss_bytes), *(t for t, _ in pairs))
         return loss
 
     def in_words(self) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.emulation import Emulation
+from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ByClass, ModelUnit, partition
 from mdcs.plan.job import Job
 from mdcs.planner.pipeline import make_plan
@@ -18,7 +19,8 @@ from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile
-from mdcs.runtime.parallel import parallelize
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import MIB
 
 _WIDTH, _BLOCKS = 256, (4, 64)
@@ -56,13 +58,16 @@ def seconds_per_message(profile: Profile, device: torch.device) -> float:
     for blocks in _BLOCKS:
         model, optimizer, units = tiny(device)
         plan = make_plan(Job(profile), Uniform("zero2"), Partitioning(block_mib=_WIDTH * _WIDTH * 4 / MIB / blocks))
-        with parallelize(model, optimizer, plan, units, group=_alone(world), emulate=Emulation(0, plan.world)) as parallel:
-            ends = [time.perf_counter()]
+        options = RunOptions(emulate=Emulation(0, plan.world))
+        engine = Engine(model, Optimizers(optimizer), plan, units, _alone(world), options)
+        ends = [time.perf_counter()]
+        try:
             for _ in range(_STEPS):
                 forward(model).backward()
-                parallel.step()
+                engine.end_step()
                 ends.append(time.perf_counter())
-            parallel.close(whole=False)
+        finally:
+            engine.end("it was a measurement")
         steps = [b - a for a, b in zip(ends[2:], ends[3:], strict=False)]
         found.append((len(plan.messages), statistics.median(steps)))
     (few, short), (many, long) = found

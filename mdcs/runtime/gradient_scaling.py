@@ -8,7 +8,7 @@ et al., "Mixed Precision Training", 2018).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,47 @@ class LossScale:
         if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
             raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
         self.value, self.growth_interval, self._good = state["scale"], state["growth_interval"], state["_growth_tracker"]
+
+
+class Scaler:
+    """torch.amp.GradScaler's calls, for a loop that keeps its lines. Without a ``loss_scale`` it is one that is not enabled.
+
+    Its state is interchangeable with torch's.
+    """
+
+    def __init__(self, scale: LossScale | None, step: Callable[[torch.optim.Optimizer], object]) -> None:
+        self._scale, self._step = scale, step
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        return loss if self._scale is None else loss * self._scale.value
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: gradients are unscaled before they are clipped."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End an iteration, as ``optimizer.step()``. Its updates are left out if a gradient has overflowed on any rank."""
+        self._step(optimizer)
+
+    def update(self) -> None:
+        """Do nothing: the scale adapts when the gradients are reduced."""
+
+    def is_enabled(self) -> bool:
+        """Whether the run has a ``loss_scale``."""
+        return self._scale is not None
+
+    def get_scale(self) -> float:
+        """Return the factor on the loss: of the next backward pass once updates are done."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's."""
+        return {} if self._scale is None else self._scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of this one or of torch's."""
+        if self._scale is not None:
+            self._scale.load_state_dict(state)
 
 
 class UpdateScale:

@@ -17,10 +17,10 @@ from mdcs.torch_compat import abort, nccl_keeps_buffers, without_autograd
 
 SIDE_PASS = "a pass without gradients (no_grad), torch.autograd.grad, or a pass in no_sync()"
 CALLS = (
-    "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()",
-    "full_parameters()", "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
-    "optimizer_state_dict()", "replan()", "resume()", "state_dict()", "the broadcast of buffers",
-    SIDE_PASS,
+    "a change of plans", "abandon()", "checkpoint()", "close()", "drain()", "evaluate()",
+    "a forward pass in evaluate()", "full_parameters()", "full_parameters(writeback=True)", "gradients()",
+    "load_optimizer_state_dict()", "load_state_dict()", "optimizer_state_dict()", "resume()", "state_dict()",
+    "the broadcast of buffers", SIDE_PASS,
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`ProcessGroups.agree_on_call` can compare."""
 

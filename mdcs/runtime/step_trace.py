@@ -23,9 +23,9 @@ _UNREAD = 128  # iterations kept for :meth:`Recorder.finished`: bounds the memor
 class StepRecord:
     """One iteration, from one ``step()`` to the next.
 
-    - ``times``: seconds, without those of evaluations, checkpoints and :meth:`Parallel.pause`.
+    - ``times``: seconds, without those of evaluations, checkpoints and :meth:`Session.pause`.
     - ``bytes``, ``messages``: wire bytes and number of messages, by kind, of the period that begins with its backward.
-      :meth:`Parallel.drain` cuts the last period short: its gathers for the next forward are not included.
+      :meth:`Session.drain` cuts the last period short: its gathers for the next forward are not included.
     - ``over_budget``: most bytes by which a slot's measured peak exceeded the budget; 0 if none did, or nothing is
       measured.
     - ``slots_over_budget``: number of slots that exceeded it.

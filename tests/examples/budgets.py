@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mdcs
-from mdcs.api import autoplan, in_loop
+from mdcs.api import autoplan, loop_plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profile.recompute import NONE
 from tests.examples.test_programs import EXAMPLES, PROGRAMS, losses_of, torchrun
@@ -77,7 +77,7 @@ def tried(name: str, shares: Sequence[int], profiles: dict[int, mdcs.Profile]) -
                 most = max(most, time.monotonic() - began[0])
             return plans[-1]
 
-        with patch.object(autoplan, "autoprofile", profiled), patch.object(in_loop, "autoplan", planned):
+        with patch.object(autoplan, "autoprofile", profiled), patch.object(loop_plan, "autoplan", planned):
             try:
                 train(name, budget=f"{share}%", over_budget="raise", profiles=False)
             except InfeasibleBudget as error:

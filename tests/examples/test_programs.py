@@ -46,7 +46,7 @@ def losses_of(program: str) -> list[float]:
     ):
         warnings.simplefilter("ignore")
         variables: dict[str, Any] = runpy.run_path(program)
-        if isinstance(variables.get("parallel"), mdcs.Parallel):
+        if isinstance(variables.get("parallel"), mdcs.Session):
             variables["parallel"].close()
     if "accelerate" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

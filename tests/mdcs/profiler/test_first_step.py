@@ -134,18 +134,6 @@ def test_weights_are_cast_as_often_as_in_the_loop(calls: tuple[int, ...], enable
     assert (theirs.count, ours.count) == (casts, casts)
 
 
-@pytest.mark.parametrize("other", [{"x": torch.ones(9, 4), "add": 1.0}, (torch.ones(9, 4),), torch.ones(9, 4)])
-def test_the_passes_are_run_with_a_batch_of_another_size(other: Any) -> None:
-    net, _, first = begun()
-    net(x=batch(0))["logits"].mean().backward() if isinstance(other, dict) else one_output(net)
-    first.stop()
-    sizes: list[tuple[int, ...]] = []
-    net.last.register_full_backward_hook(lambda module, inputs, outputs: sizes.append(tuple(outputs[0].shape)))
-    first.again(other).backward()
-    first.again().backward()
-    assert sizes == [(9, 3), (5, 3)]
-
-
 def test_micro_steps_are_counted_and_passes_without_gradients_are_none() -> None:
     net, _, first = begun()
     with torch.no_grad():
@@ -174,7 +162,7 @@ def test_a_scaled_step_is_a_plain_one_and_an_overflow_is_left_out() -> None:
     scale = mdcs.LossScale(value=4.0, growth_interval=1)
     before = net.last.weight.clone()
     for step, factor in ((1, float("inf")), (2, 1.0)):
-        scaled = FirstStep(net, [optimizer], None, None, step, scale)
+        scaled = FirstStep(net, [optimizer], None, loss_scale=scale)
         (net(batch(0))["logits"].mean() * scale.value * factor).backward()
         scaled.finish()
         assert scale.value == 2.0 * step and scale.skipped == 1

@@ -59,7 +59,7 @@ def plan_for(how: How, world: int = 1) -> mdcs.Plan:
 
 
 def train(
-    plan: mdcs.Plan, device: Device, each: Callable[[mdcs.Parallel], object] = lambda parallel: None, **options: Any
+    plan: mdcs.Plan, device: Device, each: Callable[[mdcs.Session], object] = lambda parallel: None, **options: Any
 ) -> Trained:
     """A loop that pauses, evaluates and saves, every tensor of it on the device."""
     executor = CudaExecutor(CPU, device)
@@ -335,7 +335,7 @@ def test_asking_for_records_waits_for_nothing():
     device = Device(())
     asked: list[int] = []
 
-    def each(parallel: mdcs.Parallel) -> None:
+    def each(parallel: mdcs.Session) -> None:
         before = len(device.waits)
         asked.append(len(parallel.records()))
         assert len(device.waits) == before
@@ -359,7 +359,7 @@ def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monke
     device, plan, destroyed = Stuck(()), plan_for(How("zero2", "wfbp")), []
     monkeypatch.setattr(ProcessGroups, "destroy", lambda groups, failed=False: destroyed.append(failed))
 
-    def stop(parallel: mdcs.Parallel) -> None:
+    def stop(parallel: mdcs.Session) -> None:
         device.is_stuck = True
         monkeypatch.setattr(
             parallel._engine.transport.failures, "peer_failure", lambda: "rank 1 left the run in step 2: KeyError"
@@ -405,7 +405,7 @@ def broadcasts() -> tuple[list[tuple[str, int]], int, list[str], list[float]]:
             model.add_module("many", buffers)
             return model, optimizer
 
-        def each(parallel: mdcs.Parallel) -> None:
+        def each(parallel: mdcs.Session) -> None:
             for i, (_, buffer) in enumerate(buffers.named_buffers()):
                 buffer.fill_(i + 1 + 10 * dist.get_rank())
             steps.append(sent[:])

@@ -34,7 +34,7 @@ def other_start(job: Job) -> Setup:
     return made
 
 
-def steps(made: Setup, parallel: mdcs.Parallel, schedule: Any, numbers: range) -> None:
+def steps(made: Setup, parallel: mdcs.Session, schedule: Any, numbers: range) -> None:
     for step in numbers:
         one_step(made, parallel, step)
         schedule.step()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import in_loop
-from tests.mdcs.api.test_in_loop import blocks, quickly, texts
+from mdcs.api import loop_plan
+from tests.mdcs.api.test_session import blocks, quickly, texts
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import said
 from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for, profile_of, setup
@@ -71,7 +71,7 @@ def with_ddp(model: nn.Module, loss_of: Any, optimizer: torch.optim.Optimizer, s
     return *found, None if scaler is None else scaler.get_scale()
 
 
-def compared(wanted: Any, found: Any, parallel: mdcs.Parallel, plain: nn.Module, scaled: bool) -> list[str]:
+def compared(wanted: Any, found: Any, parallel: mdcs.Session, plain: nn.Module, scaled: bool) -> list[str]:
     """Differences from DDP; norms may differ by their rounding."""
     out = [what for what, i in (("losses", 0), ("steps", 2)) if str(wanted[i]) != str(found[i])]  # NaN is not equal to itself
     out += [] if found[1] == pytest.approx(wanted[1], rel=1e-5, nan_ok=True) else ["norms", str(wanted[1]), str(found[1])]
@@ -133,7 +133,7 @@ def in_the_loop(bad: tuple[int, ...], micro_steps: int, scaled: bool) -> list[st
     wanted = with_ddp(plain, loss_of, theirs, scaled, **options)
     scale = mdcs.LossScale(growth_interval=2) if scaled else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_loop, "autoplan", quickly)
+        patch.setattr(loop_plan, "autoplan", quickly)
         parallel = mdcs.parallelize(
             model, optimizer, clip_norm=LIMIT, loss_scale=scale, profiles=False, progress=False, timeout_s=20
         )
@@ -199,7 +199,7 @@ def losses_left_out() -> list[Any]:
             wanted = leave_out(lambda step: plain.loss(ddp, plain.batch(step, 0, dist.get_rank())), theirs, idiom)  # noqa: B023
             units, options = mdcs.partition(made.model, made.policy), {"timeout_s": 20, **waits.get(idiom, {})}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(in_loop, "autoplan", quickly)
+                patch.setattr(loop_plan, "autoplan", quickly)
                 if strategy:
                     how = How(strategy, scheduler, seed=3)
                     plan = plan_for(job, how, profile_of(job, how, made, units, ours))

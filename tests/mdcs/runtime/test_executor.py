@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import mdcs
-from mdcs.runtime import engine, parallel
+from mdcs.api import start
+from mdcs.runtime import engine
 from mdcs.runtime.executor import CudaExecutor, executor_for
 from tests.mdcs.runtime.devices import (
     CONTRACT,
@@ -190,9 +191,10 @@ def test_cuda_without_a_number_is_the_current_device(fake_cuda: SimpleNamespace,
     executor = executor_for(torch.device("cuda"))
     executor.limit(1_000_000_000)
     assert isinstance(executor, CudaExecutor) and executor.device == torch.device("cuda", 1)
-    monkeypatch.setattr(parallel, "Engine", lambda *arguments: arguments)
-    monkeypatch.setattr(parallel, "Parallel", lambda made, units: made)
-    *_, options = parallel.parallelize(None, torch.optim.SGD([torch.zeros(1)]), None, [], device="cuda")  # type: ignore[arg-type, misc]
+    monkeypatch.setattr(start, "Engine", lambda *arguments: arguments)
+    monkeypatch.setattr(start, "Session", lambda made, *_, **__: made)
+    linear = torch.nn.Linear(1, 1)
+    *_, options = start.parallelize(linear, torch.optim.SGD(linear.parameters()), object(), [], device="cuda")  # type: ignore[arg-type, misc]
     assert options.device == torch.device("cuda", 1)
 
 

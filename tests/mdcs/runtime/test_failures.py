@@ -66,7 +66,7 @@ def errors(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[
     return outcomes
 
 
-def step(made: Setup, parallel: mdcs.Parallel, number: int) -> None:
+def step(made: Setup, parallel: mdcs.Session, number: int) -> None:
     made.loss(made.model, made.batch(number, 0, dist.get_rank())).backward()
     parallel.step()
 
@@ -74,7 +74,7 @@ def step(made: Setup, parallel: mdcs.Parallel, number: int) -> None:
 @contextmanager
 def training(
     strategy: str = "fsdp", scheduler: str = "wfbp", collectives: Collectives = NATIVE, **job: Any
-) -> Iterator[tuple[Setup, mdcs.Parallel]]:
+) -> Iterator[tuple[Setup, mdcs.Session]]:
     how = How(strategy, scheduler, seed=1, collectives=collectives)
     with parallel_for(Job("tied", **job), how, timeout_s=TIMEOUT_S) as (made, parallel, _):
         yield made, parallel
@@ -294,7 +294,7 @@ def test_a_backward_that_raised_cannot_be_ignored(ranks: Ranks):
 # ---- ranks that die, hang or fail
 
 
-def until_another_leaves(parallel: mdcs.Parallel) -> None:
+def until_another_leaves(parallel: mdcs.Session) -> None:
     deadline = time.monotonic() + 30
     while not parallel._engine.failures.peer_failure() and time.monotonic() < deadline:
         time.sleep(0.1)

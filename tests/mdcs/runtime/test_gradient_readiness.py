@@ -46,7 +46,7 @@ def plan_of(made: Setup, job: Job, strategy: str, *, cross_iteration: bool = Tru
     return on_rank_zero(lambda: mdcs.make_plan(asked, Uniform(strategy), scheduler))
 
 
-def issued_inside(parallel: mdcs.Parallel) -> list[int]:
+def issued_inside(parallel: mdcs.Session) -> list[int]:
     """The messages, by their place in the plan, that are issued while compute is in a slot, as they are."""
     sequencer, transport = parallel._engine.sequencer, parallel._engine.transport
     issue, seen = transport.issue, list[int]()

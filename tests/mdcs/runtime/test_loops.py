@@ -48,7 +48,7 @@ def how(strategy: str, **options: Any) -> How:
     return How(strategy, "random" if strategy == "random" else "priority", seed=4, **options)
 
 
-def one_step(made: Setup, parallel: mdcs.Parallel, number: int = 0) -> float:
+def one_step(made: Setup, parallel: mdcs.Session, number: int = 0) -> float:
     loss = made.loss(made.model, made.batch(number, 0, dist.get_rank()))
     loss.backward()
     parallel.step()

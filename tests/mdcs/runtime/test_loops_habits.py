@@ -39,7 +39,7 @@ Step = Callable[[int], None]
 # ---- around the steps
 
 
-def in_another_default_type(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def in_another_default_type(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         for i in range(JOB.steps):
@@ -48,7 +48,7 @@ def in_another_default_type(made: Setup, parallel: mdcs.Parallel, step: Step) ->
         torch.set_default_dtype(torch.float32)
 
 
-def on_another_default_device(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def on_another_default_device(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     batch = made.batch(9, 0, 0)
     for i in range(JOB.steps):
         step(i)
@@ -71,7 +71,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor(i)
 
 
-def with_workers(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def with_workers(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     """Which are forked while messages are in flight."""
     # The tests' ranks are daemons, and those may have no children.
     multiprocessing.process.current_process()._config.pop("daemon", None)
@@ -79,19 +79,19 @@ def with_workers(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
         step(int(i))
 
 
-def in_a_thread(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def in_a_thread(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     thread = threading.Thread(target=lambda: [step(i) for i in range(JOB.steps)])
     thread.start()
     thread.join()
 
 
-def profiled(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def profiled(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     with torch.profiler.profile(profile_memory=True):
         for i in range(JOB.steps):
             step(i)
 
 
-def deterministic(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def deterministic(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     """New memory is then filled with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -101,7 +101,7 @@ def deterministic(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def leaving_out_losses(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def leaving_out_losses(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     """Batches whose loss is not finite, say: no backward pass."""
     for i in range(JOB.steps):
         made.loss(made.model, made.batch(88, 0, 0))
@@ -109,14 +109,14 @@ def leaving_out_losses(made: Setup, parallel: mdcs.Parallel, step: Step) -> None
         step(i)
 
 
-def compiled_later(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def compiled_later(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     step(0)
     made.model.compile(backend="eager")
     step(1)
     step(2)
 
 
-def with_random_numbers(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def with_random_numbers(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     """The loop's are its own."""
     before = torch.get_rng_state()
     for i in range(JOB.steps):
@@ -125,7 +125,7 @@ def with_random_numbers(made: Setup, parallel: mdcs.Parallel, step: Step) -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def with_an_averaged_model(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def with_an_averaged_model(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     """An average is a plain model: its passes drive no plan."""
     with parallel.full_parameters():
         average = torch.optim.swa_utils.AveragedModel(made.model)
@@ -136,7 +136,7 @@ def with_an_averaged_model(made: Setup, parallel: mdcs.Parallel, step: Step) -> 
     made.loss(average, made.batch(9, 0, 0)).backward()
 
 
-def exported(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def exported(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     for i in range(JOB.steps):
         step(i)
         with parallel.full_parameters(), torch.no_grad(), warnings.catch_warnings():
@@ -144,14 +144,14 @@ def exported(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
             torch.jit.trace(made.model, made.batch(9, 0, 0)["tokens"])
 
 
-def with_collectives(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def with_collectives(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     for i in range(JOB.steps):
         step(i)
         dist.barrier()
         dist.all_reduce(torch.ones(3))
 
 
-def reloading(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
+def reloading(made: Setup, parallel: mdcs.Session, step: Step) -> None:
     for i in range(JOB.steps):
         parallel.load_state_dict(parallel.state_dict())
         step(i)
@@ -269,51 +269,51 @@ def test_one_optimizer_for_two_models(two: Ranks):
 # ---- refused
 
 
-def two_backwards(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def two_backwards(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     loss = made.loss(made.model, made.batch(1, 0, 0))
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def two_forwards(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def two_forwards(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     losses = [made.loss(made.model, made.batch(i, 0, 0)) for i in range(2)]
     for loss in losses:
         loss.backward()
 
 
-def keep_the_graph(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def keep_the_graph(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made.loss(made.model, made.batch(1, 0, 0)).backward(create_graph=True)
 
 
-def take_gradients_of_functions(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def take_gradients_of_functions(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     torch.func.grad(lambda scale: scale * made.loss(made.model, made.batch(1, 0, 0)))(torch.ones(()))
 
 
-def set_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def set_gradients(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     for p in made.model.parameters():
         p.grad = torch.zeros(p.shape)
 
 
-def zero_by_hand(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def zero_by_hand(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     for p in made.model.parameters():
         p.grad = None
 
 
-def zero_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def zero_gradients(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     optimizer.zero_grad()
 
 
-def clip_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def clip_gradients(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
 
 
-def clip_each(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def clip_each(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     """As DINO does."""
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     for p in made.model.parameters():
@@ -321,84 +321,84 @@ def clip_each(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
             p.grad.data.mul_(0.5)
 
 
-def judge_another(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def judge_another(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     """The generator's loss goes through the discriminator, which is parallel, too."""
     made.loss(made.model, made.batch(1, 0, 0)).backward()  # the generator's
     one_step(made, parallel, 1)  # the discriminator's
 
 
-def freeze(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def freeze(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     parallel.drain()
     made.model.norm.requires_grad_(False)
     one_step(made, parallel, 1)
 
 
-def replace_a_weight(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def replace_a_weight(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.model.norm.weight = nn.Parameter(torch.ones(6))
     one_step(made, parallel, 1)
 
 
-def replace_a_layer(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def replace_a_layer(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.model.norm = nn.LayerNorm(6)
     one_step(made, parallel, 1)
 
 
-def add_a_group(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def add_a_group(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     one_step(made, parallel, 1)
 
 
-def hook_the_optimizer(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def hook_the_optimizer(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     optimizer.register_step_post_hook(lambda *_: None)
     one_step(made, parallel, 1)
 
 
-def copy_the_optimizer(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def copy_the_optimizer(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     copy.deepcopy(optimizer)
 
 
-def wrap_in_ddp(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def wrap_in_ddp(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     nn.parallel.DistributedDataParallel(made.model)
 
 
-def save_in_an_evaluation(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def save_in_an_evaluation(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     with parallel.evaluate():
         parallel.state_dict()
 
 
-def evaluate_whole(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def evaluate_whole(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     with parallel.full_parameters(), parallel.evaluate():
         pass
 
 
-def train_whole(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def train_whole(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     with parallel.full_parameters():
         one_step(made, parallel, 1)
 
 
-def close_in_an_evaluation(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def close_in_an_evaluation(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     with parallel.evaluate():
         parallel.close()
 
 
-def save_in_an_iteration(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def save_in_an_iteration(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     made.loss(made.model, made.batch(1, 0, 0))
     parallel.state_dict()
 
 
-def step_after_close(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def step_after_close(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     parallel.close()
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     parallel.step()
 
 
-def save_after_close(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+def save_after_close(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     parallel.close()
     parallel.state_dict()
 
 
 TAKEN = "weight.grad does not hold the gradient between backward and step()"
-REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
+REFUSED: dict[Callable[[Setup, mdcs.Session, Any], None], tuple[str, ...]] = {
     two_backwards: ("backward ran again before optimizer.step()", "with parallel.no_sync()"),
     two_forwards: ("backward ran again before optimizer.step()",),
     keep_the_graph: ("norm.weight: backward(create_graph=True) is not supported",),
@@ -462,7 +462,7 @@ def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
 
 # ---- ranks that do not do the same
 
-ALONE: dict[str, Callable[[mdcs.Parallel], Any]] = {
+ALONE: dict[str, Callable[[mdcs.Session], Any]] = {
     "evaluate()": lambda parallel: parallel.evaluate().__enter__(),
     "state_dict()": lambda parallel: parallel.state_dict(rank0_only=True),
     "full_parameters()": lambda parallel: parallel.full_parameters(rank0_only=True).__enter__(),

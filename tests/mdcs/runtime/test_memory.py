@@ -75,7 +75,7 @@ def profiled(job: Job, **shape: Any) -> tuple[Setup, Any, Profile]:
     return made, optimizer, merge_profiles(profile)
 
 
-def run(job: Job, made: Setup, parallel: mdcs.Parallel, steps: range, schedule: Any = None) -> None:
+def run(job: Job, made: Setup, parallel: mdcs.Session, steps: range, schedule: Any = None) -> None:
     for step in steps:
         for micro in range(job.micro_steps):
             loss = made.loss(made.model, made.batch(step, micro, dist.get_rank())) / job.micro_steps

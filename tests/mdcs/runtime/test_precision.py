@@ -84,7 +84,7 @@ def beside_a_plain_loop(job: Job, how: How, value: float) -> dict[str, Any]:
     }
 
 
-def masters_of(parallel: mdcs.Parallel) -> dict[str, torch.Tensor]:
+def masters_of(parallel: mdcs.Session) -> dict[str, torch.Tensor]:
     """Return the state dict in the precision that is updated."""
     whole = parallel.state_dict()
     for u, storage in enumerate(parallel._engine.storages):

@@ -24,7 +24,7 @@ from tests.mdcs.runtime.training import How, Job, Setup, plan_for, profile_of, s
 Losses = list[float]
 
 
-def nano_gpt(made: Setup, ddp: nn.Module | None, parallel: mdcs.Parallel | None, optimizer: torch.optim.Optimizer) -> Losses:
+def nano_gpt(made: Setup, ddp: nn.Module | None, parallel: mdcs.Session | None, optimizer: torch.optim.Optimizer) -> Losses:
     """A rate set by hand in every iteration, accumulation, clipping, a moving average, evaluation in between."""
     rank, steps, micro_steps = dist.get_rank(), 4, 2
     model = ddp or made.model
@@ -60,7 +60,7 @@ def nano_gpt(made: Setup, ddp: nn.Module | None, parallel: mdcs.Parallel | None,
     return losses
 
 
-def fine_tuning(made: Setup, ddp: nn.Module | None, parallel: mdcs.Parallel | None, optimizer: torch.optim.Optimizer) -> Losses:
+def fine_tuning(made: Setup, ddp: nn.Module | None, parallel: mdcs.Session | None, optimizer: torch.optim.Optimizer) -> Losses:
     """Frozen layers, warm-up, gradients zeroed first, the loss averaged over ranks for the log, the best weights kept."""
     rank = dist.get_rank()
     model = ddp or made.model
@@ -87,7 +87,7 @@ def fine_tuning(made: Setup, ddp: nn.Module | None, parallel: mdcs.Parallel | No
     return losses
 
 
-def res_net(made: Setup, ddp: nn.Module | None, parallel: mdcs.Parallel | None, optimizer: torch.optim.Optimizer) -> Losses:
+def res_net(made: Setup, ddp: nn.Module | None, parallel: mdcs.Session | None, optimizer: torch.optim.Optimizer) -> Losses:
     """An evaluation in inference mode after every epoch, on rank 0's statistics; StepLR by epoch."""
     rank = dist.get_rank()
     model = ddp or made.model

@@ -84,7 +84,7 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     profile = profile_of(job, how, made, units, optimizer)
     losses = []
 
-    def start(seed: int) -> mdcs.Parallel:
+    def start(seed: int) -> mdcs.Session:
         plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps, made, units))
         return stack.enter_context(mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20))
 

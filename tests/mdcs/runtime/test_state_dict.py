@@ -57,7 +57,7 @@ def evaluate(model: str, how: How) -> dict[str, bool]:
     return {"equal": all(torch.equal(loss, wanted) for loss in twice), "as before": after == before}
 
 
-def storage_sizes(parallel: mdcs.Parallel) -> list[int]:
+def storage_sizes(parallel: mdcs.Session) -> list[int]:
     return [s.flat_params[0].untyped_storage().nbytes() for s in parallel._engine.storages]
 
 
@@ -183,7 +183,7 @@ def load_and_train_on(how: How) -> dict[str, Any]:
         return {"same": same, "continued": differing(_continue(made, parallel), continued)}
 
 
-def _continue(made: Setup, parallel: mdcs.Parallel) -> dict[str, Tensor]:
+def _continue(made: Setup, parallel: mdcs.Session) -> dict[str, Tensor]:
     for step in (2, 3):
         made.loss(made.model, made.batch(step, 0, dist.get_rank())).backward()
         parallel.step()

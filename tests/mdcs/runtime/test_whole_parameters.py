@@ -30,7 +30,7 @@ def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 @contextmanager
-def parallel_with(name: str, how: How, model: str = "tied") -> Iterator[tuple[Setup, mdcs.Parallel, list[torch.optim.Optimizer]]]:
+def parallel_with(name: str, how: How, model: str = "tied") -> Iterator[tuple[Setup, mdcs.Session, list[torch.optim.Optimizer]]]:
     made = setup(model)
     optimizers = optimizers_of(name, made.model)
     units, job = mdcs.partition(made.model, made.policy), Job(model, optimizer=f"several {name}")

@@ -456,7 +456,7 @@ def plan_for(job: Job, how: How, profile: Profile, model: nn.Module | None = Non
 @contextmanager
 def parallel_for(
     job: Job, how: How, made: Setup | None = None, *, plan: mdcs.Plan | None = None, timeout_s: float = 20.0
-) -> Iterator[tuple[Setup, mdcs.Parallel, torch.optim.Optimizer]]:
+) -> Iterator[tuple[Setup, mdcs.Session, torch.optim.Optimizer]]:
     made = made or setup(job.model, job.double)
     optimizer = optimizer_for(job.optimizer, made.model)
     units = mdcs.partition(made.model, made.policy)
@@ -468,7 +468,7 @@ def parallel_for(
         yield made, parallel, optimizer
 
 
-def train(job: Job, made: Setup, parallel: mdcs.Parallel, optimizer: Any, steps: int | None = None) -> list[float]:
+def train(job: Job, made: Setup, parallel: mdcs.Session, optimizer: Any, steps: int | None = None) -> list[float]:
     rank, losses = dist.get_rank(), []
     scheduler = job.scheduler(optimizer)
     for step in range(job.steps if steps is None else steps):

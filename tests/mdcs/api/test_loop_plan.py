@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import in_loop, sharded_start
-from mdcs.emulation import Emulation
+from mdcs.api import loop_plan, session
 from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profiler.link_timing import MeasuredLink
@@ -27,7 +26,7 @@ from mdcs.runtime.handover import Handover
 from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
-from tests.mdcs.api.test_in_loop import OPTIMIZERS, Autoencoder, Block, Skipping, methods, passes, texts
+from tests.mdcs.api.test_session import OPTIMIZERS, Autoencoder, Block, Skipping, methods, passes, texts
 
 STEPS = 6
 
@@ -96,7 +95,7 @@ def linked(device: torch.device, **_: Any) -> MeasuredLink:
 
 def train(
     name: str, ours: bool, *, optimizer: str = "adam", micro_steps: int = 1, clip_norm: float | None = None, meta: bool = False,
-    budget: float | None = 0.8, replans: int = 0,
+    budget: float | None = 0.8,
 ) -> Any:  # fmt: skip
     """The same lines for both. ``budget``: in parts of what the model takes whole."""
     torch.manual_seed(0)
@@ -123,8 +122,6 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step)
     losses: list[float] = []
     for step in range(STEPS):
-        if ours and step == replans > 0:
-            parallel.replan()
         if name == "skipping":
             inner.left_out = (step % 3,) if dist.get_rank() else ()
         losses += passes(model, loss_of, step, micro_steps, None if ours else clip_norm)
@@ -145,9 +142,9 @@ def train(
 def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Differences from DDP's values, and the names of the units that the plan knows to be used elsewhere."""
     warnings.simplefilter("ignore")
-    plain = {k: v for k, v in options.items() if k not in ("budget", "meta", "replans")}
+    plain = {k: v for k, v in options.items() if k not in ("budget", "meta")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_start, "measure_link", linked)
+        patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
         wanted, found = train(name, False, **plain), train(name, True, **options)
     out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
@@ -163,7 +160,7 @@ def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]
     [
         ("blocks", {}, []),
         ("blocks", {"micro_steps": 2, "budget": 0.95}, []),
-        ("blocks", {"optimizer": "sgd", "clip_norm": 1e6, "replans": 4}, []),
+        ("blocks", {"optimizer": "sgd", "clip_norm": 1e6}, []),
         ("blocks", {"meta": True, "budget": None}, []),
         ("shuffled", {}, []),
         ("skipping", {}, []),
@@ -202,7 +199,7 @@ def measured_bytes(share: float) -> dict[str, Any]:
         self._reset_peaks()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_start, "measure_link", linked)
+        patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(ShimMeter, "reset", restarted)
         with contextlib.redirect_stderr(said):
             parallel = mdcs.parallelize(model, optimizer, budget=int(share * whole), seconds=0.5, timeout_s=30)
@@ -249,12 +246,12 @@ def test_a_budget_that_no_plan_can_keep_is_refused_on_every_rank(two):
 def test_what_is_chosen_is_said():
     model = blocks()
     optimizers, units = Optimizers(torch.optim.Adam(model.parameters())), mdcs.partition(model)
-    assert sharded_start.must_shard(units, optimizers, None) == (False, "")
-    sharded, said = sharded_start.must_shard(units, optimizers, 1 << 30)
+    assert loop_plan.must_shard(units, optimizers, None) == (False, "")
+    sharded, said = loop_plan.must_shard(units, optimizers, 1 << 30)
     assert not sharded and said.endswith("MiB of a budget of 1024.0 MiB: whole in the first step")
     with torch.device("meta"):
         model = blocks()
-    sharded, said = sharded_start.must_shard(mdcs.partition(model), Optimizers(torch.optim.Adam(model.parameters())), None)
+    sharded, said = loop_plan.must_shard(mdcs.partition(model), Optimizers(torch.optim.Adam(model.parameters())), None)
     assert sharded and said == "the model is on the meta device: it is sharded from the start"
 
 
@@ -269,12 +266,11 @@ def test_the_first_step_of_a_model_that_is_whole_has_as_many_micro_steps_as_were
         parallel.step()
 
 
-@pytest.mark.parametrize("option", [{"batches": [torch.ones(2, 8)]}, {"recompute": "all"}])
-def test_what_is_measured_by_passes_of_its_own_needs_a_model_that_fits_whole(option):
+def test_what_is_measured_by_passes_of_its_own_needs_a_model_that_fits_whole():
     with torch.device("meta"):
         model = blocks()
-    with pytest.raises(ValueError, match=f"{next(iter(option))}= needs a model that fits whole in the first step"):
-        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), progress=False, **option)
+    with pytest.raises(ValueError, match="recompute= needs a model that fits whole in the first step"):
+        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), progress=False, recompute="all")
 
 
 def test_nothing_is_left_of_a_run_that_ends_before_its_plan():
@@ -321,7 +317,7 @@ def without_a_next_engine() -> str:
         return Engine(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(in_loop, "Engine", full)
+        patch.setattr(session, "Engine", full)
         with mdcs.parallelize(model, optimizer, progress=False, timeout_s=30) as parallel:
             for step in range(2):
                 texts(model, step).backward()
@@ -378,7 +374,7 @@ def closed_in_pieces(meta: bool) -> tuple[list[str], str]:
     limit = int(0.72 * whole_bytes(mdcs.partition(model), Optimizers(optimizer)))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(sharded_start, "measure_link", linked)
+        patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
         with mdcs.parallelize(model, optimizer, budget=limit, progress=False, timeout_s=30, seconds=0.5) as parallel:
             for step in range(STEPS):
@@ -402,41 +398,3 @@ def test_a_run_whose_budget_has_no_room_for_the_whole_model_ends_in_pieces(two, 
     assert len(first[0]) == 1 and "parallel.checkpoint" in first[0][0] and other[0] == []
     for _, error in (first, other):
         assert "is in pieces" in error and "MiB of a budget of" in error
-
-
-def planned_before(ways: str) -> list[bool] | None:
-    """A plan that was made before, for a model that does not fit whole: its new plan comes of steps in pieces."""
-    torch.manual_seed(0)
-    model, found = blocks(), []
-    optimizer = torch.optim.Adam(model.parameters())
-    units = mdcs.partition(model)
-    limit = int(0.9 * whole_bytes(units, Optimizers(optimizer)))
-    updates = {"emulate": Emulation(0, 2)} if ways == "emulate" else {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_start, "measure_link", linked)
-        patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
-        plan = sharded_start.plan_of_nothing(
-            units, Optimizers(optimizer), limit, micro_steps=1, cross_iteration=True, device=torch.device("cpu")
-        )
-        if updates:
-            with pytest.raises(ValueError, match="replan_after=2"):
-                mdcs.parallelize(model, optimizer, plan, units, replan_after=2, **updates)
-            return None
-        with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30, seconds=0.5, progress=False) as parallel:
-            for step in range(STEPS):
-                if step == 1:
-                    parallel.replan()
-                    found.append(all(s.strategy.sharded for s in parallel._engine.storages) and parallel._first is None)
-                texts(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(parallel.plan is not plan)
-            return found
-
-
-def test_a_given_plan_for_a_model_that_does_not_fit_whole_is_replanned_in_pieces(two):
-    assert two.run(planned_before, "") == [[True, True]] * 2
-
-
-def test_a_run_that_cannot_be_replanned_says_so_at_its_start(two):
-    assert two.run(planned_before, "emulate") == [None, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import in_loop
+from mdcs.api import loop_plan
 from mdcs.model.inputs import INPUTS
 from mdcs.planner.recompute import is_measured
 from mdcs.planner.schedulers.priority import Priority
@@ -24,6 +23,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
+from mdcs.sizes import Budget
 
 STEPS = 4
 
@@ -37,7 +37,7 @@ def quickly(
     profile = merge_profiles(measure_profile(model, units, step, optimizer, world=2, link=link, iterations=1))
     planner = Uniform(strategy) if strategy else Greedy()
     job = mdcs.Job(profile, micro_steps, cross_iteration)
-    return on_rank_zero(lambda: mdcs.make_plan(job, planner, Priority(), budget=budget))
+    return on_rank_zero(lambda: mdcs.make_plan(job, planner, Priority(), budget=Budget.of(budget).size))
 
 
 class Block(nn.Module):
@@ -147,10 +147,8 @@ def passes(model: Any, loss_of: Any, step: int, micro_steps: int, clip_norm: flo
     return losses
 
 
-def loop(
-    name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, clip_norm: float | None = None, replans: int = 0
-) -> Any:  # fmt: skip
-    """The same lines for both: the losses, the weights, and random numbers at the end. ``replans``: before which step."""
+def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, clip_norm: float | None = None) -> Any:
+    """The same lines for both: the losses, the weights, and random numbers at the end."""
     make, loss_of, optimizer_name = JOBS[name]
     torch.manual_seed(dist.get_rank() if ours else 0)  # ours begins with rank 0's weights, as DDP does
     model: Any = make()
@@ -164,16 +162,14 @@ def loop(
                 model, optimizer, budget=budget, clip_norm=clip_norm, seconds=0.5, progress=False, timeout_s=30
             )
         optimizer = parallel.optimizer
+        assert not hasattr(parallel, "plan")
+        with pytest.raises(mdcs.RunError, match="no plan before the end of this step"):
+            parallel.memory()
     else:
         model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
     losses: list[float] = []
     for step in range(STEPS):
-        if ours and step == replans > 0:
-            plan = parallel.plan
-            parallel.replan()
-            with pytest.raises(RuntimeError, match="no plan before the end of this step"):
-                assert parallel.plan is None
         losses += passes(model, loss_of, step, micro_steps, None if ours else clip_norm)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -185,9 +181,7 @@ def loop(
         return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, numbers, optimizer.state_dict()
     state, saved = parallel.state_dict(), optimizer.state_dict()
     assert parallel.steps == STEPS and parallel.plan.micro_steps == micro_steps
-    measured = {1, replans + 1} if replans else {1}  # by their numbers
-    assert [r.step for r in parallel.records(flush=True)] == sorted(set(range(1, STEPS + 1)) - measured)
-    assert not replans or parallel.plan is not plan
+    assert [r.step for r in parallel.records(flush=True)] == list(range(2, STEPS + 1))
     if budget is not None:
         assert parallel.plan.prediction.peak_bytes <= parallel.plan.budget
     parallel.close()
@@ -195,26 +189,9 @@ def loop(
     return losses, state, numbers, saved
 
 
-def both_replanned(name: str, options: dict[str, Any]) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_loop, "autoplan", quickly)
-        return both(name, options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("blocks", {"micro_steps": 2}), ("blocks", {"clip_norm": 1e6}), ("images", {}), ("pairs", {}), ("autocast", {}),
-        ("methods", {}), ("methods", {"micro_steps": 2}),
-    ],
-)  # fmt: skip
-def test_a_new_plan_in_a_running_job_leaves_every_step_ddps(two, name, options):
-    assert two.run(both_replanned, name, options | {"replans": 2}, timeout_s=100.0) == [[], []]
-
-
 def both(name: str, options: dict[str, Any]) -> list[str]:
     """Names of values that differ from DDP's."""
-    plain = {k: v for k, v in options.items() if k not in ("budget", "replans")}
+    plain = {k: v for k, v in options.items() if k != "budget"}
     wanted, found = loop(name, False, **plain), loop(name, True, **options)
     out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
     out += [key for key, value in wanted[1].items() if "running" not in key and not torch.equal(value, found[1][key])]
@@ -232,6 +209,7 @@ def both(name: str, options: dict[str, Any]) -> list[str]:
             pytest.param(name, options, marks=pytest.mark.slow)
             for name, options in (
                 ("blocks", {}), ("blocks", {"clip_norm": 1e6}), ("images", {}), ("pairs", {}), ("autocast", {"budget": "1 GiB"}),
+                ("methods", {"micro_steps": 2}),
             )
         ),
     ],
@@ -243,7 +221,7 @@ def test_every_step_is_ddps_from_the_first(two, name, options):
 def resumed(root: str) -> list[str]:
     """Two steps and a checkpoint, then a new start that resumes in its first step: what differs from four steps."""
 
-    def started() -> tuple[nn.Module, torch.optim.Optimizer, mdcs.Parallel]:
+    def started() -> tuple[nn.Module, torch.optim.Optimizer, mdcs.Session]:
         torch.manual_seed(dist.get_rank())
         model = blocks()
         optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -295,78 +273,8 @@ class Skipping(nn.Module):
         return self.last(x)
 
 
-def departing(ours: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
-    """From step 2 on rank 1 leaves a block out: losses, weights, and the steps that have records."""
-    torch.manual_seed(0)
-    model: Any = Skipping()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    inner: Skipping = model
-    parallel: Any = None
-    if ours:
-        units = mdcs.partition(model)
-        plan = quickly(model, optimizer, units, lambda: texts(model, 1), strategy="fsdp")
-        parallel = mdcs.parallelize(model, optimizer, plan, units, seconds=0.2, progress=False, timeout_s=30, replan_after=2)
-    else:
-        model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group(), find_unused_parameters=True)
-    losses = []
-    for step in range(8):
-        inner.left_out = (1,) if step >= 2 and dist.get_rank() else ()
-        loss = texts(model, 1000 * step + dist.get_rank())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    if not ours:
-        return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, []
-    state, records = parallel.state_dict(), parallel.records(flush=True)
-    parallel.close()
-    return losses, state, [r.step for r in records]
-
-
-def both_departing() -> tuple[list[str], list[int]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_loop, "autoplan", quickly)
-        wanted, found = departing(False), departing(True)
-    out = [] if wanted[0] == found[0] else [f"losses {found[0]} {wanted[0]}"]
-    return out + [name for name, value in wanted[1].items() if not torch.equal(value, found[1][name])], found[2]
-
-
-def test_departures_of_one_rank_bring_a_new_plan_on_all(two):
-    """Steps 3 and 4 depart on rank 1; while step 5 runs all ranks hear of it, and step 6 is measured."""
-    for rank, (differing, recorded) in enumerate(two.run(both_departing, timeout_s=200.0)):
-        assert differing == [] and recorded == [1, 2, 3, 4, 5, 7, 8], rank
-
-
-def replanned_inside_a_step() -> str:
-    torch.manual_seed(0)
-    model = blocks()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    units = mdcs.partition(model)
-    plan = quickly(model, optimizer, units, lambda: texts(model, 1))
-    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30) as parallel:
-        loss = texts(model, 1)
-        try:
-            parallel.replan()
-        except mdcs.RunError as e:
-            loss.backward()
-            parallel.step()
-            return str(e)
-    return ""
-
-
-def test_a_new_plan_inside_a_step_is_refused(two):
-    for rank, told in enumerate(two.run(replanned_inside_a_step, timeout_s=100.0)):
-        assert told.startswith(f"rank {rank}, step 1: replan() inside an iteration, ")
-
-
-def test_it_is_asked_for_after_a_number_of_departures():
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="replan_after must be >= 1, got 0"):
-        mdcs.parallelize(model, torch.optim.SGD(model.parameters()), replan_after=0)
-
-
 def started_twice(folder: str) -> list[tuple[bool, list[float], int]]:
-    """By start: whether the profile was given, the losses, and the number of profiles in the folder; the last is of a replan."""
+    """By start: whether the profile was given, the losses, and the number of profiles in the folder."""
     given: list[bool] = []
 
     def planned(*arguments: Any, profile: mdcs.Profile | None = None, **options: Any) -> mdcs.Plan:
@@ -377,28 +285,24 @@ def started_twice(folder: str) -> list[tuple[bool, list[float], int]]:
 
     out = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_loop, "autoplan", planned)
+        patch.setattr(loop_plan, "autoplan", planned)
         for lr in (0.1, 0.2):
             torch.manual_seed(0)
             model = blocks()
             optimizer = torch.optim.SGD(model.parameters(), lr=lr)
             losses = []
-            with mdcs.parallelize(model, optimizer, profiles=folder, progress=False, timeout_s=30) as parallel:
+            with mdcs.parallelize(model, optimizer, profiles=folder, progress=False, timeout_s=30):
                 for step in range(3):
                     loss = texts(model, step)
                     loss.backward()
                     optimizer.step()
                     losses.append(loss.item())
-                    if step == 1 and lr == 0.2:
-                        parallel.replan()
             dist.barrier()
-            out.append((given[0], losses, len(list(Path(folder).iterdir()))))
-            assert given[1:] == [False] * (lr == 0.2)
-            given.clear()
+            out.append((given.pop(), losses, len(list(Path(folder).iterdir()))))
     return out
 
 
-def test_a_second_start_has_the_profile_of_the_first_and_a_new_plan_has_its_own(two, tmp_path):
+def test_a_second_start_has_the_profile_of_the_first(two, tmp_path):
     first, second = two.run(started_twice, str(tmp_path), timeout_s=100.0)
     assert [(known, files) for known, _, files in first] == [(False, 1), (True, 1)] == [(k, n) for k, _, n in second]
 
@@ -410,9 +314,9 @@ def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget
         given.append(profile is not None)
         return mdcs.autoplan(*arguments, profile=profile, **options)
 
-    monkeypatch.setattr(in_loop, "autoplan", planned)
+    monkeypatch.setattr(loop_plan, "autoplan", planned)
     for exceed in (False, False, True):
-        monkeypatch.setattr(in_loop, "needs_rings", lambda *_, exceed=exceed: exceed)
+        monkeypatch.setattr(loop_plan, "needs_rings", lambda *_, exceed=exceed: exceed)
         torch.manual_seed(0)
         model = blocks()
         optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -422,53 +326,17 @@ def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget
     assert given == [False, True, False]
 
 
-def of_several_batches(batches: list[Any] | None) -> tuple[list[float], mdcs.Plan | None]:
-    """Three steps of a loop that calls methods; one process."""
-    torch.manual_seed(0)
-    model = Autoencoder()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-
-    def loss_of(samples: int) -> Tensor:
-        x = torch.rand(samples, 8, generator=torch.Generator().manual_seed(samples))
-        return (model.decoder(model.encode(x).tanh()) - x).square().mean()
-
-    parallel = None
-    if batches is not None:
-        given = [functools.partial(loss_of, each) if isinstance(each, int) else each for each in batches]
-        parallel = mdcs.parallelize(model, optimizer, batches=given, seconds=0.2, progress=False)
-    losses = []
-    for _ in range(3):
-        loss = loss_of(6)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    plan = None if parallel is None else parallel.plan
-    if parallel is not None:
-        parallel.close()
-    return losses, plan
-
-
-def test_a_loop_that_calls_parts_of_the_model_gives_its_batches_as_functions():
-    wanted, _ = of_several_batches(None)
-    found, plan = of_several_batches([4, 24])
-    assert found == wanted
-    assert plan is not None and plan.profile.about[INPUTS] == "24 x 8"
-    with pytest.raises(mdcs.RunError, match=r"the loop calls parts of the model, .* batches=\[lambda: loss_of\(model, batch\)\]"):
-        of_several_batches([torch.rand(24, 8)])
-
-
 def deep(samples: int, seed: int) -> Tensor:
     return torch.rand(samples, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def recomputing(recompute: str | None, options: dict[str, Any], replans: bool = False) -> Any:
-    """Losses and weights of a loop whose activations are most of its bytes; DDP's without ``recompute``. The plans made."""
+def recomputing(recompute: str | None, options: dict[str, Any]) -> Any:
+    """Losses and weights of a loop whose activations are most of its bytes; DDP's without ``recompute``. The plan made."""
     torch.manual_seed(0)
     model: Any = blocks()
     torch.manual_seed(100 + dist.get_rank())
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    parallel, plans = None, []
+    parallel = None
     if recompute is None:
         model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
     else:
@@ -477,48 +345,35 @@ def recomputing(recompute: str | None, options: dict[str, Any], replans: bool = 
         )
     losses: list[float] = []
     for step in range(STEPS):
-        if parallel is not None and replans and step == 2:
-            parallel.replan()
         loss = nn.functional.cross_entropy(model(deep(1000, 10 * step + dist.get_rank())), torch.arange(1000) % 5)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if parallel is not None:
-            plans.append(parallel.plan)
     if parallel is None:
         return losses, {k: v.clone() for k, v in model.module.state_dict().items()}
     state, peaks = parallel.state_dict(), [m.measured["total"] for m in parallel.memory_by_slot() if m.measured]
+    plan = parallel.plan
     parallel.close()
-    return losses, state, plans, max(peaks)
+    return losses, state, plan, max(peaks)
 
 
-def as_ddp_recomputing(recompute: str, options: dict[str, Any], replans: bool) -> dict[str, Any]:
+def as_ddp_recomputing(recompute: str, options: dict[str, Any]) -> dict[str, Any]:
     losses, state = recomputing(None, {})
-    found, ours, plans, peak = recomputing(recompute, options, replans)
-    last = plans[-1]
+    found, ours, plan, peak = recomputing(recompute, options)
     [kept] = map(Path.read_text, Path(options["profiles"]).iterdir())
-    assert mdcs.Profile.from_json(kept).slots == plans[0].job.profile.slots != plans[0].profile.slots
+    assert mdcs.Profile.from_json(kept).slots == plan.job.profile.slots != plan.profile.slots
     return {
         "differs": [name for name, value in state.items() if not torch.equal(value, ours[name])] + ["losses"] * (losses != found),
-        "choices": {*last.recompute}, "plans": len({plan.hash for plan in plans}), "peak": peak, "budget": last.budget,
-        "inputs": last.profile.about[INPUTS],
+        "choices": {*plan.recompute}, "peak": peak, "budget": plan.budget, "inputs": plan.profile.about[INPUTS],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("recompute", "options", "replans"),
-    [
-        ("all", {}, False), ("planned", {"budget": "70%"}, True),
-        ("planned", {"budget": "70%", "batches": [torch.rand(1500, 8)]}, False),
-    ],
-)  # fmt: skip
-def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(two, recompute, options, replans, tmp_path):
-    options |= {"profiles": str(tmp_path)}
-    for rank in two.run(as_ddp_recomputing, recompute, options, replans, timeout_s=200.0):
-        assert rank["differs"] == [] and "full" in rank["choices"] and rank["plans"] == 1 + replans
+@pytest.mark.parametrize(("recompute", "options"), [("all", {}), ("planned", {"budget": "70%"})])
+def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(two, recompute, options, tmp_path):
+    for rank in two.run(as_ddp_recomputing, recompute, options | {"profiles": str(tmp_path)}, timeout_s=200.0):
+        assert rank["differs"] == [] and "full" in rank["choices"] and rank["inputs"] == "1000 x 8"
         assert rank["budget"] is None or rank["peak"] <= rank["budget"]
-        assert rank["inputs"] == ("1500 x 8" if "batches" in options else "1000 x 8")
 
 
 def recomputed_when_needed(folder: str) -> tuple[list[set[str]], list[str], list[bool]]:

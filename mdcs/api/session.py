@@ -1,0 +1,390 @@
+"""A model in training: what :func:`mdcs.parallelize` returns to the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mdcs.api.loop_plan import STEPS, LoopPlan
+from mdcs.api.model_state import ModelState
+from mdcs.api.whole_model import WholeModel
+from mdcs.model.units import ModelUnit
+from mdcs.plan.plan import Plan
+from mdcs.profiler.running_steps import RunningSteps
+from mdcs.runtime import loop_calls, state_dict
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.errors import OverBudget, RunError
+from mdcs.runtime.gradient_scaling import Scaler
+from mdcs.runtime.handover import Handover
+from mdcs.runtime.optimizer_calls import OptimizerCalls
+from mdcs.runtime.step_trace import StepRecord
+from mdcs.telemetry.timeline import Interval
+from mdcs.torch_compat import without_autograd
+
+if TYPE_CHECKING:
+    from mdcs.runtime.checkpointing import ResumeInfo
+
+
+class Session(ModelState):
+    """A model in training. :meth:`close` (or leaving a ``with`` block) ends the run.
+
+    ``optimizer`` is the loop's own. Its ``step()`` is :meth:`step`, its ``state_dict()`` :meth:`optimizer_state_dict`,
+    and its ``load_state_dict()`` :meth:`load_optimizer_state_dict`, so trainers and schedules of the learning rate use
+    it as ever; after ``step()`` there is nothing for ``zero_grad()`` to do. ``optimizers`` are all of them, of which
+    ``optimizer`` is the first.
+
+    A session is in one of three states. While it *records*, the steps of the loop are measured: with the whole model in
+    the first step, or under a provisional plan in the first two. Then it *runs* under its plan, until it is *closed*.
+
+    """
+
+    # begin: the run of a given or provisional plan, or a whole model.
+    # making: makes the plan that follows; None: the plan is given.
+    # was_in_pieces: the model has not been whole before, so it may not fit whole in the end.
+
+    def __init__(
+        self, begin: Engine | WholeModel, units: list[ModelUnit], making: LoopPlan | None = None, *,
+        was_in_pieces: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(begin, units)
+        self._making, self._was_in_pieces = making, was_in_pieces
+        self._recorded = None if making is None or self._run is None else RunningSteps(self._run)
+        self._earlier = 0  # steps of this session before the present plan
+        self._unread: list[StepRecord] = []  # of plans before
+        self._earlier_norm: float | None = None
+        self._calls = OptimizerCalls(self.optimizers, self)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:  # the state of the other ranks is unknown
+            if self._run is not None:
+                self._run.failures.publish(error)
+            self._end(f"rank {self.rank} left the run with {type(error).__name__}", failed=True)
+
+    def step(self) -> None:
+        """End an iteration. Updates may still be in flight: each is done before its unit is used again.
+
+        After fewer than ``plan.micro_steps`` passes the gradients of these passes are used, on every rank. Raises
+        RunError if there was no pass, and for changes by the loop that the updates did not see. With
+        ``over_budget="raise"`` a step that took more bytes than the budget has ends the run on every rank.
+        """
+        if self._whole is not None:
+            self._begin(self._whole)
+            return
+        try:
+            self._engine.end_step()
+        except OverBudget as error:
+            self.__exit__(OverBudget, error)  # the other ranks would wait for this one
+            raise
+        if self._recorded is not None:
+            self._recorded.end_step()
+            if self._recorded.steps == STEPS:
+                self._change_plan(self._recorded)
+
+    def _begin(self, whole: WholeModel) -> None:
+        """End the first step; plan with its profile; shard the model with the optimizer's state."""
+        assert self._making is not None
+        first = whole.first
+        first.finish()
+        plan = self._making.of_first_step(whole)
+        first.forget()
+        self._continue(plan)
+        self._whole, self._earlier_norm = None, first.norm
+        self._count(1)
+
+    def _change_plan(self, steps: RunningSteps) -> None:
+        """Plan with the profile of the steps so far, and hand the units over to the new plan, one by one."""
+        engine, call = self._engine, "a change of plans"
+        assert self._making is not None
+        self._stop_recording()
+        engine.drain(call)
+        plan = self._making.of_recorded(engine, steps)
+        watched = [engine.storages[u].name for u in engine.updates.captured_gradients]
+        self._unread += self._records(flush=True)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+            self._checkpoints = None
+        before = engine.retire(call)
+        self._count(engine.sequencer.step - 1)
+        try:
+            self._continue(plan, before)
+        except BaseException:
+            before.fail()
+            raise
+        self.watch_gradients(*watched)
+
+    def _continue(self, plan: Plan, before: Handover | None = None) -> None:
+        options = dataclasses.replace(self._options, has_started=True)
+        self._run = Engine(self.model, self._optimizers, plan, self.units, None, options, before)
+
+    def _count(self, steps: int) -> None:
+        self._earlier, self._resumed_after = self._earlier + steps, self._resumed_after + steps
+
+    def _stop_recording(self) -> None:
+        if self._recorded is not None:
+            self._recorded.stop()
+            self._recorded = None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        return self.scaler.scale(loss)
+
+    @property
+    def scaler(self) -> Scaler:
+        """The ``loss_scale`` in the form of torch.amp.GradScaler, for a loop that has one."""
+        return Scaler(self._options.loss_scale, self._calls.step)
+
+    def drain(self) -> None:
+        """Finish all messages in flight and every update: before evaluation, state dicts and exit.
+
+        Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
+        """
+        if self._whole is None:
+            self._engine.drain("drain()")
+
+    def abandon(self) -> None:
+        """Give up the current iteration on every rank, as if its batches did not exist: the response to an exception.
+
+        The ranks may be at different places of a forward pass. Raises RunError if updates of the iteration have begun;
+        without ``plan.cross_iteration`` none begins before :meth:`step`.
+        """
+        if self._whole is not None:
+            self._whole.first.forget()
+            return
+        if self._recorded is not None:
+            self._recorded.give_up()
+        self._engine.abandon()
+
+    def drops_gradients(self) -> bool:
+        """Give up the iteration for the optimizer's ``zero_grad()``, between two passes; return whether this could be
+        done."""
+        if self._whole is not None:
+            can_drop = self._whole.first.micro_steps > 0 and self._options.needs_norm
+        else:
+            can_drop = loop_calls.can_drop(self._engine)
+        if can_drop:
+            self.abandon()
+        return can_drop
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let passes in the block add their gradients to ``.grad`` on each rank alone, any passes in any order.
+
+        As with DDP, the last backward pass of the step comes after the block, and its gradients on top of these;
+        without one, :meth:`step` reduces them. ``zero_grad()`` drops them. Units are whole meanwhile. Every rank enters
+        a block at the same place of the step.
+        """
+        if self._whole is None:
+            self._engine.refuse_if_exported("no_sync()")
+        passes = self._engine.sequencer.side if self._whole is None else self._whole.first
+        before, passes.accumulates = passes.accumulates, True
+        try:
+            yield
+        finally:
+            passes.accumulates = before
+
+    def evaluate(self, *, weights: str | None = None) -> AbstractContextManager[None]:
+        """Run forward passes without gradients (``torch.no_grad()``), any number per rank; :meth:`drain` included.
+
+        ``weights``: optimizer state that takes the place of the parameters in the block, such as "average" of
+        :class:`mdcs.WithAverage`. Shards are exchanged, so no rank has a whole copy. Raises ValueError for an unknown
+        one.
+
+        Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward.
+        In the second case a rank waits at the end for the ranks that have more batches.
+        """
+        if self._whole is not None:
+            return self._whole.evaluate(weights)
+        return self._engine.export_params("evaluate()", self._evaluate, weights=weights)
+
+    @contextmanager
+    def _evaluate(self) -> Iterator[None]:
+        with torch.no_grad(), self._engine.evaluation.run():
+            yield
+        self._engine.buffers.register()
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Leave the block's seconds out of :meth:`records` and :meth:`last_period`: work that is not training.
+
+        Evaluations, checkpoints and state dicts are left out by themselves, their drain is not.
+        """
+        return self._engine.recorder.pause() if self._whole is None else nullcontext()
+
+    # -- gradients: updates begin in backward, so their limits are options of the run ------------------------------
+
+    @without_autograd()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Return the global norm of this iteration's gradients before they are clipped, as FSDP's method; once all are
+        reduced.
+
+        Call it between backward and :meth:`step`, on every rank. Then :meth:`step` applies the gradients, and
+        ``zero_grad()`` or :meth:`abandon` drops them. Raises RunError unless the run clips at ``max_norm``
+        (``parallelize(…, clip_norm=max_norm)``).
+        """
+        if norm_type != 2:
+            raise RunError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is clipped; leave norm_type out")
+        _check_limit(
+            "clip_grad_norm_", "clip_norm", max_norm, self._options.clip_norm,
+            "; a plan= of your own: make it with cross_iteration=False",
+        )  # fmt: skip
+        if self._whole is not None:
+            self._whole.first.reduce()
+        else:
+            loop_calls.reduce(self._engine)
+        return torch.tensor(self.grad_norm)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Check that gradients are clipped at ``clip_value``, as they are when they are reduced: no rank waits for it.
+
+        Raises RunError unless the run does so (``parallelize(…, clip_value=clip_value)``).
+        """
+        _check_limit("clip_grad_value_", "clip_value", clip_value, self._options.clip_value)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last clipped iteration, before clipping; after :meth:`step` that step's, for
+        which the host waits.
+        """
+        norm = loop_calls.grad_norm(self._engine) if self._whole is None else self._whole.first.norm
+        return self._earlier_norm if norm is None else norm
+
+    # -- what happened ------------------------------------------------------------------------------------------
+
+    def records(self, *, flush: bool = False) -> list[StepRecord]:
+        """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`. A
+        first step with the whole model has no record.
+
+        Times are taken whether or not they are read, and those of the last 128 unread steps are kept: on CUDA four
+        events for each message and one for each slot, a few hundred thousand for a plan of many messages. Read them, or
+        accept that.
+        """
+        earlier, self._unread = self._unread, []
+        return earlier + (self._records(flush) if self._whole is None else [])
+
+    def _records(self, flush: bool) -> list[StepRecord]:
+        engine = self._engine
+        found = engine.recorder.finished(engine.sequencer.step - (1 if flush else 2), flush)
+        return [dataclasses.replace(record, step=self._earlier + record.step) for record in found]
+
+    def last_period(self) -> tuple[float, float, list[Interval]]:
+        """Return (begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
+
+        Seconds on the machine's monotonic clock: ranks of one machine can be compared.
+        """
+        return self._engine.recorder.last_period()
+
+    def memory(self) -> dict[str, Any]:
+        """Return peak bytes by category since the start or :meth:`reset_memory`.
+
+        - ``predicted``: the ledger's, kept during the run.
+        - ``measured``: the allocator's; None where nothing is measured.
+        - ``retries``: how often the allocator had to free cached memory to serve a request (None on CPU). Each stops
+          the device.
+        """
+        engine = self._engine
+        with engine.account.lock:
+            predicted = dict(engine.account.peak)
+        return {"predicted": predicted, "measured": engine.meter.peaks(), "retries": engine.executor.retries()}
+
+    def memory_by_slot(self) -> list[Any]:
+        """Return the last :class:`mdcs.telemetry.timeline.SlotMemory` of every slot of a period."""
+        return [m for _, m in sorted(self._engine.sequencer.memory.items())]
+
+    def watch_memory(self) -> None:
+        """Measure every slot from now on, for :meth:`memory_by_slot`. Off by default on CUDA: a reading takes time."""
+        self._engine.sequencer.watches_memory = True
+
+    def reset_memory(self) -> None:
+        """Restart the peaks of :meth:`memory`."""
+        self._engine.reset_memory()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, *, whole: bool = True) -> None:
+        """End the run, on every rank: each rank then has the whole plain model, for any loop or another plan.
+
+        The current iteration is given up. The optimizer gets the whole state of a plain loop. Without ``whole``, the
+        optimizer's state is lost and parameters that are not whole on this rank raise when they are used. The same
+        happens, with one warning, if the run was sharded from its start and the budget has no room for the whole model
+        with the optimizer's state; and if gathering fails: after an error, when a rank does not take part within
+        ``timeout_s``, or when updates of an iteration have begun. Waits for a checkpoint that is being written; if it
+        fails, raises RunError after closing.
+        """
+        if self._whole is not None:
+            self._end("")
+            return
+        if self._recorded is not None:
+            self._recorded.give_up()
+        if self._engine.is_closed:
+            return
+        self._engine.refuse_if_exported("close()")
+        unwritten: RunError | None = None
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.finish()
+        except RunError as e:  # close all the same: the model is not affected
+            unwritten = e
+        why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
+        failed = False
+        if whole and self._options.emulate is None:
+            why = self._too_large()
+            if why and self.rank == 0:
+                warnings.warn(
+                    f"closed in pieces: {why}. Before the end, call parallel.checkpoint(folder), or "
+                    "parallel.state_dict(rank0_only=True, cpu=True)", stacklevel=2,
+                )  # fmt: skip
+            elif not why and (why := self._engine.make_plain()):
+                failed = True
+                warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
+        self._end(why, failed=failed)
+        if unwritten is not None:
+            raise unwritten
+
+    def _too_large(self) -> str:
+        """Return why a rank cannot have the whole model, and "" if it can."""
+        plan = self.plan
+        room = plan.budget - plan.reserve if self._was_in_pieces and plan.budget is not None else None
+        return state_dict.beyond_budget(self._engine.storages, self._engine.updates.updates, room)
+
+    def _end(self, why: str, *, failed: bool = False) -> None:
+        self._stop_recording()
+        if self._whole is not None:
+            self._whole.first.stop()
+            self._calls.end()
+            return
+        if not self._engine.is_closed:
+            if self._checkpoints is not None:
+                self._checkpoints.leave()
+            self._calls.end()
+        self._engine.end(why, failed=failed)
+
+
+def resume(session: Session, path: str | Path) -> ResumeInfo | None:
+    """Resume from a checkpoint of :meth:`Session.checkpoint`, on any number of ranks and with any plan. Collective.
+
+    ``path`` is the root passed to ``checkpoint``, or the folder of a step. From a root the newest usable checkpoint is
+    read, with a warning for every newer one. Returns the step and the loop's extra; None where there is no checkpoint
+    yet. With the same number of ranks and the same plan training continues bit for bit. Raises CheckpointError, by
+    name, if no checkpoint is usable or if it belongs to another model or optimizer.
+    """
+    return session._resume(Path(path))
+
+
+def _check_limit(call: str, option: str, value: float, limit: float | None, more: str = "") -> None:
+    """Raise RunError unless the run clips at ``value``, which may be a tensor of one element."""
+    if limit is None or not math.isclose(float(value), limit, rel_tol=1e-6):
+        so_far = "was started without clipping" if limit is None else f"clips at {limit:g}"
+        more = more if limit is None else ""
+        raise RunError(f"{call}({value:g}): this run {so_far}: write parallelize(…, {option}={value:g}){more}")

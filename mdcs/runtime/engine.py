@@ -132,7 +132,9 @@ class Engine:
 
         # Queue and transport: messages in the plan's order, several in flight.
         self.recorder = StepRecorder(plan, self.executor)
-        self.update_scale = UpdateScale(self.storages, groups.norm_group, options.clip_norm, options.loss_scale)
+        self.update_scale = UpdateScale(
+            self.storages, groups.norm_group, options.clip_norm, options.loss_scale, self.executor.runs_ahead
+        )
         self.runner = runner = MessageRunner(
             plan, ledger, self.storages, self.wire, self.updates, self.account, self.executor, self.recorder,
             self.update_scale, place, self.failures,

@@ -111,12 +111,13 @@ class UpdateScale:
     """Undoes the loss scale of reduced gradients and clips their global norm, as torch's clip_grad_norm_ does.
 
     - ``control``: the process group of the norm's all-reduces; None for one rank.
+    - ``runs_ahead``: whether the host would wait for the device if it read the norm.
     - ``norm``: the last global norm, in the gradients' precision, but at least float32; None before the first.
     """
 
     def __init__(
         self, storages: Sequence[UnitStorage], control: dist.ProcessGroup | None, clip_norm: float | None,
-        loss_scale: LossScale | None,
+        loss_scale: LossScale | None, runs_ahead: bool,
     ) -> None:  # fmt: skip
         self._storages, self._control = storages, control
         self._clip_norm, self._loss_scale = clip_norm, loss_scale
@@ -124,7 +125,7 @@ class UpdateScale:
         self.norm: Tensor | None = None
         wide = any(dtype == torch.float64 for s in storages if s.trainable for dtype in s.gradient_dtypes)
         self._dtype = torch.float64 if wide else torch.float32
-        self._may_wait = wide or storages[0].device.type == "cpu"
+        self._may_read = wide or not runs_ahead
 
     def workspace(self, gradients: Mapping[tuple[int, int], Tensor]) -> Tensor:
         """Return the scratch memory that :meth:`factor` takes."""
@@ -138,7 +139,7 @@ class UpdateScale:
         """
         counted = self._counted(gradients)
         least, total, largest = norm.with_bounds(self._reduced(norm.sum_squares(counted, work)), self._dtype)
-        if self._may_wait and bool(least < largest):
+        if self._may_read and bool(least < largest):
             total.fill_(norm.exact_norm(self._reduced(norm.count_squares(counted, work.device))))
         undo, is_finite = 1.0, True
         if self._loss_scale is not None:

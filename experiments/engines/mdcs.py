@@ -46,6 +46,7 @@ class MdcsEngine:
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
             timeout_s=config.cluster.timeout_s, emulate=workload.emulate, over_budget=config.budget.exceeded,
         )  # fmt: skip
+        self._parallel.records()  # from here on they have times
         self.step, self.drain, self.pause = self._parallel.step, self._parallel.drain, self._parallel.pause
         self.evaluate, self.reset_memory = self._parallel.evaluate, self._parallel.reset_memory
 

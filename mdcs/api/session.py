@@ -60,6 +60,7 @@ class Session(ModelState):
         self._earlier = 0  # steps of this session before the present plan
         self._unread: list[StepRecord] = []  # of plans before
         self._earlier_norm: float | None = None
+        self._wants_times = False
         self._calls = OptimizerCalls(self.optimizers, self)
 
     def __enter__(self) -> Session:
@@ -128,6 +129,8 @@ class Session(ModelState):
     def _continue(self, plan: Plan, before: Handover | None = None) -> None:
         options = dataclasses.replace(self._options, has_started=True)
         self._run = Engine(self.model, self._optimizers, plan, self.units, None, options, before)
+        if self._wants_times:
+            self._run.recorder.begin_timing()
 
     def _count(self, steps: int) -> None:
         self._earlier, self._resumed_after = self._earlier + steps, self._resumed_after + steps
@@ -266,10 +269,10 @@ class Session(ModelState):
         """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`. A
         first step with the whole model has no record.
 
-        Times are taken whether or not they are read, and those of the last 128 unread steps are kept: on CUDA four
-        events for each message and one for each slot, a few hundred thousand for a plan of many messages. Read them, or
-        accept that.
+        Computing and messages are timed from the first call on (on CUDA by four events for each message and two for
+        each slot): call it before the first step to have all times. The last 128 unread steps are kept.
         """
+        self._wants_times = True
         earlier, self._unread = self._unread, []
         return earlier + (self._records(flush) if self._whole is None else [])
 
@@ -281,7 +284,8 @@ class Session(ModelState):
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """Return (begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
 
-        Seconds on the machine's monotonic clock: ranks of one machine can be compared.
+        Seconds on the machine's monotonic clock: ranks of one machine can be compared. Periods are timed from the first
+        call on, of this method or of :meth:`records`; zeros before there is one.
         """
         return self._engine.recorder.last_period()
 

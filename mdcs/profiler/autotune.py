@@ -136,6 +136,7 @@ def run_periods(
         options = RunOptions(emulate=emulate, broadcast_buffers=False)
         engine = Engine(model, Optimizers(optimizer), plan, list(units), None, options)
         try:
+            engine.recorder.begin_timing()
             for _ in range(_WARMUP + count + 1):  # one more: the last is cut short by drain()
                 for _ in range(plan.micro_steps):
                     (step() / plan.micro_steps).backward()

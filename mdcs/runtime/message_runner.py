@@ -108,14 +108,14 @@ class MessageRunner:
             transfer = self.wire.allocate(message)
             self.account.record("staging", effect.staging)
             self.account.record("gradient_shards", effect.shards)
-        begin = self.executor.record_timestamp()
+        begin = self.recorder.stamp()
         self.wire.launch(transfer)
         return transfer, begin
 
     def land(self, index: int, transfer: Transfer, begin: Any) -> None:
         """Record that the collective has ended, unpack, and free the staging buffers."""
         period, i = divmod(index, self.n)
-        self.recorder.message(i, period - self._periods_ahead, begin, self.executor.record_timestamp())
+        self.recorder.message(i, period - self._periods_ahead, begin, self.recorder.stamp())
         self.wire.land(transfer)
         with self.account.lock:
             transfer.free_staging()
@@ -156,11 +156,11 @@ class MessageRunner:
 
     def update(self, update: Update) -> None:
         """Update parameters and optimizer state."""
-        begin = self.executor.record_timestamp()
+        begin = self.recorder.stamp()
         if update.is_due and not self.drops:
             with self.wire.range("update", self.plan.messages[update.message]):
                 self.updates.step(update.gradients, update.scale)
-        self.recorder.update(update.message, begin, self.executor.record_timestamp())
+        self.recorder.update(update.message, begin, self.recorder.stamp())
         with self.account.lock:
             self.account.record("update_scratch", -update.scratch)
 

@@ -238,7 +238,7 @@ class SlotSequencer(SlotPosition):
 
     def _arrive(self) -> None:
         """Arrive at the boundary before ``next_slot``: end the slot before it, issue messages."""
-        q, lock, stamp = self.next_slot, self.account.lock, self.executor.record_timestamp()
+        q, lock, stamp = self.next_slot, self.account.lock, self.recorder.stamp()
         if self.entered is not None:
             self.recorder.compute((q - 1) % self.period.length, self.entered, stamp)
             self.entered = None
@@ -329,7 +329,7 @@ class SlotSequencer(SlotPosition):
                         f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
                     )
             storage.guard.open()
-        self.entered = self.executor.record_timestamp()
+        self.entered = self.recorder.stamp()
         self.arrived, self.next_slot = False, (q + 1) % self.period.length
 
     def _allocate_gradient(self, unit: int) -> None:

@@ -16,14 +16,18 @@ from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
 from mdcs.telemetry.timeline import Interval, intersection, length, step_times
 
-_UNREAD = 128  # iterations kept for :meth:`Recorder.finished`: bounds the memory of a loop that never reads
+_UNREAD = 128  # iterations kept for :meth:`StepRecorder.finished`: bounds the memory of a loop that never reads
+
+UNTIMED: Any = object()
+"""Stands for a timestamp that nobody has asked for."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One iteration, from one ``step()`` to the next.
 
-    - ``times``: seconds, without those of evaluations, checkpoints and :meth:`Session.pause`.
+    - ``times``: seconds, without those of evaluations, checkpoints and :meth:`Session.pause`; only ``step_s`` in steps
+      before somebody asked for records.
     - ``bytes``, ``messages``: wire bytes and number of messages, by kind, of the period that begins with its backward.
       :meth:`Session.drain` cuts the last period short: its gathers for the next forward are not included.
     - ``over_budget``: most bytes by which a slot's measured peak exceeded the budget; 0 if none did, or nothing is
@@ -50,6 +54,8 @@ class StepRecord:
 class StepRecorder:
     """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read.
 
+    Computing, messages and updates are stamped from the first :meth:`finished` or :meth:`last_period` on: on CUDA that is
+    four events for each message and two for each slot.
     ``departing``: number of steps so far that did something otherwise than the plan.
     """
 
@@ -67,12 +73,27 @@ class StepRecorder:
     _pauses: deque[tuple[int, Any, Any]] = field(default_factory=deque)  # (iteration, begin, end)
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
     _under_way: int = 0  # number of the current iteration
+    _timed_from: int | None = None  # first iteration with all stamps
+    _has_untimed: bool = False
+
+    def stamp(self) -> Any:
+        """Return a timestamp of the current stream, :data:`UNTIMED` if nobody has asked for records."""
+        if self._timed_from is None:
+            self._has_untimed = True
+            return UNTIMED
+        return self.executor.record_timestamp()
+
+    def begin_timing(self) -> None:
+        """Take stamps from now on. What is in flight has none, and may last into the current iteration."""
+        if self._timed_from is None:
+            self._timed_from = self._under_way + self._has_untimed
 
     # Threads append to a deque without a lock: only indices and stamps. Names are looked up when somebody reads.
 
     def compute(self, slot: int, begin: Any, end: Any) -> None:
         """Record that compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
-        self._raw.append((self._under_way, "compute", slot, begin, end, 0))
+        if begin is not UNTIMED:
+            self._raw.append((self._under_way, "compute", slot, begin, end, 0))
 
     def message(self, index: int, period: int, begin: Any, end: Any) -> None:
         """Record that message ``index`` of the plan was on the wire, in period number ``period`` (0: the prologue)."""
@@ -80,7 +101,8 @@ class StepRecorder:
 
     def update(self, index: int, begin: Any, end: Any) -> None:
         """Record that the updates completed by a message ran from ``begin`` to ``end``."""
-        self._raw.append((self._under_way, "update", index, begin, end, 0))
+        if begin is not UNTIMED:
+            self._raw.append((self._under_way, "update", index, begin, end, 0))
 
     @cached_property
     def _messages(self) -> list[tuple[str, str, int]]:
@@ -152,6 +174,8 @@ class StepRecorder:
 
     def period(self, stamp: Any) -> None:
         """Record the begin of a period of the plan."""
+        if stamp is UNTIMED:
+            return
         self._periods.append((self._under_way, stamp))
         del self._periods[:-3]
 
@@ -190,7 +214,8 @@ class StepRecorder:
                 kind, _, wire = self._messages[index]
                 self._sent.setdefault(period, Counter())[kind] += wire
                 self._count.setdefault(period, Counter())[kind] += 1
-            self._intervals.append(self._interval(lane, index, begin, end))
+            if begin is not UNTIMED:
+                self._intervals.append(self._interval(lane, index, begin, end))
         self._raw.extendleft(reversed(later))
 
     def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:
@@ -198,8 +223,11 @@ class StepRecorder:
 
         Where the host runs ahead, iterations whose end the device has not reached are returned later.
         """
+        self.begin_timing()
         if self.executor.runs_ahead and not is_last:
-            under_way = [iteration for iteration, *_, end, _ in self._raw if not self.executor.query(end)]
+            ends = [(step, end) for step, end in self._steps if step <= upto]
+            ends += [(iteration, end) for iteration, *_, end, _ in self._raw if end is not UNTIMED]
+            under_way = [iteration for iteration, end in ends if not self.executor.query(end)]
             upto = min(upto, min(under_way, default=upto + 1) - 1)
         self._resolve(upto)
         out = []
@@ -211,7 +239,8 @@ class StepRecorder:
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             slots, size = self._over.pop(step, (0, 0))
             departures, departed_s = self._departed.pop(step, ({}, 0.0))
-            times, norm = step_times(inside, begin, end), self._norms.pop(step, None)
+            is_timed, norm = self._timed_from is not None and step >= self._timed_from, self._norms.pop(step, None)
+            times = step_times(inside, begin, end) if is_timed else StepTimes(end - begin)
             clipped = None if norm is None else float(norm)
             out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s, clipped))
             self._steps.popleft()
@@ -222,12 +251,14 @@ class StepRecorder:
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """Return (begin, end, intervals) of the last whole period, on the rank's clock; zeros before there is one."""
+        self.begin_timing()
         if len(self._periods) < 2:
             return 0.0, 0.0, []
         (iteration, first), (_, last) = self._periods[-2:]
         begin, end = self.executor.seconds(first), self.executor.seconds(last)
         # Convert only recent stamps: a loop that calls only this would never drop the other intervals.
-        recent = [self._interval(raw[1], *raw[2:5]) for raw in self._raw.copy() if raw[0] >= iteration - 1]
+        timed = [raw for raw in self._raw.copy() if raw[0] >= iteration - 1 and raw[3] is not UNTIMED]
+        recent = [self._interval(raw[1], *raw[2:5]) for raw in timed]
         inside = [
             replace(i, start=max(i.start, begin), end=min(i.end, end))
             for i in (*self._intervals, *recent)

@@ -101,6 +101,8 @@ def test_the_overlap_ratio_is_the_profiler_s(scale: Scale, tmp_path: Path, plann
     plan = mdcs.make_plan(job.profile(LINK, scale.world), *planners)
     with mdcs.parallelize(job.model, job.optimizer, plan, job.units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
 
+        parallel.records()  # from here on they have times
+
         def step() -> None:
             job.loss().backward()
             parallel.step()

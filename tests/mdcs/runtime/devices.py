@@ -191,6 +191,7 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))
     losses = []
     with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30) as parallel:
+        parallel.records()  # from here on they have times
         for step in range(steps):
             loss = loss_of(model, step, device)
             loss.backward()
@@ -256,6 +257,7 @@ def emulated_run(
     with mdcs.parallelize(
         made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate
     ) as parallel:
+        parallel.records()  # from here on they have times
         note = parallel._engine.recorder.message
 
         def noted(index: int, round_: int, begin: Any, end: Any) -> None:

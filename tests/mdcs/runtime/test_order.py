@@ -145,6 +145,7 @@ def test_records_have_the_plans_messages_and_bytes(two: Ranks):
 def overlaps(how: How) -> list[tuple[float, float]]:
     job = Job("tied", steps=6)
     with parallel_for(job, how) as (made, parallel, optimizer):
+        parallel.records()  # from here on they have times
         train(job, made, parallel, optimizer)
         parallel.drain()
         return [(r.times.communication_s, r.times.overlap_s) for r in parallel.records(flush=True)]

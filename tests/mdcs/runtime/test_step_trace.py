@@ -12,7 +12,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.executor import CpuExecutor
-from mdcs.runtime.step_trace import StepRecorder
+from mdcs.runtime.step_trace import UNTIMED, StepRecorder
 from mdcs.telemetry.timeline import Interval
 
 
@@ -25,7 +25,9 @@ def plan() -> Plan:
 
 def recorder() -> StepRecorder:
     """Its period: slot 0 is backward, slot 1 forward. Messages: RS and AG_F of 8 numbers, 16 bytes on the wire."""
-    return StepRecorder(plan(), CpuExecutor())
+    r = StepRecorder(plan(), CpuExecutor())
+    r.last_period()  # asked for
+    return r
 
 
 def iteration(r: StepRecorder, step: int, begin: float) -> None:
@@ -63,7 +65,6 @@ def test_each_record_is_given_once_and_when_it_is_asked_for():
 
 def test_the_last_period_begins_at_its_first_backward_slot():
     r = recorder()
-    assert r.last_period() == (0.0, 0.0, [])
     r.step(0, 0.0)
     iteration(r, 1, 0.0)
     iteration(r, 2, 4.0)
@@ -113,6 +114,7 @@ class Impatient(CpuExecutor):
 def test_records_do_not_wait_for_compute_that_is_under_way():
     executor = Impatient()
     r = StepRecorder(plan(), executor)
+    r.last_period()
     r.step(0, 0.0)
     iteration(r, 1, 0.0)
     iteration(r, 2, 4.0)
@@ -135,8 +137,29 @@ def counting() -> Counting:
     return Counting(plan(), CpuExecutor())
 
 
-def test_a_loop_that_never_asks_neither_fills_memory_nor_makes_intervals():
+def test_nothing_is_stamped_before_somebody_asks():
+    r = StepRecorder(plan(), CpuExecutor())
+    r.step(0, 0.0)
+    for step in range(1, 6):
+        begin, stamp = 4.0 * (step - 1), r.stamp()
+        if stamp is not UNTIMED:
+            iteration(r, step, begin)
+            continue
+        r.compute(1, stamp, stamp)
+        r.period(stamp)
+        r.message(0, step, stamp, stamp)
+        r.message(1, step, stamp, stamp)
+        r.step(step, begin + 4)
+        if step == 2:
+            assert [x.step for x in r.finished(1)] == [1]
+    records = r.finished(5)
+    assert [(x.step, x.times.step_s, x.messages["RS"]) for x in records] == [(step, 4.0, 1) for step in range(2, 6)]
+    assert [x.times.compute_s for x in records] == [None, None, 3.0, 3.0], "a message may last into the step after the call"
+
+
+def test_a_loop_that_no_more_asks_neither_fills_memory_nor_makes_intervals():
     r = counting()
+    r.last_period()
     r.step(0, 0.0)
     for step in range(1, 1001):
         iteration(r, step, 4.0 * (step - 1))

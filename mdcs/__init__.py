@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from mdcs.api.autoplan import autoplan
     from mdcs.api.session import Session, resume
     from mdcs.api.start import parallelize
+    from mdcs.checkpoint.dcp_shards import read_checkpoint
     from mdcs.checkpoint.directory import CheckpointError
-    from mdcs.checkpoint.plain import read_checkpoint
     from mdcs.emulation import Emulation
     from mdcs.model.optimizers import WithAverage
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
@@ -57,7 +57,7 @@ _LAZY = {
     "parallelize": "mdcs.api.start",
     "resume": "mdcs.api.session",
     "CheckpointError": "mdcs.checkpoint.directory",
-    "read_checkpoint": "mdcs.checkpoint.plain",
+    "read_checkpoint": "mdcs.checkpoint.dcp_shards",
     "RunError": "mdcs.runtime.errors",
     "Emulation": "mdcs.emulation",
     "LossScale": "mdcs.runtime.gradient_scaling",

@@ -223,13 +223,6 @@ def nccl_keeps_buffers() -> bool:
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(tree: dict[str, Any], writer: Any, group: dist.ProcessGroup | None, planner: Any) -> None:
-    """Write with DCP, collectively over ``group`` (None: alone). The public function of torch 2.6 always communicates."""
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-
-    _save_state_dict(tree, writer, group, no_dist=group is None, planner=planner)
-
-
 def load_checkpoint(tree: dict[str, Any], reader: Any, planner: Any) -> None:
     """Read with DCP on this rank alone. The public function of torch 2.6 always communicates."""
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

@@ -6,10 +6,14 @@ only boxes of a tensor's own shape. A run is a few boxes, so any program can rea
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     Metadata,
+    async_save,
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -34,7 +39,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from mdcs.torch_compat import load_checkpoint, save_checkpoint
+from mdcs.checkpoint import aux_state, directory
+from mdcs.checkpoint.aux_state import RUN
+from mdcs.checkpoint.directory import CheckpointError
+from mdcs.torch_compat import load_checkpoint
 
 Shape = tuple[int, ...]
 
@@ -120,7 +128,7 @@ class TensorShards:
 Key = tuple[str, ...]
 """A tensor's place in nested state dicts. Joined by dots it is the name in DCP."""
 FlatState = dict[Key, Any]
-"""Key -> tensor or Pieces."""
+"""Key -> tensor or TensorShards."""
 MODEL, STATE = "model", ("optimizer", "state")
 """Where keys of the model's tensors begin, and keys of the optimizer's: (*STATE, parameter, name of the state)."""
 
@@ -144,7 +152,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner({}, metadata, is_coordinator)  # given the state dict, it would drop Pieces
+        super().set_up_planner({}, metadata, is_coordinator)  # given the state dict, it would drop TensorShards
         self.state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -152,28 +160,86 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, TensorShards) else super().lookup_tensor(index)
 
 
+class Writer(FileSystemWriter):
+    """Writes the folder of a step, and renames it when all ranks have written. DCP tells every rank the error of each.
+
+    - ``files``: this rank's other files, name -> bytes; or the error why it has none.
+    - ``names``: such files of all ranks. ``world``: number of ranks, for the manifest.
+    - ``keep``: number of the newest folders that stay; None: all.
+    - ``is_beside``: the tensors are copied, and written while training goes on.
+    """
+
+    def __init__(
+        self, root: Path, step: int, files: Mapping[str, bytes] | Exception, *, names: Collection[str], world: int = 1,
+        keep: int | None = None, is_beside: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(directory.partial_path(root, step), single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._root, self._step, self._files, self._names, self._world = root, step, files, names, world
+        self._keep, self._is_beside = keep, is_beside
+
+    def stage(self, state_dict: Any) -> Any:
+        """Return the tensors in host memory."""
+        return {
+            key: self.stage(value) if isinstance(value, dict) else value.to("cpu", copy=self._is_beside)
+            for key, value in state_dict.items()
+        }
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Refuse to begin where this rank has nothing to write."""
+        if isinstance(self._files, Exception):
+            raise self._files
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """Make the folder, on the first rank."""
+        directory.begin(self._root, self._step)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's files."""
+        assert not isinstance(self._files, Exception)
+        for name, data in self._files.items():
+            directory.write(Path(self.path) / name, data)
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch's writer has other words for a full disk
+            if shutil.disk_usage(self.path).free >= _FULL:
+                raise
+            raise OSError(errno.ENOSPC, f"no space left on device: {error}") from error
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Complete the folder, on the first rank."""
+        super().finish(metadata, results)
+        tensors = {info.relative_path for info in metadata.storage_data.values()}
+        directory.finish(self._root, self._step, {".metadata", *tensors, *self._names}, world=self._world)
+        if self._keep is not None:
+            directory.keep_last(self._root, self._keep)
+
+
 _FULL = 1 << 16
 """Free bytes below which a disk is full."""
 
 
-def save(folder: Path, leaves: FlatState, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's leaves. Collective over the group (None: this process alone).
+def save(leaves: FlatState, writer: Writer, group: dist.ProcessGroup | None) -> Future[Any]:
+    """Let a thread write every rank's leaves. Collective over the group (None: this process alone).
 
-    Raises RanksFailed on all ranks.
+    :func:`wait_for` waits for the result.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    try:
-        with _translate_errors():
-            save_checkpoint(unflatten(leaves), writer, group, _SavePlanner())
-    except RanksFailed as error:
-        if shutil.disk_usage(folder).free >= _FULL:
-            raise
-        problems = error.problems.items()  # torch's writer does not say so
-        raise RanksFailed({rank: f"no space left on device: {problem}" for rank, problem in problems}) from error
+    if group is None:  # DCP warns that this process is alone; from a thread, for which warnings cannot be caught
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+    saving = async_save(unflatten(leaves), storage_writer=writer, process_group=group, planner=_SavePlanner())
+    assert isinstance(saving, Future)  # ``stage`` has staged by now
+    return saving
+
+
+def wait_for(saving: Future[Any]) -> None:
+    """Wait until all ranks have written. Raises RanksFailed on all ranks."""
+    with _translate_errors():
+        saving.result()
 
 
 def load(folder: Path, leaves: FlatState) -> None:
-    """Read into tensors and Pieces, on this rank alone. Raises RanksFailed, naming what is missing."""
+    """Read into tensors and TensorShards, on this rank alone. Raises RanksFailed, naming what is missing."""
     with _translate_errors():
         flat = {".".join(key): leaf for key, leaf in leaves.items()}
         load_checkpoint(flat, _Reader(folder), _LoadPlanner())
@@ -208,6 +274,32 @@ def read_shapes(folder: Path) -> dict[Key, TensorStorageMetadata]:
     metadata = _Reader(folder).read_metadata()
     tensors = metadata.state_dict_metadata.items()
     return {metadata.planner_data[name]: t for name, t in tensors if isinstance(t, TensorStorageMetadata)}
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Return a checkpoint on the host: ``model`` and ``optimizer`` for a plain ``load_state_dict``, and ``step``.
+
+    Of several optimizers ``optimizer`` is a list.
+    ``path`` is a step's folder, or the root: then the newest usable checkpoint is read, with a warning for every newer
+    one. ``torch.save`` can write the result, and ``weights_only`` can read it back. Raises CheckpointError if no
+    checkpoint is usable.
+    """
+    chosen = directory.choose(directory.candidates(Path(path)), directory.find_problem)
+    if chosen is None:
+        raise CheckpointError(f"{path}: there is no checkpoint")
+    run = aux_state.load(chosen / RUN)
+    tree = load_full(chosen)
+    state, groups = tree.get("optimizer", {}).get("state", {}), iter(run["param_groups"])
+    counts = run.get("groups_by_optimizer", [len(run["param_groups"])])
+    optimizers = [_packed(state, list(itertools.islice(groups, count))) for count in counts]
+    return {"model": tree["model"], "optimizer": optimizers if len(optimizers) > 1 else optimizers[0], "step": run["step"]}
+
+
+def _packed(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a state dict with numbers in the place of names."""
+    places: dict[str, int] = {}
+    numbered = [{**group, "params": [places.setdefault(name, len(places)) for name in group["params"]]} for group in groups]
+    return {"state": {place: state[name] for name, place in places.items() if name in state}, "param_groups": numbered}
 
 
 class _Reader(FileSystemReader):

@@ -1,7 +1,6 @@
 """Checkpoint folders: ``ROOT/step-00000100`` is complete once it has this name; it is renamed to it last.
 
-The manifest inside has the size and the SHA-256 of every file. A folder that is being written or deleted has another
-name.
+The manifest inside has the size of every file. A folder that is being written or deleted has another name.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 _PARTIAL = ".partial"
 _NAME = re.compile(r"step-(\d+)")
-
-Sums = dict[str, list[Any]]
-"""By file name: [size in bytes, SHA-256]."""
 
 
 class CheckpointError(ValueError):
@@ -48,26 +44,27 @@ def begin(root: Path, step: int) -> Path:
     return made
 
 
-def checksums(files: Iterable[Path]) -> Sums:
-    """Return size and SHA-256 of files that are written."""
-    return {file.name: [file.stat().st_size, _sha256(file)] for file in files}
+def write(file: Path, data: bytes) -> None:
+    """Write a file that survives a crash of the machine."""
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def finish(root: Path, step: int, files: Sums, **about: Any) -> Path:
+def finish(root: Path, step: int, files: Iterable[str], **about: Any) -> Path:
     """Write the manifest, then rename the folder so that it counts as complete. Replaces an older folder of this step.
 
-    Raises CheckpointError for a file that some rank wrote to another file system.
+    ``files``: the names of all files. Raises CheckpointError for a file that some rank wrote to another file system.
     """
-    writing, made = partial_path(root, step), root / step_name(step)
-    for name, (size, _) in files.items():
-        if not (writing / name).is_file() or (writing / name).stat().st_size != size:
+    writing, made, sizes = partial_path(root, step), root / step_name(step), {}
+    for name in sorted(files):
+        if not (writing / name).is_file():
             raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
-    manifest = {"schema": SCHEMA, "step": step, **about, "files": dict(sorted(files.items()))}
-    manifest["sha256"] = _sha256_of(manifest)
-    with (writing / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+        sizes[name] = (writing / name).stat().st_size
+    manifest = {"schema": SCHEMA, "step": step, **about, "files": sizes}
+    manifest["sha256"] = _sha256(manifest)
+    write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
     _sync(writing)
     if made.exists():
         _delete(made)
@@ -100,32 +97,26 @@ def choose(among: Sequence[Path], problem: Callable[[Path], str | None], *, warn
     """
     refused: list[str] = []
     for folder in among:
-        told = problem(folder)
-        if told is None:
+        reason = problem(folder)
+        if reason is None:
             for other in refused if warns else ():
                 warnings.warn(f"not read: {other}", stacklevel=3)
             return Path(folder)
-        refused.append(f"{folder}: {told}")
+        refused.append(f"{folder}: {reason}")
     if refused:
         raise CheckpointError("; ".join(refused))
     return None
 
 
-def find_problem(folder: Path, rank: int = 0, world: int = 1) -> str | None:
-    """Return why a folder cannot be used, with the file's name; None if this rank finds nothing wrong.
-
-    The ``world`` ranks share the files: each checks the size and the SHA-256 of every ``world``-th file.
-    """
+def find_problem(folder: Path) -> str | None:
+    """Return why a folder cannot be used, with the file's name; None if every file has its size."""
     try:
-        manifest = read_manifest(folder)
-        for file, (size, sha256) in [*manifest["files"].items()][rank::world]:
+        for file, size in read_manifest(folder)["files"].items():
             path = folder / file
             if not path.is_file():
                 return f"{file} is missing"
             if path.stat().st_size != size:
                 return f"{file} has {path.stat().st_size} bytes, not the {size} that were written"
-            if _sha256(path) != sha256:
-                return f"{file} is not what was written: its SHA-256 differs"
     except CheckpointError as error:
         return str(error)
     except OSError as error:
@@ -137,7 +128,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises CheckpointError if it is missing, damaged, or of another schema."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        whole = manifest.pop("sha256") == _sha256_of(manifest)
+        whole = manifest.pop("sha256") == _sha256(manifest)
     except FileNotFoundError:
         raise CheckpointError(f"it has no {MANIFEST}: it was not finished") from None
     except (ValueError, KeyError, AttributeError):
@@ -157,12 +148,7 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sha256_of(manifest: dict[str, Any]) -> str:
+def _sha256(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -10,10 +10,12 @@ All of it is read with ``weights_only``.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mdcs.checkpoint import aux_state, dcp_shards, directory
 from mdcs.checkpoint.aux_state import RUN
-from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards
+from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards, read_checkpoint
 from mdcs.checkpoint.directory import CheckpointError
-from mdcs.checkpoint.plain import read_checkpoint
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
@@ -62,17 +63,13 @@ class SaveHandle:
     """Seconds for which training stood still, after the drain."""
     written_s: float | None = None
     """Seconds from the call until the checkpoint was complete; None before."""
-    _thread: threading.Thread | None = None
-    _error: BaseException | None = None
+    _finish: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Raises RunError, on every rank, if it could not be written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class Checkpoints:
@@ -85,54 +82,47 @@ class Checkpoints:
         self._names = self._names_by_parameter()
         self._files: dist.ProcessGroup | None = None
         self._last: SaveHandle | None = None
+        self._saving: Future[Any] | None = None
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def save(self, root: Path, step: int, extra: Any, *, keep: int | None, wait: bool) -> SaveHandle:
         """Write a checkpoint. Collective; nothing may be in flight.
 
-        Without ``wait`` this rank's part is copied to the host, and a thread writes it, if the budget has room for the
-        copy. Otherwise it is written here.
+        Without ``wait`` this rank's part is copied to the host and written while training goes on, if the budget has room
+        for the copy.
         """
         begin = time.monotonic()
         self.finish()
         if self._files is None:
             self._files = self._groups.new_group()
-        leaves, values = self._to_write(), {_file_of(self._rank): self._own(extra)}
-        if self._rank == 0:
-            values[RUN] = self._run(step)
-        files: dict[str, bytes] = {}  # encoded now: the loop may change what it gave
-
-        def encode() -> None:
-            for name, value in values.items():
-                files[name] = aux_state.encode(
-                    value, "the options of the optimizer" if name == RUN else "what the loop gave as extra"
-                )
-
-        self._stage(step, "encoded its file", encode)
-        saving = SaveHandle(root / directory.step_name(step), step)
-
-        def work() -> None:
-            try:
-                self._write(root, step, leaves, files, keep)
-                saving.written_s = time.monotonic() - begin
-            except BaseException as error:
-                saving._error = error
-            leaves.clear()
-
+        leaves, world = self._to_write(), self._groups.world
         staged = sum(leaf.nbytes for leaf in leaves.values())
-        if not wait and self._has_room(staged):
-            saving.staged_bytes = staged
-            with self._engine.meter.tag("staging"):
-                leaves |= {path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()}
-            saving._thread = threading.Thread(target=work, daemon=True, name="mdcs-checkpoint")
-            saving._thread.start()
-            self._last = saving
+        is_beside = not wait and self._has_room(staged)
+        writer = dcp_shards.Writer(
+            root, step, self._encode(step, extra), names=[RUN, *map(_file_of, range(world))], world=world, keep=keep,
+            is_beside=is_beside,
+        )  # fmt: skip
+        handle = SaveHandle(root / directory.step_name(step), step, staged if is_beside else 0)
+        with self._engine.meter.tag("staging"):
+            self._saving = saving = dcp_shards.save(leaves, writer, self._files)
+
+        def finish() -> None:
+            with self._errors(step):
+                dcp_shards.wait_for(saving)
+            note_end()
+
+        def note_end(_: object = None) -> None:
+            handle.written_s = handle.written_s or time.monotonic() - begin
+
+        saving.add_done_callback(note_end)
+        handle._finish = finish
+        if is_beside:
+            self._last = handle
         else:
-            work()
-            saving.wait()
-        saving.blocked_s = time.monotonic() - begin
-        return saving
+            handle.wait()
+        handle.blocked_s = time.monotonic() - begin
+        return handle
 
     def _has_room(self, size: int) -> bool:
         """Return whether the budget has room for a copy of ``size`` bytes; on a CPU the copy is memory of the budget."""
@@ -149,44 +139,26 @@ class Checkpoints:
 
     def leave(self) -> None:
         """Wait a few seconds for the checkpoint that is being written: after an error it may still become complete."""
-        if self._last is not None and self._last._thread is not None:
-            self._last._thread.join(_LEAVING_S)
+        if self._saving is not None:
+            concurrent.futures.wait([self._saving], _LEAVING_S)
 
-    def _write(self, root: Path, step: int, leaves: FlatState, files: dict[str, bytes], keep: int | None) -> None:
-        first, world, partial = self._rank == 0, self._groups.world, directory.partial_path(root, step)
-
-        def write_files() -> directory.Sums:
-            for name, data in files.items():
-                (partial / name).write_bytes(data)
-            tensors = [*partial.glob(f"__{self._rank}_*"), *([partial / ".metadata"] if first else [])]
-            return directory.checksums([*tensors, *(partial / name for name in files)])
-
-        self._stage(step, "made its folder", lambda: directory.begin(root, step) if first else None)
-        self._stage(step, "written tensors", lambda: dcp_shards.save(partial, leaves, self._files))
-        answers = self._stage(step, "written its file", write_files)
-        sums = {name: own for ranks in answers for name, own in ranks.items()}
-        self._stage(step, "written the manifest", lambda: directory.finish(root, step, sums, world=world) if first else None)
-        if keep is not None:
-            self._stage(step, "deleted older ones", lambda: directory.keep_last(root, keep) if first else None)
-
-    def _stage(self, step: int, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's ``work``; return every rank's result. Raises RunError on every rank if one rank fails."""
-        answer, problem = None, ""
+    @contextmanager
+    def _errors(self, step: int) -> Iterator[None]:
+        """Name the checkpoint, and the rank that could not write."""
         try:
-            answer = work()
-        except dcp_shards.RanksFailed as error:  # raised on all ranks, with the problems of all
-            problem = error.problems.get(self._rank, "")
+            yield
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        answers: list[Any] = [(answer, problem)]
-        if self._files is not None:
-            answers *= self._groups.world
-            with self._engine.place.during(f"checkpoint of step {step}: every rank has {what}"):
-                dist.all_gather_object(answers, (answer, problem), group=self._files)
-        for rank, (_, problem) in enumerate(answers):
-            if problem:
-                raise RunError(f"checkpoint of step {step}: rank {rank} has not {what}: {problem}")
-        return [answer for answer, _ in answers]
+            raise RunError(self._engine.place.explain(f"checkpoint of step {step}: {error}")) from error
+
+    def _encode(self, step: int, extra: Any) -> dict[str, bytes] | Exception:
+        """Return this rank's own files as they are now, or the error of a value that cannot be saved."""
+        try:
+            files = {_file_of(self._rank): aux_state.encode(self._own(extra), "what the loop gave as extra")}
+            if self._rank == 0:
+                files[RUN] = aux_state.encode(self._run(step), "the options of the optimizer")
+        except ValueError as error:
+            return error
+        return files
 
     def _to_write(self) -> FlatState:
         """Return what this rank writes. Replicas of a block write an equal share each."""
@@ -248,10 +220,10 @@ class Checkpoints:
     def resume(self, path: Path) -> ResumeInfo | None:
         """Read a checkpoint. Collective; nothing may be in flight. Returns None where there is no checkpoint."""
         self.finish()
-        exchange, world = self._groups.all_gather_object, self._groups.world
+        exchange = self._groups.all_gather_object
 
         def problem(candidate: Path) -> str | None:
-            answers = exchange(directory.find_problem(candidate, self._rank, world))
+            answers = exchange(directory.find_problem(candidate))
             return next((answer for answer in answers if answer is not None), None)
 
         chosen = directory.choose(exchange(directory.candidates(path))[0], problem, warns=self._rank == 0)
@@ -334,7 +306,7 @@ class Checkpoints:
 
 
 class _Found(dict[Key, Any]):
-    """Leaves, of which :meth:`add` makes Pieces."""
+    """Leaves, of which :meth:`add` makes TensorShards."""
 
     def add(self, path: Key, fragment: Fragment) -> None:
         """Add a fragment to the tensor of this name."""

@@ -103,8 +103,8 @@ class ProcessGroups:
         return new
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """Return one more group, for a thread of its own. Collective."""
-        return None if self.world == 1 else self._new(self._group, self._timeout)
+        """Return one more group, on gloo, for a thread of its own; None without torch.distributed. Collective."""
+        return self._new(self._group, self._timeout) if dist.is_initialized() else None
 
     @without_autograd()
     def agree_on_call(self, call: str, *numbers: int) -> list[tuple[int, ...]]:

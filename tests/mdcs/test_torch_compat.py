@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import types
 import warnings
 from datetime import timedelta
@@ -12,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mdcs
@@ -225,9 +225,9 @@ def test_nccl_keeps_buffers_before_2_8(monkeypatch) -> None:
         assert torch_compat.nccl_keeps_buffers() is keeps
 
 
-def test_a_process_alone_writes_and_reads_a_checkpoint(tmp_path: Path) -> None:
-    tree = {"model": {"weight": torch.arange(3.0)}}
-    torch_compat.save_checkpoint(copy.deepcopy(tree), FileSystemWriter(tmp_path), None, DefaultSavePlanner())
+def test_a_process_alone_reads_a_checkpoint(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": {"weight": torch.arange(3.0)}}, checkpoint_id=tmp_path)
     read = {"model": {"weight": torch.zeros(3)}}
     torch_compat.load_checkpoint(read, FileSystemReader(tmp_path), DefaultLoadPlanner())
     assert read["model"]["weight"].tolist() == [0, 1, 2]

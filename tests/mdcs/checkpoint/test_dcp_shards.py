@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,22 +40,28 @@ def in_pieces(whole: torch.Tensor, *cuts: int) -> TensorShards:
     return made
 
 
+def saved(root: Path, leaves: dcp_shards.FlatState) -> Path:
+    """The folder with these tensors."""
+    dcp_shards.wait_for(dcp_shards.save(leaves, dcp_shards.Writer(root, 1, {}, names=()), None))
+    return root / "step-00000001"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_was_cut_in_one_way_is_read_whole_or_cut_in_another(tmp_path):
     weight, scale = torch.randn(5, 6, dtype=torch.float64), torch.tensor(3.0)
     leaves = {("model", "a.weight"): in_pieces(weight, 4, 13), ("model", "a.scale"): in_pieces(scale)}
-    dcp_shards.save(tmp_path, leaves, None)
+    folder = saved(tmp_path, leaves)
     into, beside = torch.zeros(30), torch.zeros(9, dtype=torch.float64)
     other = TensorShards(weight.shape, into.dtype)
     other.add(0, into[:9])
     other.add(9, into[9:])
     other.add(0, beside)  # pieces may overlap, and be of other types
-    dcp_shards.load(tmp_path, {("model", "a.weight"): other})
+    dcp_shards.load(folder, {("model", "a.weight"): other})
     assert torch.equal(into.view(5, 6), weight.float()) and torch.equal(beside, weight.reshape(-1)[:9])
-    found = dcp_shards.load_full(tmp_path)["model"]
+    found = dcp_shards.load_full(folder)["model"]
     assert torch.equal(found["a.weight"], weight) and torch.equal(found["a.scale"], scale)
     plain = {"model": {"a.weight": torch.zeros(5, 6, dtype=torch.float64), "a.scale": torch.tensor(0.0)}}
-    dcp.load(plain, checkpoint_id=tmp_path)  # which knows nothing of mdcs
+    dcp.load(plain, checkpoint_id=folder)  # which knows nothing of mdcs
     assert torch.equal(plain["model"]["a.weight"], weight) and plain["model"]["a.scale"] == 3
 
 
@@ -69,29 +76,29 @@ def test_pieces_of_channels_last_memory_are_of_the_tensor_itself(tmp_path):
     for start, stop in ((0, 7), (7, 61), (61, 120)):
         made.add(start, flat[start:stop].clone())
         other.add(start, into[start:stop])
-    dcp_shards.save(tmp_path, {"w": made.to("cpu", copy=True)}, None)
+    folder = saved(tmp_path, {("w",): made})
     plain = {"w": torch.zeros(3, 5, 2, 4)}
-    dcp.load(plain, checkpoint_id=tmp_path)
-    dcp_shards.load(tmp_path, {"w": other})
+    dcp.load(plain, checkpoint_id=folder)
+    dcp_shards.load(folder, {("w",): other})
     assert torch.equal(plain["w"], weight) and torch.equal(into.view(3, 5, 2, 4), weight)
     into.zero_()
     back = TensorShards(weight.shape, weight.dtype, order)
     back.add(0, into)
-    dcp_shards.load(tmp_path, {"w": back})
+    dcp_shards.load(folder, {("w",): back})
     assert torch.equal(into, flat)
 
 
 def test_pieces_that_lack_a_part_are_not_read_as_whole(tmp_path):
-    dcp_shards.save(tmp_path, {("w",): in_pieces(torch.ones(4))}, None)
+    folder = saved(tmp_path, {("w",): in_pieces(torch.ones(4))})
     with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: v"):
-        dcp_shards.load(tmp_path, {("v",): torch.zeros(4)})
+        dcp_shards.load(folder, {("v",): torch.zeros(4)})
     with pytest.raises(RuntimeError, match="Size mismatch"):
-        dcp_shards.load(tmp_path, {("w",): torch.zeros(5)})
+        dcp_shards.load(folder, {("w",): torch.zeros(5)})
 
 
 def test_metadata_calls_nothing_that_is_not_a_record_of_a_checkpoint(tmp_path):
-    dcp_shards.save(tmp_path, {("w",): torch.ones(4)}, None)
-    with (tmp_path / ".metadata").open("wb") as file:
+    folder = saved(tmp_path, {("w",): torch.ones(4)})
+    with (folder / ".metadata").open("wb") as file:
         pickle.dump(print, file)
     with pytest.raises(pickle.UnpicklingError, match="may not name builtins.print"):
-        dcp_shards.read_shapes(tmp_path)
+        dcp_shards.read_shapes(folder)

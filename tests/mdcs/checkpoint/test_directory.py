@@ -13,14 +13,14 @@ def write(root: Path, step: int) -> Path:
     partial = directory.begin(root, step)
     for name in ("a", "b"):
         (partial / name).write_bytes(f"{name} of {step}".encode() * 100)
-    return directory.finish(root, step, directory.checksums(partial.iterdir()), world=2)
+    return directory.finish(root, step, ["a", "b"], world=2)
 
 
 def test_a_folder_counts_with_its_manifest(tmp_path):
     partial = directory.begin(tmp_path, 3)
     (partial / "a").write_bytes(b"data")
     assert directory.complete_checkpoints(tmp_path) == []
-    made = directory.finish(tmp_path, 3, directory.checksums([partial / "a"]), world=2)
+    made = directory.finish(tmp_path, 3, ["a"], world=2)
     assert directory.complete_checkpoints(tmp_path) == [made] and directory.find_problem(made) is None
     assert directory.read_manifest(made)["step"] == 3 and directory.read_manifest(made)["world"] == 2
 
@@ -28,7 +28,7 @@ def test_a_folder_counts_with_its_manifest(tmp_path):
 def test_what_a_rank_has_written_elsewhere_does_not_count(tmp_path):
     directory.begin(tmp_path, 3)
     with pytest.raises(directory.CheckpointError, match="step-00000003.partial: a is not here: all ranks must see one folder"):
-        directory.finish(tmp_path, 3, {"a": [4, "0"]})
+        directory.finish(tmp_path, 3, ["a"])
     assert directory.complete_checkpoints(tmp_path) == []
 
 
@@ -59,12 +59,6 @@ def cut(made: Path) -> None:
     (made / "a").write_bytes((made / "a").read_bytes()[:-1])
 
 
-def alter(made: Path) -> None:
-    data = bytearray((made / "b").read_bytes())
-    data[7] ^= 1
-    (made / "b").write_bytes(data)
-
-
 def renumber(made: Path) -> None:
     text = (made / directory.MANIFEST).read_text()
     (made / directory.MANIFEST).write_text(text.replace('"world": 2', '"world": 4'))
@@ -76,7 +70,6 @@ def cut_manifest(made: Path) -> None:
 
 HARM = {
     cut: "a has 599 bytes, not the 600 that were written",
-    alter: "b is not what was written: its SHA-256 differs",
     renumber: "manifest.json is not what was written",
     cut_manifest: "manifest.json is not what was written",
     lambda made: (made / "a").unlink(): "a is missing",
@@ -88,4 +81,4 @@ HARM = {
 def test_what_is_not_as_it_was_written_is_named(tmp_path, harm):
     made = write(tmp_path, 1)
     harm(made)
-    assert HARM[harm] in [directory.find_problem(made, rank, 2) for rank in range(2)]
+    assert directory.find_problem(made) == HARM[harm]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mdcs.checkpoint import aux_state, dcp_shards, directory
+from mdcs.checkpoint import aux_state, dcp_shards
+from mdcs.checkpoint.dcp_shards import read_checkpoint
 from mdcs.checkpoint.directory import CheckpointError
-from mdcs.checkpoint.plain import read_checkpoint
 
 
 def write(root, state, step=1):
-    partial = directory.begin(root, step)
-    dcp_shards.save(partial, {("model", name): value for name, value in state.items()}, None)
-    (partial / aux_state.RUN).write_bytes(aux_state.encode({"step": step, "param_groups": []}, "the run"))
-    return directory.finish(root, step, directory.checksums(partial.iterdir()), world=1)
+    run = aux_state.encode({"step": step, "param_groups": []}, "the run")
+    writer = dcp_shards.Writer(root, step, {aux_state.RUN: run}, names=[aux_state.RUN])
+    dcp_shards.wait_for(dcp_shards.save({("model", name): value for name, value in state.items()}, writer, None))
 
 
 def test_the_newest_that_is_whole_is_read(tmp_path):

@@ -231,13 +231,11 @@ def test_a_checkpoint_that_is_not_whole_is_named_and_the_one_before_is_used(two:
     last = tmp_path / "good" / "step-00000003"
     files = sorted(path.name for path in last.iterdir())
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-00000.pt", "rank-00001.pt", "run.pt"]
-    harmed = [f"{'cut' if i % 2 else 'altered'} {name}" for i, name in enumerate(files)]
+    harmed = [f"cut {name}" for name in files]
     for folder_, name in zip(harmed, files, strict=True):
         shutil.copytree(tmp_path / "good", tmp_path / folder_)
         file = tmp_path / folder_ / last.name / name
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data[: -10 if folder_.startswith("cut") else None])
+        file.write_bytes(file.read_bytes()[:-10])
     for rank, answers in enumerate(two.run(resume_each, str(tmp_path), harmed)):
         for name, (step, told, refused) in zip(harmed, answers, strict=True):
             file = name.split()[1]
@@ -250,13 +248,13 @@ def fault(root: str) -> list[Any]:
     out: list[Any] = []
     stages = [
         (dcp_shards.FileSystemWriter, "write_data"),
-        *((directory, name) for name in ("begin", "checksums", "finish", "keep_last")),
+        *((directory, name) for name in ("begin", "write", "finish", "keep_last")),
     ]
     with parallel_for(Job("tied"), how("zero2")) as (made, parallel, _):
         one_step(made, parallel)
         parallel.checkpoint(root, keep=1)
         for where, name in stages:
-            for rank in (0, 1) if name in ("write_data", "checksums") else (0,):
+            for rank in (0, 1) if name in ("write_data", "write") else (0,):
                 for wait in (True, False):
                     one_step(made, parallel)
                     steps = parallel.steps
@@ -282,7 +280,7 @@ def test_a_fault_of_any_rank_at_any_stage_leaves_the_one_before(two: Ranks, tmp_
     for *faults, last, left in two.run(fault, str(tmp_path)):
         assert len(faults) == 14
         for name, rank, steps, told, resumed in faults:
-            assert f"checkpoint of step {steps}: rank {rank} has not " in told and "No space left" in told, (name, told)
+            assert f"RunError: checkpoint of step {steps}: rank {rank}: " in told and "No space left" in told, (name, told)
             assert resumed == (steps if name == "keep_last" else 1)
         assert left == [last]
 
@@ -311,14 +309,14 @@ def change_extra_while_it_is_written(root: str, wait: bool) -> list[Any]:
     """Return what was saved of values that the loop changes as soon as it goes on."""
     with parallel_for(Job("tied"), how("fsdp")) as (made, parallel, optimizer):
         one_step(made, parallel)
-        extra, write, goes_on = {"seen": [1], "count": torch.ones(1)}, dcp_shards.save, threading.Event()
+        extra, write, goes_on = {"seen": [1], "count": torch.ones(1)}, dcp_shards.Writer.write_data, threading.Event()
 
-        def late(*arguments: Any) -> None:
+        def late(*arguments: Any) -> Any:
             assert goes_on.wait(20)
-            write(*arguments)
+            return write(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dcp_shards, "save", late)
+            patch.setattr(dcp_shards.Writer, "write_data", late)
             if wait:
                 goes_on.set()
             saving = parallel.checkpoint(root, extra=extra, wait=wait)

@@ -13,7 +13,6 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -52,59 +51,62 @@ def _with(real: Any, options: dict[str, Any], *arguments: Any, **given: Any) -> 
     return real(*arguments, **given | options)
 
 
-def tried(name: str, shares: Sequence[int], profiles: dict[int, mdcs.Profile]) -> tuple[Any, ...]:
-    """Return a cell for each share, the most seconds from a profile to its plan or refusal, and the profiles. Collective.
+def tried(name: str, share: int, profiles: dict[int, mdcs.Profile]) -> tuple[str, float, dict[int, mdcs.Profile]]:
+    """Return a cell, the most seconds from a profile to its plan or refusal, and the profiles. Collective.
 
     ``profiles``: of each model of a program; measured where there is none.
     """
-    most = 0.0
+    most, plans, calls, began = 0.0, list[mdcs.Plan](), iter(range(9)), 0.0
 
-    def run(share: int) -> str:
+    def profiled(*arguments: Any, **options: Any) -> mdcs.Profile:
+        nonlocal began
+        if (call := next(calls)) not in profiles:
+            profiles[call] = mdcs.autoprofile(*arguments, **options | {"recompute": True, "budget": None})
+        began = time.monotonic()
+        return profiles[call]
+
+    def planned(*arguments: Any, **options: Any) -> mdcs.Plan:
         nonlocal most
-        plans, calls, began = list[mdcs.Plan](), iter(range(9)), [0.0]
+        try:
+            plans.append(mdcs.autoplan(*arguments, **options))
+        finally:
+            most = max(most, time.monotonic() - began)
+        return plans[-1]
 
-        def profiled(*arguments: Any, **options: Any) -> mdcs.Profile:
-            if (call := next(calls)) not in profiles:
-                profiles[call] = mdcs.autoprofile(*arguments, **options | {"recompute": True, "budget": None})
-            began[0] = time.monotonic()
-            return profiles[call]
-
-        def planned(*arguments: Any, **options: Any) -> mdcs.Plan:
-            nonlocal most
-            try:
-                plans.append(mdcs.autoplan(*arguments, **options))
-            finally:
-                most = max(most, time.monotonic() - began[0])
-            return plans[-1]
-
-        with patch.object(autoplan, "autoprofile", profiled), patch.object(loop_plan, "autoplan", planned):
-            try:
-                train(name, budget=f"{share}%", over_budget="raise", profiles=False)
-            except InfeasibleBudget as error:
-                return f"refused: {error}"
-            except mdcs.RunError as error:
-                return f"**{error}**"
-        again = [sum(choice != NONE for choice in plan.recompute) for plan in plans]
-        return ", ".join(f"{n} of {len(plan.strategies)}" if n else "kept" for n, plan in zip(again, plans, strict=True))
-
-    return [run(share) for share in shares], most, profiles
+    with patch.object(autoplan, "autoprofile", profiled), patch.object(loop_plan, "autoplan", planned):
+        try:
+            train(name, budget=f"{share}%", over_budget="raise", profiles=False)
+        except InfeasibleBudget as error:
+            return f"refused: {error}", most, profiles
+        except mdcs.RunError as error:
+            return f"**{error}**", most, profiles
+    again = [sum(choice != NONE for choice in plan.recompute) for plan in plans]
+    cell = ", ".join(f"{n} of {len(plan.strategies)}" if n else "kept" for n, plan in zip(again, plans, strict=True))
+    return cell, most, profiles
 
 
 def row(ranks: Ranks, name: str) -> str:
     """Return a model's row of the table."""
     profiles: dict[int, mdcs.Profile] = {}
-    (cells, seconds, profiles), _ = ranks.run(tried, name, SHARES, profiles, timeout_s=900)
-    smallest = {int(re.findall(r"(\d+) %", cell)[-1]) for cell in cells if cell.startswith("refused")}
+    most = 0.0
+
+    def cell(share: int) -> str:
+        nonlocal profiles, most
+        ranks.stop()  # what another run has left, such as the variables of a program, would count
+        (found, seconds, profiles), _ = ranks.run(tried, name, share, profiles, timeout_s=300)
+        most = max(most, seconds)
+        return found
+
+    cells = [cell(share) for share in SHARES]
+    smallest = {int(re.findall(r"(\d+) %", each)[-1]) for each in cells if each.startswith("refused")}
     said = ", ".join(f"{each} %" for each in smallest)
     if smallest:
-        (less, *_), _ = ranks.run(tried, name, [min(smallest) - 1], profiles, timeout_s=300)
-        ranks.stop()  # what a refused run has left would count
-        (right, *_), _ = ranks.run(tried, name, [min(smallest)], profiles, timeout_s=300)
-        is_right = len(smallest) == 1 and less[0].startswith("refused") and not right[0].startswith("refused")
-        said += "" if is_right else f" **{less[0]}**"
-        said += f": {right[0]}" if right[0].startswith("**") else ""
-    cells = [re.sub(r"refused: .*? the smallest budget is (.*)", r"refused: \1", cell) for cell in cells]
-    return f"| {name.split('/')[-1]} | {' | '.join(cells)} | {said} | {seconds:.1f} |"
+        less, right = cell(min(smallest) - 1), cell(min(smallest))
+        is_right = len(smallest) == 1 and less.startswith("refused") and not right.startswith("refused")
+        said += "" if is_right else f" **{less}**"
+        said += f": {right}" if right.startswith("**") else ""
+    cells = [re.sub(r"refused: .*? the smallest budget is (.*)", r"refused: \1", each) for each in cells]
+    return f"| {name.split('/')[-1]} | {' | '.join(cells)} | {said} | {most:.1f} |"
 
 
 def main(names: list[str]) -> None:

@@ -207,7 +207,7 @@ def predict(case: Case, rate: float) -> Predicted:
         largest = max(unit.numel for unit in plan.profile.units)
         memory["staging"] += largest // plan.profile.world * precision.parameter
     # FSDP reduces in every micro-step, so a step of several is as long as several steps, with one update.
-    update = sum(cost.update for cost in plan.costs)
+    update = sum(plan.seconds.update)
     return Predicted(
         case, k * told.step_s - (k - 1) * update, k * sum(plan.period.seconds), told.peak_bytes, sum(memory.values())
     )  # fmt: skip

@@ -21,8 +21,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.batch import BatchScaling, fastest_batch, largest_batch

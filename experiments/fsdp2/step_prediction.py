@@ -9,9 +9,9 @@ from experiments.fsdp2.memory import GroupBytes, MemoryWalk
 from mdcs.export.groups import Group, PrefetchLists, in_order, prefetch_lists
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.times import Prediction
@@ -108,7 +108,7 @@ def fsdp2_plan(plan: Plan, groups: tuple[Group, ...], forward: PrefetchLists, ba
                 slot = _gathered_at(mix, gatherers[kind.plain].get(g.name, g), kind, micro)
             else:
                 slot = mix.period.turn if g.backward is None else g.backward[1] + 1
-            first, last = max(mix.window(op)[0] for op in ops), min(mix.window(op)[1] for op in ops)
+            first, last = max(mix.period.window(op)[0] for op in ops), min(mix.period.window(op)[1] for op in ops)
             parts = tuple(part for op in ops for part in mix.parts(op.unit))
             waited = backend == "gloo" and not kind.is_gather
             messages.append(Message(kind, parts, max(first, min(slot, last)), waited, micro))

@@ -131,7 +131,7 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], lists: Mapping[K
         late = [m.slot > plan.period.window(Op(m.kind, u, 0))[0] for m in own if not m.kind.is_gather]
         if late and all(late):
             yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
-        if any(m.kind.plain is Kind.AG_F and plan.unrolled_slot(m) < plan.period.turn for m in own):
+        if any(m.kind.plain is Kind.AG_F and m.slot < plan.period.turn for m in own):
             yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
         for kind, ahead_of in lists.items():
             order = [each.name for each in in_order(groups, kind)]

@@ -167,8 +167,11 @@ def prefetch_distance(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict
     firsts = [start + _first(g, kind) for g in order]
     out = {}
     for place, g in enumerate(order):
-        of_first = (m for m in plan.messages if m.kind.plain is kind and m.micro == 0)
-        sent = [plan.unrolled_slot(m) for m in of_first if any(u in g.units for u, _ in m.parts)]
+        sent = [
+            slot
+            for m, slot in zip(plan.messages, plan.schedule.slot, strict=True)
+            if m.kind.plain is kind and m.micro == 0 and any(u in g.units for u, _ in m.parts)
+        ]
         if sent and not g.replicated:
             by = max([i for i in range(place + 1) if firsts[i] <= min(sent)], default=0)
             out[g.name] = place - by

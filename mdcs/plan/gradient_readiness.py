@@ -1,9 +1,7 @@
-"""Early reductions: messages that leave before the end of a slot, because their gradients are ready.
+"""When the gradients of a unit become ready within its last backward slot, mostly from the last parameter to the first.
 
-While the last backward slot of a unit runs, its gradients become ready one by one, mostly from the last parameter to
-the first (:attr:`mdcs.profile.schema.Unit.gradients`). The plan issues a reduction when compute arrives at a slot.
-The reduction may leave during the slot before, once the gradients of its blocks are ready, if all messages ahead of it
-have been issued and its bytes fit. DDP's buckets leave in the same way.
+The profile says when (:attr:`mdcs.profile.schema.Unit.gradients`). Reductions may leave early
+(:attr:`mdcs.plan.schedule.Schedule.ready`), and cuts between blocks move to the ends of parameters.
 """
 
 from __future__ import annotations
@@ -12,44 +10,7 @@ import bisect
 from collections.abc import Sequence
 from functools import lru_cache
 
-from mdcs.plan.message import Message
-from mdcs.plan.period import Period
 from mdcs.profile.schema import Profile
-
-
-def ready_fractions(
-    period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message], windows: Sequence[tuple[int, int]]
-) -> tuple[float, ...]:
-    """Return for each message the fraction of the preceding slot after which it may leave.
-
-    1: it leaves at its own slot.
-
-    A message leaves early only if it is a reduction, does not block, is issued at the first slot of its window, and all
-    messages ahead of it in the slot leave early.
-    """
-    if not period.profile.has_gradient_times:
-        return (1.0,) * len(messages)
-    out, slot, so_far = [], -1, 0.0
-    for message, (first, _) in zip(messages, windows, strict=True):
-        if message.slot != slot:
-            slot, so_far = message.slot, 0.0
-        if so_far < 1:
-            leaves = slot == first and not message.kind.is_gather and not message.blocking
-            so_far = max(so_far, ready_fraction(period, blocks, message, first)) if leaves else 1.0
-        out.append(so_far)
-    return tuple(out)
-
-
-def ready_fraction(period: Period, blocks: Sequence[tuple[int, ...]], message: Message, first: int) -> float:
-    """Return the fraction of the slot before ``first`` after which all gradients of a reduction are ready.
-
-    - ``first``: the first slot at which the reduction can be issued.
-    """
-    return max(
-        block_ready_fractions(period.profile, u, blocks[u])[b]
-        for u, b in message.parts
-        if period.windows[message.kind, u, message.micro][0] == first
-    )
 
 
 def block_ready_fractions(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:

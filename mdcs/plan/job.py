@@ -58,7 +58,7 @@ class Job:
     @cached_property
     def period(self) -> Period:
         """The circle of slots of one iteration."""
-        return Period(recomputing(self.profile, self.recompute), self.micro_steps)
+        return Period(recomputing(self.profile, self.recompute), self.micro_steps, not self.cross_iteration)
 
     @cached_property
     def cost(self) -> CostModel:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from mdcs.plan.lifetimes import Moment, Row, at_rest, message_rows, unit_rows
+from mdcs.plan.lifetimes import Moment, Row, at_rest, bytes_between, message_rows, unit_rows
 from mdcs.plan.period import Op, Period
 from mdcs.plan.plan import Plan
 from mdcs.plan.runs import cuts, pieces_of
+from mdcs.plan.schedule import Folded, Message, SizeTable, buffer_of, fold_bytes
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.layout import sections_of
-from mdcs.profile.link import Kind
 
 Effects = tuple[tuple[str, int], ...]
 """(category, bytes) pairs: positive bytes are allocated, negative bytes are freed."""
@@ -29,13 +29,6 @@ Rows = tuple[Row, ...]
 
 def _total(rows: Iterable[Row]) -> int:
     return sum([row.bytes for row in rows])
-
-
-def _most(allocated: Rows, freed: Rows) -> int:
-    """Return the most bytes that a message holds: from its start, or once it has landed and its update has begun."""
-    start = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "start"])
-    update = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "update"])
-    return max(start, start + update - sum([row.bytes for row in freed if row.freed and row.freed.moment == "landed"]))
 
 
 def _bytes(category: str, *of: str) -> cached_property[int]:
@@ -61,21 +54,19 @@ class MessageBytes:
     - ``own``: buffers that it allocates and frees.
     - ``kept``: buffers that it allocates, and that a slot or a later message frees.
     - ``ended``: buffers of slots and earlier messages that it frees.
-    - ``effects``: its effects at its start, when it has landed (its update begins), and when its update is done.
-    - ``held``: bytes that it allocates and that stay after it.
-    - ``freed``: bytes of slots and earlier messages that it frees.
-    - ``transient``: the most bytes, in addition to ``held``, while it is in flight.
+    - ``held``, ``freed``, ``transient``: bytes, as in :class:`mdcs.plan.schedule.Folded`.
     """
 
     own: Rows
     kept: Rows
     ended: Rows
-    effects: tuple[Effects, Effects, Effects] = field(init=False)
-    held: int = field(init=False)
-    freed: int = field(init=False)
-    transient: int = field(init=False)
+    held: int
+    freed: int
+    transient: int
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def effects(self) -> tuple[Effects, Effects, Effects]:
+        """Its effects at its start, when it has landed (its update begins), and when its update is done."""
         changes: dict[str, list[tuple[str, int]]] = {moment: [] for moment in ("start", "landed", "update", "done")}
         for row in (*self.own, *self.kept):
             assert row.allocated is not None
@@ -84,23 +75,18 @@ class MessageBytes:
             assert row.freed is not None
             changes[row.freed.moment].append((row.category, -row.bytes))
         # Staging and reduced gradients are freed before the update: its scratch takes their place.
-        start, landed, done = changes["start"], changes["landed"] + changes["update"], changes["done"]
-        held = _total(self.kept)
-        vars(self).update(
-            effects=(tuple(start), tuple(landed), tuple(done)), held=held, freed=_total(self.ended),
-            transient=_most((*self.own, *self.kept), (*self.own, *self.ended)) - held,
-        )  # fmt: skip
+        return tuple(changes["start"]), tuple(changes["landed"] + changes["update"]), tuple(changes["done"])
 
     @cached_property
     def freed_by_update(self) -> int:
         """Bytes that were held before its update and are free after it."""
-        scratch = sum([row.bytes for row in self.own if row.allocated and row.allocated.moment == "update"])
-        return -sum([size for _, size in self.effects[-1]]) - scratch
+        return -sum([size for _, size in self.effects[-1]]) - bytes_between(self.own, "update", "done")
 
     @cached_property
     def own_bytes(self) -> int:
         """The most bytes of its own buffers. Gradients that it frees make no room for them."""
-        return _most(self.own, self.own)
+        until_landed, until_updated, updating = order_sizes(self.own)
+        return until_updated + max(until_landed, updating)
 
     # Buffers that the runtime makes: bytes, or (unit, bytes) pairs.
     full = _pairs("full_parameters", "kept")  # of the units that it is the first to gather
@@ -126,12 +112,9 @@ class SlotBytes:
     ended: Rows
     live: int
     peak: int
-    allocated: int = field(init=False)
-    freed: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        vars(self).update(allocated=_total(self.begun), freed=_total(self.ended))
-
+    allocated = cached_property[int](lambda self: _total(self.begun))
+    freed = cached_property[int](lambda self: _total(self.ended))
     at_begin = cached_property[Effects](lambda self: tuple((row.category, row.bytes) for row in self.begun))
     at_end = cached_property[Effects](lambda self: tuple((row.category, -row.bytes) for row in self.ended))
 
@@ -227,61 +210,68 @@ class AssignmentBytes:
 
 
 class Ledger(AssignmentBytes):
-    """Bytes of all slots and messages of a plan, and its bytes at rest by category."""
+    """Bytes of all slots and messages of a plan, and its bytes at rest by category.
+
+    - ``folded``: the bytes of messages in wire order.
+    """
 
     def __init__(self, plan: Plan, rank: int | None = None) -> None:
         super().__init__(plan.period, plan.strategies, plan.blocks, rank)
-        self.plan = plan
-        self.messages = self._messages()
+        self.plan, none = plan, [0] * len(plan.messages)
+        rows = [self._rows(m, 0 if m.kind.is_gather else max([self.scratch[part] for part in m.parts])) for m in plan.messages]
+        by_number = [order_sizes(each) for each in rows]
+        columns = {name: [sizes[i] for sizes in by_number] for i, name in enumerate(SizeTable._fields[:3])}
+        buffers, gradients = sizes_of_units(plan.period, plan.strategies)
+        sizes = SizeTable(**columns, buffer_bytes=buffers, gradient_bytes=gradients)
+        self.folded = Folded(list(none), list(none), list(none))
+        fold_bytes(plan.table, sizes, range(len(none)), plan.schedule, self.folded)
 
-    def _messages(self) -> list[MessageBytes]:
-        plan, profile = self.plan, self.plan.profile
-        reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
-        barrier = None if plan.cross_iteration else reductions[-1] if reductions else None
-        begun, ended = self._of_units(barrier)
-        waiting: list[Row] = []  # for the barrier
-        all_scratch = max(self.scratch.values(), default=0)
-        out = []
-        for i, m in enumerate(plan.messages):
-            kind = m.kind
-            is_last, scratch = i == barrier, 0
-            if not kind.is_gather:
-                scratch = max([self.scratch[p] for p in m.parts]) if plan.cross_iteration else all_scratch if is_last else 0
-            own = message_rows(profile, kind, plan.payload(m), len(m.parts), scratch)
-            kept, freed = tuple(begun.get(i, ())), tuple(ended.get(i, ()))
-            if is_last:
-                freed = (*waiting, *freed)
-            elif not (plan.cross_iteration or kind.is_gather):
-                stay = tuple([row for row in own if row.freed is not None and row.freed.moment == "done"])
-                waiting += stay
-                kept, own = (*kept, *stay), tuple([row for row in own if row not in stay])
-            out.append(_message_bytes(own, kept, freed))
-        return out
+    def _rows(self, message: Message, scratch: int) -> Rows:
+        plan = self.plan
+        return message_rows(plan.profile, message.kind, plan.payload(message), len(message.parts), scratch)
 
-    def _of_units(self, barrier: int | None) -> tuple[dict[int, list[Row]], dict[int, list[Row]]]:
-        """Return for each message the units' buffers that it allocates, and those that it frees.
-
-        An operation's first message allocates, its last one frees. Blocks of one AG_B may be sent before and after the
-        end of the period, so the order of time differs from the order of the list.
-        """
-        plan, length = self.plan, self.plan.period.length
-        first: dict[tuple[Kind, int, int], tuple[int, int]] = {}
-        last: dict[tuple[Kind, int, int], tuple[int, int]] = {}
-        for i, (m, (opens, _)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
-            order = m.slot if m.slot >= opens else m.slot + length, i
-            for u, _ in m.parts:
-                op = m.kind, u, m.micro  # equal to its Op
-                if op not in first or order < first[op]:
-                    first[op] = order
-                if op not in last or order > last[op]:
-                    last[op] = order
+    @cached_property
+    def messages(self) -> list[MessageBytes]:
+        """The bytes of each message, with its buffers."""
+        plan, s = self.plan, self.plan.schedule
         begun: dict[int, list[Row]] = {}
         ended: dict[int, list[Row]] = {}
         for u, strategy in enumerate(plan.strategies):
             for row in unit_rows(plan.period, u, strategy):
                 if row.allocated is not None and isinstance(row.allocated.of, Op):
-                    begun.setdefault(first[row.allocated.of][1], []).append(row)
+                    begun.setdefault(s.opened_by[buffer_of(plan.period, row.allocated.of)], []).append(row)
                 if row.freed is not None and isinstance(row.freed.of, Op):
-                    by = last[row.freed.of][1] if barrier is None or row.freed.moment != "done" else barrier
+                    closed_by = s.closed_by[u]
+                    by = closed_by if row.freed.moment == "landed" else s.updated_by[closed_by]
                     ended.setdefault(by, []).append(row)
-        return begun, ended
+        scratch = [0] * len(plan.messages)  # updates run one after another
+        for m, update in zip(plan.messages, s.updated_by, strict=True):
+            if update >= 0:
+                scratch[update] = max(scratch[update], *(self.scratch[part] for part in m.parts))
+        own = [self._rows(m, size) for m, size in zip(plan.messages, scratch, strict=True)]
+        for i, update in enumerate(s.updated_by):
+            if update not in (-1, i):  # its shards stay until a later message's update
+                stay = [row for row in own[i] if row.freed is not None and row.freed.moment == "done"]
+                begun.setdefault(i, []).extend(stay)
+                ended.setdefault(update, []).extend(stay)
+                own[i] = tuple([row for row in own[i] if row not in stay])
+        rows = [(rows, tuple(begun.get(i, ())), tuple(ended.get(i, ()))) for i, rows in enumerate(own)]
+        return [_message_bytes(*each, *sizes) for each, *sizes in zip(rows, *self.folded, strict=True)]
+
+
+def order_sizes(rows: Rows) -> tuple[int, int, int]:
+    """Return the bytes of a message's own buffers, by message in :class:`~mdcs.plan.schedule.SizeTable`."""
+    return bytes_between(rows, "start", "landed"), bytes_between(rows, "start", "done"), bytes_between(rows, "update", "done")
+
+
+@lru_cache(maxsize=256)
+def sizes_of_units(period: Period, strategies: tuple[Strategy, ...]) -> tuple[list[int], list[int]]:
+    """Return the bytes of the buffers that units are gathered into, and of their gradients, for a SizeTable."""
+    buffers, gradients = [0] * (2 * len(strategies) * period.micro_steps), [0] * len(strategies)
+    for u, strategy in enumerate(strategies):
+        for row in unit_rows(period, u, strategy):
+            if row.allocated is not None and isinstance(row.allocated.of, Op):
+                buffers[buffer_of(period, row.allocated.of)] += row.bytes
+            if row.freed is not None and isinstance(row.freed.of, Op):
+                gradients[u] += row.bytes
+    return buffers, gradients

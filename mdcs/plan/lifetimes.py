@@ -1,7 +1,7 @@
 """The table of lifetimes: each buffer of a plan, its bytes, and the events that allocate and free it.
 
 This module is the only place that says when bytes come and go. Everything else folds the table: the bytes of a message
-or slot (:mod:`mdcs.plan.ledger`), the worst case by slot (:mod:`mdcs.plan.worst_case`), the replayed memory, admission,
+or slot (:mod:`mdcs.plan.ledger`), the worst case by slot (:mod:`mdcs.plan.admission`), the replayed memory, admission,
 candidates of the search, rows of the integer programs, the ranking of the greedy planner. A new kind of buffer is one
 more :class:`Row` in :func:`unit_rows` or :func:`message_rows`. Sizes by strategy are in docs/glossary.md.
 

@@ -48,6 +48,7 @@ class Period:
 
     It starts at the first backward slot of the last micro-step.
 
+    - ``has_barrier``: whether all updates of the iteration come between its reductions and its forward pass.
     - ``turn``: index of the first forward slot.
     - ``length``: number of slots.
     - ``slots``: the slots in order.
@@ -56,9 +57,9 @@ class Period:
     Indices in windows and releases are *unrolled*: they may exceed ``length`` and then lie in the next period.
     """
 
-    def __init__(self, profile: Profile, micro_steps: int) -> None:
+    def __init__(self, profile: Profile, micro_steps: int, has_barrier: bool = False) -> None:
         nf, nb = profile.forward_slots, profile.backward_slots
-        self.profile, self.micro_steps = profile, micro_steps
+        self.profile, self.micro_steps, self.has_barrier = profile, micro_steps, has_barrier
         self.turn, self.length = nb, micro_steps * (nf + nb)
 
         def slot(index: int, micro: int) -> PeriodSlot:
@@ -104,20 +105,37 @@ class Period:
         return self.forward(unit, micro)[1] if span is None else span[1]
 
     def window(self, op: Op) -> tuple[int, int]:
-        """Return the first slot at which ``op`` can be issued, and the slot that needs it (both unrolled)."""
+        """Return the first and the last slot at which ``op`` can be issued (both unrolled)."""
         return self.windows[op]
 
     def find_window(self, op: Op) -> tuple[int, int]:
-        """Compute :meth:`window`: from the end of the previous use to the use that the operation is sent for."""
+        """Compute :meth:`window`: from the end of the previous use to the use that the operation is sent for.
+
+        With a barrier, units that are trained are reduced by the turn, and gathered from there on.
+        """
         kind, unit, micro = op
+        last = self.needed_by(op)
         if kind.plain is Kind.AG_B:
-            span = self.backward(unit, micro)
-            assert span is not None, "a unit without backward has no AG_B"
-            return self.forward(unit, micro)[1] + 1, span[0]
-        before = self.last_use(unit, micro - 1 if micro else self.micro_steps - 1) + 1
+            return self.forward(unit, micro)[1] + 1, last
+        first = self.last_use(unit, micro - 1 if micro else self.micro_steps - 1) + 1
         if micro == 0:  # the previous use was in the previous period
-            before = max(before - self.length, 0)
-        return before, self.forward(unit, micro)[0]
+            first = max(first - self.length, 0)
+            if self.has_barrier and self.profile.units[unit].trainable:
+                return (max(first, self.turn), last) if kind.is_gather else (first, self.turn)
+        return first, last
+
+    def needed_by(self, op: Op) -> int:
+        """Return the slot (unrolled) whose use an operation is sent for."""
+        if op.kind.plain is not Kind.AG_B:
+            return self.forward(op.unit, op.micro)[0]
+        span = self.backward(op.unit, op.micro)
+        assert span is not None, "a unit without backward has no AG_B"
+        return span[0]
+
+    def place(self, slot: int, kind: Kind) -> tuple[int, bool]:
+        """Return the key by which messages are ordered: their slot, and whether the updates at a barrier come first."""
+        slot %= self.length
+        return slot, self.has_barrier and slot == self.turn and kind.is_gather
 
     def release(self, op: Op, strategy: Strategy) -> int:
         """Return the slot (unrolled) after which the buffer of a gather is freed."""

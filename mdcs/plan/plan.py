@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mdcs.plan.cost import Cost
-from mdcs.plan.gradient_readiness import ready_fractions
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message, windows
-from mdcs.plan.period import Op, Period
+from mdcs.plan.period import Period
+from mdcs.plan.schedule import Message, MessageSeconds, MessageTable, Schedule, fold_seconds, message_table
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
-from mdcs.plan.validity import PlanError, validate
+from mdcs.plan.validity import PlanError, arranged, validate
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, with_tuples
 
@@ -62,6 +60,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         validate(self.job, self.strategies, self.blocks, self.messages, self.budget)
+        assert self.schedule is not None  # raises for an order that cannot run
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # without cached properties
@@ -128,89 +127,40 @@ class Plan:
         return self.profile.wire(message.kind, self.payload(message))
 
     @cached_property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """For each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
-        return windows(self.period, self.messages)
-
-    def needed_by(self, message: Message) -> int | None:
-        """Return the slot (unrolled) that cannot start before the message is done. None for a reduce-scatter."""
-        if message.kind.plain is Kind.RS:
-            return None  # no slot needs it: its AG_F follows and is needed instead
-        return min(self.period.window(Op(message.kind, u, message.micro))[1] for u, _ in message.parts)
-
-    def unrolled_slot(self, message: Message) -> int:
-        """Return the issue slot on the scale of the message's window.
-
-        An AG_B may be issued at the head of the next period.
-        """
-        kind, micro, window = message.kind, message.micro, self.period.window
-        first = max([window(Op(kind, u, micro))[0] for u, _ in message.parts])
-        return message.slot if message.slot >= first else message.slot + self.period.length
+    def table(self) -> MessageTable:
+        """The values of the messages that do not depend on their order."""
+        return message_table(self.period, self.blocks, self.messages)
 
     @cached_property
-    def waits_for(self) -> tuple[int, ...]:
-        """For each message, the index of an earlier message of the period whose update must be done first, or -1.
-
-        A gather of updated parameters waits for the reduction of its blocks. In barrier mode it waits for the last
-        reduction.
-        """
-        reduced: dict[tuple[int, int], int] = {}
-        for i, m in enumerate(self.messages):
-            if not m.kind.is_gather:
-                for part in m.parts:
-                    reduced[part] = i
-        last = max(reduced.values(), default=-1)
-        out = []
-        for m in self.messages:
-            own = -1
-            if m.kind.plain is Kind.AG_F and m.micro == 0:
-                own = max([reduced.get(part, -1) for part in m.parts])
-            out.append(own if own < 0 or self.cross_iteration else last)
-        return tuple(out)
+    def schedule(self) -> Schedule:
+        """What waits for what."""
+        return arranged(self.job, self.table, self.messages)
 
     @cached_property
     def held_update(self) -> int | None:
-        """The message behind which all updates wait for the loop's ``step()``, which may leave them out: in barrier mode the last
+        """The message behind which all updates wait for the loop's ``step()``, which may leave them out: with a barrier the last
         reduction. None where there is none, and where backward still needs a message behind it.
         """
-        last = max((i for i, m in enumerate(self.messages) if not m.kind.is_gather), default=-1)
+        last = max(self.schedule.updated_by, default=-1)
         if self.cross_iteration or last < 0:
             return None
         behind = self.messages[last + 1 :]
         return None if any(m.kind.plain is Kind.AG_B and m.slot < self.period.turn for m in behind) else last
 
     @cached_property
-    def early(self) -> tuple[float, ...]:
-        """For each message, the fraction of the slot before its own after which it may leave
-        (:mod:`mdcs.plan.gradient_readiness`).
-        """
-        return ready_fractions(self.period, self.blocks, self.messages, self.windows)
-
-    @cached_property
-    def costs(self) -> tuple[Cost, ...]:
-        """Seconds of each message. In barrier mode the last reduction takes the update time of all reductions."""
-        cost = self.job.cost
-        out = [
+    def seconds(self) -> MessageSeconds:
+        """Seconds of the messages."""
+        cost, n = self.job.cost, len(self.messages)
+        costs = [
             cost.message(
                 m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m), cost.updates_s(m.kind, self.blocks, m.parts)
-            )
+            )._replace(lost=cost.lost_s(self.wire(m), 0.0))
             for m in self.messages
-        ]
-        if self.cross_iteration:
-            return tuple(out)
-        total = sum(each.update for each in out)
-        last = max((i for i, m in enumerate(self.messages) if not m.kind.is_gather), default=-1)
-        for i, (m, each) in enumerate(zip(self.messages, out, strict=True)):
-            update = total if i == last else 0.0
-            out[i] = each._replace(update=update, lost=cost.lost_s(self.wire(m), each.copy + update))
-        return tuple(out)
-
-    def in_prologue(self, message: Message) -> bool:
-        """Whether the message is sent before the first iteration, which starts at the first forward slot.
-
-        The prologue sends the gathers for forward that the plan issues in backward slots. It reduces nothing.
-        """
-        return message.kind.plain is Kind.AG_F or (message.kind.plain is Kind.AG_B and message.slot >= self.period.turn)
+        ]  # fmt: skip
+        by_number = MessageSeconds(*map(list, zip(*costs, strict=True))) if costs else MessageSeconds(*([] for _ in range(7)))
+        out = MessageSeconds(*([0.0] * n for _ in MessageSeconds._fields))
+        fold_seconds(by_number, self.profile.contention.compute_per_work, range(n), self.schedule, out)
+        return out
 
     @cached_property
     def hash(self) -> str:

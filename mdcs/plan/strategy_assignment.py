@@ -9,12 +9,11 @@ from functools import cached_property
 
 from mdcs.plan.gradient_readiness import snap_to_parameter_boundary
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op, Period
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError, require_nodes
-from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
 
@@ -68,16 +67,6 @@ class StrategyAssignment:
                 out += [Op(kind, u, m) for m in range(self.job.micro_steps if many else 1)]
         return tuple(out)
 
-    def window(self, op: Op) -> tuple[int, int]:
-        """Return :meth:`Period.window`, narrowed by the barrier if ``cross_iteration`` is off."""
-        first, last = self.period.window(op)
-        if not self.job.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
-            if not op.kind.is_gather:
-                last = self.period.turn
-            elif op.kind.plain is Kind.AG_F:
-                first = max(first, self.period.turn)
-        return first, last
-
     def payload(self, op: Op) -> int:
         """Return the bytes of a whole unit, padding included: parameters for a gather, gradients for a reduction."""
         layout = self.profile.layouts[op.unit]
@@ -121,15 +110,10 @@ class StrategyAssignment:
         Messages of one slot keep their order, but at the barrier reductions come first. A message with parts of several
         widths becomes one per width. Raises PlanError if the messages make no valid plan.
         """
-        length, turn, barrier = self.period.length, self.period.turn, not self.job.cross_iteration
-
-        def key(m: Message) -> tuple[int, bool]:
-            slot = m.slot % length
-            return slot, barrier and slot == turn and m.kind.is_gather
-
+        length = self.period.length
         ordered = tuple(
             Message(m.kind, parts, m.slot % length, m.blocking, m.micro)
-            for m in sorted(messages, key=key)
+            for m in sorted(messages, key=lambda m: self.period.place(m.slot, m.kind))
             for parts in self.profile.by_width(blocks, m.kind, m.parts)
         )
         return Plan(self.job, self.strategies, tuple(blocks), ordered, scheduler=name)

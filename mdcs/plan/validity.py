@@ -11,8 +11,19 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Period
+from mdcs.plan.schedule import (
+    BACKWARDS,
+    NO_SLOT,
+    OUTSIDE,
+    REASONS,
+    STALE,
+    Message,
+    MessageTable,
+    Schedule,
+    arrange,
+    empty_schedule,
+)
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
@@ -45,9 +56,6 @@ def validate(
     if empty is not None:
         raise PlanError(f"message {empty} is empty")
     _check_contents(job, strategies, blocks, messages)
-    _check_order(job, messages)
-    if not job.cross_iteration:
-        _check_barrier(job, messages)
 
 
 def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
@@ -103,28 +111,24 @@ def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, 
     raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
 
 
-def _check_order(job: Job, messages: Sequence[Message]) -> None:
-    """Check that messages follow the order of slots, lie in their windows, and gather nothing before its reduction."""
-    units, length = job.profile.units, job.period.length
-    reduced: set[tuple[int, int]] = set()
-    previous = 0
-    for i, (message, (first, last)) in enumerate(zip(messages, windows(job.period, messages), strict=True)):
-        slot = message.slot
-        if not previous <= slot < length:
-            if not 0 <= slot < length:
-                raise PlanError(f"{_where(job, messages, i)}: no slot {slot} in a period of {length}")
-            raise PlanError(f"{_where(job, messages, i)}: issue slot {slot} comes before {previous} of the message ahead of it")
-        previous = slot
-        if not first <= (slot if slot >= first else slot + length) <= last:
-            raise PlanError(f"{_where(job, messages, i)}: issue slot {slot} is outside its window {first}..{last}")
-        if message.kind.plain is Kind.RS:
-            reduced.update(message.parts)
-        elif message.kind.plain is Kind.AG_F and message.micro == 0:
-            for part in message.parts:
-                if part not in reduced and units[part[0]].trainable:
-                    raise PlanError(
-                        f"{_where(job, messages, i)}: gathers block {part[1]} of {units[part[0]].name} before its reduce-scatter"
-                    )
+def arranged(job: Job, table: MessageTable, messages: Sequence[Message]) -> Schedule:
+    """Return the schedule of a plan's messages, numbered in wire order. Raises PlanError for an order that cannot run."""
+    schedule, slots = empty_schedule(len(messages), job.period), [m.slot for m in messages]
+    found = arrange(table, job.period.turn, range(len(messages)), slots, schedule)
+    if found == 0:
+        return schedule
+    i, reason = divmod(found, REASONS)
+    slot, length = slots[i], job.period.length
+    raise PlanError(
+        f"{_where(job, messages, i)}: "
+        + {
+            NO_SLOT: f"no slot {slot} in a period of {length}",
+            BACKWARDS: f"issue slot {slot} comes before {slots[i - 1]} of the message ahead of it",
+            OUTSIDE: f"issue slot {slot} is outside its window {table.first[i]}..{table.last[i]}",
+            STALE: "gathers parameters before their update",
+        }[reason]
+        + ("" if job.cross_iteration else "; cross_iteration is off")
+    )
 
 
 def _where(job: Job, messages: Sequence[Message], i: int) -> str:
@@ -132,14 +136,3 @@ def _where(job: Job, messages: Sequence[Message], i: int) -> str:
     message, units = messages[i], job.profile.units
     names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
     return f"message {i} ({message.kind} of {', '.join(names)})"
-
-
-def _check_barrier(job: Job, messages: Sequence[Message]) -> None:
-    reductions = [i for i, m in enumerate(messages) if not m.kind.is_gather]
-    late = [i for i in reductions if messages[i].slot > job.period.turn]
-    if late:
-        raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
-    for i, m in enumerate(messages[: reductions[-1] if reductions else 0]):
-        updated = any(job.profile.units[u].trainable for u, _ in m.parts)
-        if m.kind.plain is Kind.AG_F and m.micro == 0 and updated:
-            raise PlanError(f"message {i} gathers before the barrier that message {reductions[-1]} ends")

@@ -6,17 +6,12 @@ deadlock.
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.schedule import Folded, Numbers, Schedule
 from mdcs.plan.validity import PlanError
-from mdcs.profile.link import Kind
-
-Numbers = Any
-"""A list of numbers, or an array."""
 
 
 class SlotDemand(NamedTuple):
@@ -35,42 +30,6 @@ class SlotDemand(NamedTuple):
         return max(self.arrival, self.running)
 
 
-class SlotDependencies:
-    """For each slot, the number of messages issued (``issued_through``) and surely done (``required_through``) when it begins.
-
-    Counts are unrolled: a ``required_through`` of 0 or less refers to messages of the previous period. Messages end in
-    FIFO order, so a slot that waits for one message waits for all before it.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        n, length = len(plan.messages), plan.period.length
-        issues = [0] * length
-        for m in plan.messages:
-            issues[m.slot] += 1
-        self.issued_through = list(itertools.accumulate(issues))
-        done_at = [-n] * length
-        for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
-            if not m.blocking and m.kind.plain is Kind.RS:
-                continue  # no slot needs it: its gather follows and is needed instead
-            # The slot that needs the message, counted from the period in which the message is issued.
-            waits = m.slot if m.blocking else last if m.slot >= first else last - length
-            periods, at = divmod(waits, length)
-            if i + 1 - periods * n > done_at[at]:
-                done_at[at] = i + 1 - periods * n
-        if not plan.cross_iteration:
-            # The last reduction updates every unit, so forward of a dp unit waits for it.
-            last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
-            for u, unit in enumerate(plan.profile.units):
-                if unit.trainable and plan.strategies[u] is Strategy.dp:
-                    first = plan.period.forward(u, 0)[0]
-                    done_at[first] = max(done_at[first], last + 1)
-        best = max((d - n for d in done_at), default=-n)
-        self.required_through: list[int] = []
-        for d in done_at:
-            best = max(best, d)
-            self.required_through.append(best)
-
-
 def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[SlotDemand]:
     """Return the bytes needed at each slot: the larger of prologue and steady period, with all earlier messages done.
 
@@ -78,51 +37,36 @@ def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[S
     - ``ledger``: the plan's ledger, if the caller has it.
     """
     ledger = ledger or Ledger(plan)
-    issued = [0] * plan.period.length
-    for m in plan.messages:
-        issued[m.slot] += 1
-    arrival, running = [0] * len(issued), [0] * len(issued)
+    slots, length = ledger.slots, plan.period.length
+    arrival, running = [0] * length, [0] * length
     fill_demands(
-        plan.period.turn,
-        ledger.rest_bytes,
-        [s.live for s in ledger.slots],
-        [s.peak for s in ledger.slots],
-        [s.allocated for s in ledger.slots],
-        [s.freed for s in ledger.slots],
-        [plan.in_prologue(m) for m in plan.messages],
-        [e.held for e in ledger.messages],
-        [e.transient for e in ledger.messages],
-        [e.freed for e in ledger.messages],
-        list(itertools.accumulate(issued)),
-        arrival,
-        running,
-    )
+        plan.period.turn, ledger.rest_bytes, [s.live for s in slots], [s.peak for s in slots], [s.allocated for s in slots],
+        [s.freed for s in slots], plan.schedule, ledger.folded, arrival, running,
+    )  # fmt: skip
     return list(map(SlotDemand, arrival, running))
 
 
 def fill_demands(
-    turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, in_prologue: Numbers,
-    held: Numbers, transient: Numbers, freed: Numbers, issued: Numbers, arrival: Numbers, running: Numbers,
+    turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, s: Schedule, sizes: Folded,
+    arrival: Numbers, running: Numbers,
 ) -> None:  # fmt: skip
-    """Fill ``arrival`` and ``running`` with the needs of each slot (:class:`Need`).
+    """Fill ``arrival`` and ``running`` with the needs of each slot (:class:`SlotDemand`).
 
     A loop over numbers, which :mod:`mdcs.simulator.machine_code` compiles for searches.
 
     - ``turn``: first forward slot, where the prologue starts. ``rest``: bytes at rest.
-    - by slot: ``live``, ``peak``, ``allocated``, ``released``, as in :class:`~mdcs.plan.ledger.SlotBytes`, and
-      ``issued``: the number of messages issued by then.
-    - by message: ``in_prologue``, ``held``, ``transient``, ``freed``, as in :class:`~mdcs.plan.ledger.MessageBytes`.
+    - by slot: ``live``, ``peak``, ``allocated``, ``released``, as in :class:`~mdcs.plan.ledger.SlotBytes`.
     """
-    length, now = len(issued), rest
+    length, now = len(arrival), rest
     for q in range(length):
         arrival[q] = running[q] = 0
     for period in range(3):  # prologue, first and steady period
         for q in range(turn if period == 0 else 0, length):
             most = 0
-            for i in range(0 if q == 0 or (period == 0 and q == turn) else issued[q - 1], issued[q]):
-                if period > 0 or in_prologue[i]:
-                    most = max(most, now + held[i] + transient[i] + live[q])
-                    now += held[i] - freed[i]
+            for i in range(0 if q == 0 or (period == 0 and q == turn) else s.issued[q - 1], s.issued[q]):
+                if period > 0 or s.in_prologue[i]:
+                    most = max(most, now + sizes.held[i] + sizes.transient[i] + live[q])
+                    now += sizes.held[i] - sizes.freed[i]
             now += allocated[q]
             if period != 1:
                 arrival[q], running[q] = max(arrival[q], most), max(running[q], now + peak[q])
@@ -142,8 +86,8 @@ def check(plan: Plan) -> None:
         if need.bytes + plan.reserve > plan.budget:
             blocking = [
                 f"{m.kind} of {', '.join(plan.profile.units[u].name for u, _ in m.parts)}"
-                for m in plan.messages
-                if m.slot <= q and (plan.needed_by(m) or 0) > q
+                for m, needed_by in zip(plan.messages, plan.schedule.needed_by, strict=True)
+                if m.slot <= q < needed_by
             ]
             raise PlanError(
                 f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {plan.budget} bytes, "

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner.neighborhood import with_block_sizes
@@ -73,9 +73,11 @@ def fastest_repair(plan: Plan, budget: int) -> Plan:
 
 def delay_gathers(plan: Plan, ahead: int) -> Plan:
     """Return the plan with every gather at most ``ahead`` slots before it is needed."""
-    needed = [plan.needed_by(m) if m.kind.is_gather else None for m in plan.messages]
-    before = map(plan.unrolled_slot, plan.messages)
-    return _moved(plan, [slot if last is None else max(slot, last - ahead) for slot, last in zip(before, needed, strict=True)])
+    s = plan.schedule
+    return _moved(plan, [
+        max(slot, needed_by - ahead) if m.kind.is_gather else slot
+        for m, slot, needed_by in zip(plan.messages, s.slot, s.needed_by, strict=True)
+    ])  # fmt: skip
 
 
 def reduce_when_ready(plan: Plan) -> Plan:
@@ -84,7 +86,8 @@ def reduce_when_ready(plan: Plan) -> Plan:
     In a slot reductions come before gathers, and those of one unit follow each other: the last frees the gradient.
     """
     slots = [
-        plan.unrolled_slot(m) if m.kind.is_gather else first for m, (first, _) in zip(plan.messages, plan.windows, strict=True)
+        slot if m.kind.is_gather else first
+        for m, slot, first in zip(plan.messages, plan.schedule.slot, plan.table.first, strict=True)
     ]
     moved = _moved(plan, slots).messages
     place: dict[tuple[int, int], int] = {}  # (slot, unit) -> its first message
@@ -143,12 +146,10 @@ def _delayed(plan: Plan, cap: int) -> Plan | None:
     length = plan.period.length
     while over := _over(plan, ledger := Ledger(plan), cap):
         gathers: list[tuple[int, int, int, Op]] = []  # slot, need, bytes, operation
-        for message, effect in zip(plan.messages, ledger.messages, strict=True):
+        s = plan.schedule
+        for message, effect, slot, needed_by in zip(plan.messages, ledger.messages, s.slot, s.needed_by, strict=True):
             for unit, size in effect.full:
-                op = Op(message.kind, unit, message.micro)
-                gathers.append(
-                    (plan.unrolled_slot(message), min(plan.period.window(op)[1], plan.needed_by(message) or 0), size, op)
-                )
+                gathers.append((slot, needed_by, size, Op(message.kind, unit, message.micro)))
         late: dict[Op, int] = {}
         for q, excess in over:  # gathers that are issued before the slot and needed only after it move behind it
             ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
@@ -170,22 +171,22 @@ def _delayed(plan: Plan, cap: int) -> Plan | None:
         if not late:
             return None
         slots = []
-        for m in plan.messages:
-            slot = max([plan.unrolled_slot(m), *(late.get(Op(m.kind, unit, m.micro), 0) for unit, _ in m.parts)])
-            slots.append(min(slot, plan.needed_by(m) or slot) if m.kind.is_gather else plan.unrolled_slot(m))
+        for m, slot, needed_by in zip(plan.messages, s.slot, s.needed_by, strict=True):
+            moved = max([slot, *(late.get(Op(m.kind, unit, m.micro), 0) for unit, _ in m.parts)])
+            slots.append(min(moved, needed_by) if m.kind.is_gather else slot)
         plan = _moved(plan, slots)
     return plan
 
 
 def _moved(plan: Plan, slots: list[int]) -> Plan:
     """Return the plan with new unrolled slots, in order of slot. Moved messages go behind the others of their slot."""
-    length, turn = plan.period.length, plan.period.turn
+    period = plan.period
 
-    def key(item: tuple[Message, int]) -> tuple[int, bool, bool]:
-        message, slot = item
-        at_barrier = not plan.cross_iteration and slot % length == turn
-        return slot % length, at_barrier and message.kind.is_gather, slot != plan.unrolled_slot(message)
+    def key(item: tuple[Message, int, int]) -> tuple[tuple[int, bool], bool]:
+        message, slot, before = item
+        return period.place(slot, message.kind), slot != before
 
-    ordered = sorted(zip(plan.messages, slots, strict=True), key=key)
-    messages = tuple(m if m.slot == s % length else dataclasses.replace(m, slot=s % length) for m, s in ordered)
+    ordered = sorted(zip(plan.messages, slots, plan.schedule.slot, strict=True), key=key)
+    new = ((m, slot % period.length) for m, slot, _ in ordered)
+    messages = tuple(m if m.slot == slot else dataclasses.replace(m, slot=slot) for m, slot in new)
     return dataclasses.replace(plan, messages=messages)

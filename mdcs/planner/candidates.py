@@ -13,23 +13,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdcs.plan.gradient_readiness import ready_fraction
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import AssignmentBytes
-from mdcs.plan.lifetimes import bytes_between, message_rows, unit_rows
-from mdcs.plan.message import Message, windows
-from mdcs.plan.period import Op
+from mdcs.plan.ledger import AssignmentBytes, order_sizes, sizes_of_units
+from mdcs.plan.lifetimes import message_rows
 from mdcs.plan.plan import Plan
 from mdcs.plan.recompute import recomputing
+from mdcs.plan.schedule import (
+    Folded,
+    Message,
+    MessageSeconds,
+    MessageTable,
+    OrderValues,
+    Schedule,
+    SizeTable,
+    empty_schedule,
+    order_values,
+    part_values,
+)
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import Blocks
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
-from mdcs.simulator import arrange, kernel
-from mdcs.simulator.arrange import MessageTable
+from mdcs.simulator import kernel
 from mdcs.simulator.engine import empty_replay, period_arrays
-from mdcs.simulator.kernel import MessageArrays, PeriodArrays
-from mdcs.simulator.machine_code import compile_loops, for_loops, numbers
+from mdcs.simulator.kernel import PeriodArrays, ReplayArrays
+from mdcs.simulator.machine_code import compiled_loops, for_loops, numbers
 
 # Penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER.
 _TIGHT, _POWER = 0.05, 4
@@ -80,34 +88,45 @@ class Score(NamedTuple):
     needed: Any
 
 
+class _Tables(NamedTuple):
+    """Values of all messages of a search, and arrays that each candidate fills anew."""
+
+    table: MessageTable
+    by_number: MessageSeconds
+    sizes: SizeTable
+    schedule: Schedule
+    seconds: MessageSeconds
+    folded: Folded
+    track: ReplayArrays
+
+
+_SIZES = SizeTable._fields[:3]
+_BY_NUMBER = (*OrderValues._fields, *MessageSeconds._fields, *_SIZES)
+_BY_MESSAGE = Schedule._fields[: Schedule._fields.index("issued")]
+
+
 class Candidates:
     """The candidates for one job, with any recomputation, and one budget. They have a cache of their messages."""
 
     def __init__(self, job: Job, budget: int | None) -> None:
-        compile_loops()
+        self._loops = compiled_loops()
         job = dataclasses.replace(job, recompute=()) if job.recompute else job
         self.job, self.budget, self.length = job, budget, job.period.length
         self.options: dict[int, list[str]] = {}  # unit -> its choices of recomputation
         for option in job.profile.recompute:
             self.options.setdefault(option.unit, [NONE]).append(option.choice)
         self._jobs = lru_cache(maxsize=64)(lambda recompute: dataclasses.replace(job, recompute=recompute))
-        self.windows: list[tuple[int, int]] = []  # by message
         self.all: list[Message] = []  # by number; their slots are not used
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
-        self._columns: dict[str, Any] = {name: [] for name in arrange.BY_MESSAGE} | {"begin": [0]}
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")} | {"begin": [0]}
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
-        self._buffers: dict[Op, int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
         self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, budget, self._bytes(*mix))))
-        self._shape: MessageTable | None = None  # of all messages known so far
-        self._completed = lru_cache(maxsize=256)(self._complete)  # the same, for strategies and recomputation
+        self._tables: _Tables | None = None  # of all messages known so far
+        self._sizes = lru_cache(maxsize=256)(self._sizes_of)
+        self._recomputing = lru_cache(maxsize=256)(self._table_of)
         self._activations = lru_cache(maxsize=1000)(self._slots_of)
-        units = job.profile.units
-        self._by_unit = {
-            "trained": numbers([int(unit.trainable) for unit in units]),
-            "forward": numbers([job.period.forward(u, 0)[0] for u in range(len(units))]),
-        }
-        self._issued, self._needed, self._arrival, self._running = (numbers([0] * self.length) for _ in range(4))
+        self._arrival, self._running = numbers([0] * self.length), numbers([0] * self.length)
 
     # ---- between plans and numbers
 
@@ -138,41 +157,33 @@ class Candidates:
         return found
 
     def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
-        kind, parts, profile, cost = message.kind, message.parts, self.job.profile, self.job.cost
-        [window] = windows(self.job.period, [message])
-        elements = sum(blocks[u][b] for u, b in parts)
-        width = profile.width(blocks, kind, parts[0])
-        payload, wire = elements * width, profile.wire(kind, elements * width)
+        kind, parts, profile, cost, period = message.kind, message.parts, self.job.profile, self.job.cost, self.job.period
+        elements, width = sum(blocks[u][b] for u, b in parts), profile.width(blocks, kind, parts[0])
         scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
-        rows = message_rows(profile, kind, payload, len(parts), scratch)
-        update = cost.updates_s(kind, blocks, parts)
-        seconds = cost.message(kind, elements, len(parts), message.blocking, width, update)
-        own = {
-            "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
-            "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,
-            "blocking": message.blocking, "first": window[0], "last": window[1],
-            "early": 1.0 if kind.is_gather else ready_fraction(self.job.period, blocks, message, window[0]),
-            "lost": cost.lost_s(wire, 0.0), "lost_per_work": profile.contention.compute_per_work,
-            "until_landed": bytes_between(rows, "start", "landed"), "until_updated": bytes_between(rows, "start", "done"),
-            "updating": bytes_between(rows, "update", "done"),
-            **{name: getattr(seconds, name) for name in ("alpha", "gap", "transfer", "copy", "update", "idle")},
-        }  # fmt: skip
-        for name, value in own.items():
+        sizes = order_sizes(message_rows(profile, kind, elements * width, len(parts), scratch))
+        seconds = cost.message(
+            kind, elements, len(parts), message.blocking, width, cost.updates_s(kind, blocks, parts)
+        )._replace(lost=cost.lost_s(profile.wire(kind, elements * width), 0.0))  # fmt: skip
+        for name, value in zip(_BY_NUMBER, (*order_values(period, message, blocks), *seconds, *sizes), strict=True):
             self._columns[name].append(value)
-        for u, b in parts:
-            self._columns["unit"].append(u)
-            self._columns["block"].append(self._block_numbers.setdefault((u, blocks[u], b), len(self._block_numbers)))
-            op = Op(kind, u, message.micro)
-            self._columns["buffer"].append(self._buffers.setdefault(op, len(self._buffers)) if kind.is_gather else -1)
+        known = self._block_numbers
+        found = [known.setdefault((u, blocks[u], b), len(known)) for u, b in parts]
+        for unit, block, buffer in part_values(period, message, found):
+            self._columns["unit"].append(unit)
+            self._columns["block"].append(block)
+            self._columns["buffer"].append(buffer)
         self._columns["begin"].append(len(self._columns["unit"]))
-        self.windows.append(window)
-        self._shape = None
+        self._tables = None
 
     # ---- scores
 
+    def window(self, number: int) -> tuple[int, int]:
+        """Return the first and the last slot (unrolled) at which a message can be issued."""
+        return self._columns["first"][number], self._columns["last"][number]
+
     def slot_near(self, candidate: Candidate, place: int, far: int) -> int:
         """Return the slot at distance ``far`` from that of the message at ``place``, within the message's window."""
-        (first, last), slot = self.windows[candidate.messages[place]], candidate.slots[place]
+        (first, last), slot = self.window(candidate.messages[place]), candidate.slots[place]
         unrolled = slot if slot >= first else slot + self.length
         return min(last, max(first, unrolled + far)) % self.length
 
@@ -185,23 +196,26 @@ class Candidates:
         if candidate.recompute:
             changed = self._activations(candidate.recompute)
             c = c._replace(seconds=changed.seconds, live=changed.live, peak=changed.peak)
-        shape = self._shape_for(candidate.strategies, candidate.recompute)
-        sent, slots = numbers(candidate.messages), numbers(candidate.slots)
-        if not arrange.place(shape, c.turn, sent, slots, self._issued, self._needed):
+        known = self._known()
+        has_early = candidate.recompute and self.job.profile.has_gradient_times
+        table = self._recomputing(candidate.recompute) if has_early else known.table
+        order, slots, n = numbers(candidate.messages), numbers(candidate.slots), len(candidate.messages)
+        s, track = known.schedule._replace(**{name: getattr(known.schedule, name)[:n] for name in _BY_MESSAGE}), known.track
+        if self._loops.arrange(table, c.turn, order, slots, s) != 0:
             return None
-        messages, track = MessageArrays(*(column[: len(sent)] for column in self._messages)), self._track
-        arrange.arrange(shape, c.turn, self.length, sent, slots, messages)
+        seconds, sizes = MessageSeconds(*(x[:n] for x in known.seconds)), Folded(*(x[:n] for x in known.folded))
+        self._loops.fold_seconds(known.by_number, self.job.profile.contention.compute_per_work, order, s, seconds)
         tight = 0.0
         if c.cap >= 0:
-            arrange.fill_demands(
-                c.turn, c.rest, c.live, c.peak, c.allocated, c.freed, messages.in_prologue, messages.held, messages.transient,
-                messages.freed, self._issued, self._arrival, self._running,
+            self._loops.fold_bytes(table, self._sizes(candidate.strategies), order, s, sizes)
+            self._loops.fill_demands(
+                c.turn, c.rest, c.live, c.peak, c.allocated, c.freed, s, sizes, self._arrival, self._running
             )  # fmt: skip
             held = np.maximum(self._arrival, self._running) / c.cap
             if held.max() > 1:
                 return None
             tight = _TIGHT * float((held**_POWER).mean())
-        if kernel.run(c, messages, track, self._issued, self._needed) == kernel.DEADLOCK:
+        if self._loops.run(c, s, seconds, sizes, track) == kernel.DEADLOCK:
             return None
         end = track.count[kernel.ARRIVALS] - 1
         step_s = float(track.arrival[end] - track.arrival[end - self.length])
@@ -209,7 +223,7 @@ class Candidates:
         if energy > limit:
             return None
         last = slice(end - self.length, end)
-        return Score(step_s, energy, np.array(track.begin[last]) - np.array(track.arrival[last]), np.array(self._needed))
+        return Score(step_s, energy, np.array(track.begin[last]) - np.array(track.arrival[last]), np.array(s.required))
 
     def _slots_of(self, recompute: tuple[str, ...]) -> Activations:
         profile, places = recomputing(self.job.profile, recompute), [slot.place for slot in self.job.period.slots]
@@ -218,35 +232,31 @@ class Candidates:
         live, peak = numbers([slot.live for slot in slots]), numbers([slot.peak for slot in slots])
         return Activations(seconds, live, peak, np.array(seconds) - np.array(self.job.period.seconds))
 
-    def _early(self, recompute: tuple[str, ...]) -> Any:
-        """Return when messages may leave within a slot that recomputes first: all gradients come later in it."""
+    def _known(self) -> _Tables:
+        """Return the values of all messages known so far, and room for a candidate's."""
+        if self._tables is None:
+            columns, many, period = self._columns, len(self.all), self.job.period
+            by_table = {name: columns[name] for name in MessageTable._fields if name in columns}
+            self._tables = _Tables(
+                for_loops(MessageTable(**by_table, blocks=len(self._block_numbers), barrier=period.has_barrier)),
+                for_loops(MessageSeconds(*(columns[name] for name in MessageSeconds._fields))),
+                for_loops(SizeTable(*(columns.get(name, []) for name in SizeTable._fields))),
+                for_loops(empty_schedule(many, period)),
+                for_loops(MessageSeconds(*([0.0] * many for _ in MessageSeconds._fields))),
+                for_loops(Folded(*([0] * many for _ in Folded._fields))),
+                for_loops(empty_replay(many, self.length)),
+            )  # fmt: skip
+            self._sizes.cache_clear()
+            self._recomputing.cache_clear()
+        return self._tables
+
+    def _sizes_of(self, strategies: tuple[Strategy, ...]) -> SizeTable:
+        buffers, gradients = sizes_of_units(self.job.period, strategies)
+        return self._known().sizes._replace(buffer_bytes=numbers(buffers), gradient_bytes=numbers(gradients))
+
+    def _table_of(self, recompute: tuple[str, ...]) -> MessageTable:
+        """Return the table of messages that leave later within a slot that recomputes first: all gradients come later in it."""
         changed, before = self._activations(recompute), (np.array(self._columns["first"]) - 1) % self.length
         grown, seconds, early = changed.grown[before], np.array(changed.seconds)[before], np.array(self._columns["early"])
         later = np.minimum(1.0, (grown + early * (seconds - grown)) / np.maximum(seconds, 1e-12))
-        return numbers(list(np.where(grown > 0, later, early)), seconds=True)
-
-    def _shape_for(self, strategies: tuple[Strategy, ...], recompute: tuple[str, ...]) -> MessageTable:
-        """Return the values of all messages known so far, completed for the strategies and the recomputation of a mix."""
-        if self._shape is None:
-            self._shape = for_loops(
-                MessageTable(
-                    **self._columns, **self._by_unit, buffer_bytes=[], gradient_bytes=[], replicated=[],
-                    blocks=len(self._block_numbers), barrier=not self.job.cross_iteration,
-                )  # fmt: skip
-            )
-            self._messages = for_loops(MessageArrays(*([0] * len(self.all) for _ in MessageArrays._fields)))
-            self._track = for_loops(empty_replay(len(self.all), self.length))
-            self._completed.cache_clear()
-        return self._completed(strategies, recompute if self.job.profile.has_gradient_times else ())
-
-    def _complete(self, strategies: tuple[Strategy, ...], recompute: tuple[str, ...]) -> MessageTable:
-        assert self._shape is not None
-        if recompute:
-            return self._completed(strategies, ())._replace(early=self._early(recompute))
-        rows = [unit_rows(self.job.period, u, k) for u, k in enumerate(strategies)]
-        full = [sum(r.bytes for r in rows[op.unit] if r.allocated and r.allocated.of == op) for op in self._buffers]
-        gradients = [sum(r.bytes for r in own if r.freed and isinstance(r.freed.of, Op)) for own in rows]
-        return self._shape._replace(
-            buffer_bytes=numbers(full), gradient_bytes=numbers(gradients),
-            replicated=numbers([int(k is Strategy.dp) for k in strategies]),
-        )  # fmt: skip
+        return self._known().table._replace(early=numbers(list(np.where(grown > 0, later, early)), seconds=True))

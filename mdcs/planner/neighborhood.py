@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from mdcs.plan.gradient_readiness import block_ready_fractions, blocks_by_readiness, snap_to_parameter_boundary
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.candidates import Candidate, Candidates, Score
@@ -131,7 +131,7 @@ def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random
             send([(part,) for part in parts], m, slot, len(messages))
     for op in ops:
         if op not in at:
-            first, last = mix.window(op)
+            first, last = mix.period.window(op)
             slot = max(first, last - rng.choice((1, 2, 3, 4, 6, 8))) if op.kind.is_gather else first
             slot %= among.length
             place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
@@ -171,7 +171,7 @@ def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> 
     low = slots[place - 1] if place else 0
     high = slots[place] if place < len(slots) else length - 1
     slot = min(high, max(low, slot))
-    first, last = among.windows[number]
+    first, last = among.window(number)
     if not (first <= slot <= last or first <= slot + length <= last):
         inside = [q for q in range(low, high + 1) if first <= q <= last or first <= q + length <= last]
         if not inside:

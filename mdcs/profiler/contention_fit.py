@@ -10,6 +10,7 @@ ranks share the cores, so it is seen only with all of them.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import statistics
 import time
@@ -252,7 +253,7 @@ def _replay(plan: Plan, profile: Profile, contention: Contention) -> StepBreakdo
 
 def _work(plan: Plan) -> float:
     """Return the seconds of copies, sums and updates of an iteration."""
-    return sum(cost.copy + cost.update for cost in plan.costs)
+    return sum(map(operator.add, plan.seconds.copy, plan.seconds.update))
 
 
 def _calibration_plan(profile: Profile, strategy: str, scheduler: Scheduler, budget: int | None) -> Plan:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mdcs.emulation import EmulatedCommunicator
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator, NodeCommunicator

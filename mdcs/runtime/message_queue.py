@@ -53,10 +53,10 @@ def queued_messages(plan: Plan, ledger: Ledger, on_streams: bool = False) -> lis
     ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
     own buffers.
     """
-    return [
-        QueuedMessage(after, plan.in_prologue(m), e.held, e.freed, e.own_bytes if on_streams else e.transient)
-        for m, after, e in zip(plan.messages, plan.waits_for, ledger.messages, strict=True)
-    ]
+    s, sizes = plan.schedule, ledger.folded
+    if on_streams:
+        sizes = sizes._replace(transient=[e.own_bytes for e in ledger.messages])
+    return [QueuedMessage(*each) for each in zip(s.waits_for, s.in_prologue, *sizes, strict=True)]
 
 
 class MessageQueue:

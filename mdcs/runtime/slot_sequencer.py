@@ -21,7 +21,6 @@ from torch import nn
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.plan.worst_case import SlotDependencies
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.byte_account import ByteAccount
 from mdcs.runtime.departures import Departures
@@ -52,7 +51,7 @@ class SlotSequencer(SlotPosition):
         self.ledger, self.storages = ledger, storages
         self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
         self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
-        self.departures, self.side, self.limits = departures, side, SlotDependencies(plan)
+        self.departures, self.side, self.schedule = departures, side, plan.schedule
         self.watches_memory = not executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
@@ -273,7 +272,7 @@ class SlotSequencer(SlotPosition):
 
     def _issue(self, q: int, last: int | None = None) -> None:
         """Issue the messages of the slots up to ``q``, none behind the ``last``."""
-        through = self.limits.issued_through[q] if last is None else min(self.limits.issued_through[q], last + 1)
+        through = self.schedule.issued[q] if last is None else min(self.schedule.issued[q], last + 1)
         while self.queue.issued < self.periods * self.queue.n + through:
             self.transport.issue(self.ledger.slots[q].live)
 
@@ -296,7 +295,7 @@ class SlotSequencer(SlotPosition):
         """Number of the next slot's messages issued before compute arrives there."""
         if self.arrived or self.entered is None or self.next_slot not in self._tables.early:
             return 0
-        return self.queue.issued - self.periods * self.queue.n - self.limits.issued_through[self.next_slot - 1]
+        return self.queue.issued - self.periods * self.queue.n - self.schedule.issued[self.next_slot - 1]
 
     def _window(self, ended: int, has_run: bool) -> None:
         """Keep the peaks of the slot that ended; those of the last ``length`` slots are one period."""
@@ -312,7 +311,7 @@ class SlotSequencer(SlotPosition):
         q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
         name = self.period.in_words(q)
         with lock:
-            self.transport.wait_for(self.periods * self.queue.n + self.limits.required_through[q], f"what {name} needs")
+            self.transport.wait_for(self.periods * self.queue.n + self.schedule.required[q], f"what {name} needs")
             beyond = self.excess.entered(q)
             self.queue.admission.excess = beyond + self.departures.bytes if self.departures.outside else beyond
             self.transport.admit(slot.allocated + slot.peak, name)

@@ -37,7 +37,7 @@ class SlotTables:
 
 def _leaving_early(plan: Plan) -> dict[int, list[dict[int, range]]]:
     out: dict[int, list[dict[int, range]]] = {}
-    for message, part in zip(plan.messages, plan.early, strict=True):
+    for message, part in zip(plan.messages, plan.schedule.ready, strict=True):
         if part < 1:
             carried: dict[int, range] = {}
             for u, b in message.parts:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdcs.plan.cost import Cost
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import AssignmentBytes, Ledger
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Folded
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import SlotDependencies
 from mdcs.profile.contention import Contention
 from mdcs.simulator import kernel
-from mdcs.simulator.kernel import MessageArrays, PeriodArrays, ReplayArrays
-from mdcs.simulator.machine_code import for_loops, numbers
+from mdcs.simulator.kernel import PeriodArrays, ReplayArrays
+from mdcs.simulator.machine_code import for_loops
 from mdcs.telemetry.timeline import Span
 
 _NOTHING = Contention()
@@ -33,9 +32,9 @@ class Trace:
     - ``settled``: whether the last period repeats the one before.
     """
 
-    def __init__(self, costs: Sequence[Cost], issued: Sequence[int], track: ReplayArrays, settled: bool) -> None:
-        self.costs, self.issued, self.settled = costs, issued, settled
-        self.slots, self.messages = len(issued), len(costs)
+    def __init__(self, messages: int, issued: Sequence[int], track: ReplayArrays, settled: bool) -> None:
+        self.issued, self.settled = issued, settled
+        self.slots, self.messages = len(issued), messages
         sent, arrivals = track.count[kernel.SENT], track.count[kernel.ARRIVALS]
         written = ReplayArrays(*(column if isinstance(column, list) else column.tolist() for column in track))
         self.spans: list[Span] = list(zip(written.start[:sent], written.finish[:sent], strict=True))
@@ -78,14 +77,14 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
 
     Raises PlanError for a deadlock.
     """
-    limits = SlotDependencies(plan)
-    slots, messages = for_loops(period_arrays(plan.job, plan.budget, ledger)), for_loops(_messages(plan, ledger))
-    track = for_loops(empty_replay(len(plan.messages), plan.period.length))
-    how = kernel.run(slots, messages, track, numbers(limits.issued_through), numbers(limits.required_through))
+    slots, n = for_loops(period_arrays(plan.job, plan.budget, ledger)), len(plan.messages)
+    sizes = Folded([0] * n, [0] * n, [0] * n) if ledger is None else ledger.folded
+    track = for_loops(empty_replay(n, plan.period.length))
+    how = kernel.run(slots, for_loops(plan.schedule), for_loops(plan.seconds), for_loops(sizes), track)
     if how == kernel.DEADLOCK:
         q, need = track.count[kernel.STUCK], track.count[kernel.NEEDED]
         raise PlanError(f"deadlock at slot {q} ({plan.period.name(q)}): needs {need} of {slots.cap} bytes")
-    return Trace(plan.costs, limits.issued_through, track, how == kernel.SETTLED)
+    return Trace(n, plan.schedule.issued, track, how == kernel.SETTLED)
 
 
 def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) -> PeriodArrays:
@@ -111,23 +110,6 @@ def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) ->
         skew_s=float(contention.skew_seconds),
         rest=0 if held is None else held.rest_bytes,
         cap=-1 if budget is None or held is None else budget - job.reserve,
-    )
-
-
-def _messages(plan: Plan, ledger: Ledger | None) -> MessageArrays:
-    none = [0] * len(plan.messages)
-    effects = [] if ledger is None else ledger.messages
-    seconds = {name: [getattr(cost, name) for cost in plan.costs] for name in Cost._fields}
-    return MessageArrays(
-        **seconds,
-        slot=[m.slot for m in plan.messages],
-        blocking=[m.blocking for m in plan.messages],
-        in_prologue=[plan.in_prologue(m) for m in plan.messages],
-        waits_for=plan.waits_for,
-        early=plan.early,
-        held=[e.held for e in effects] or none,
-        freed=[e.freed for e in effects] or none,
-        transient=[e.transient for e in effects] or none,
     )
 
 

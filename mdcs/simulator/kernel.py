@@ -11,7 +11,9 @@ replay is message ``g % n`` of the plan. Times are seconds since the prologue be
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from mdcs.plan.schedule import Folded, MessageSeconds, Numbers, Schedule
 
 MAX_PERIODS = 12
 LONG_AGO = -1e300
@@ -23,10 +25,6 @@ SETTLED, UNSETTLED, DEADLOCK = 0, 1, 2
 - ``UNSETTLED``: the period still changed after ``MAX_PERIODS``.
 - ``DEADLOCK``: the bytes of a message or slot never fitted.
 """
-
-Numbers = Any
-"""A list of numbers, or an array when the functions are compiled."""
-
 
 class PeriodArrays(NamedTuple):
     """The slots of a period (one number per slot), and constants of the replay."""
@@ -48,26 +46,6 @@ class PeriodArrays(NamedTuple):
     skew_s: float  # most that a message which finds the link idle waits for the last rank
     rest: int  # bytes held between steps
     cap: int  # bytes that admission allows; -1: no limit
-
-
-class MessageArrays(NamedTuple):
-    """The messages of one period in wire order, one number per message. Times are seconds."""
-
-    slot: Numbers
-    blocking: Numbers
-    in_prologue: Numbers
-    waits_for: Numbers  # index of an earlier message that must be done first, or -1
-    early: Numbers  # fraction of the slot before its own after which it may leave; 1: at its own slot
-    alpha: Numbers
-    gap: Numbers
-    transfer: Numbers
-    copy: Numbers
-    update: Numbers
-    idle: Numbers  # ``transfer`` while nothing computes
-    lost: Numbers  # compute time lost when the message completes while computing
-    held: Numbers  # bytes that it allocates and that stay after it
-    freed: Numbers  # bytes of slots and earlier messages that it frees when it is done
-    transient: Numbers  # bytes that live only while it is in flight
 
 
 class ReplayArrays(NamedTuple):
@@ -144,14 +122,16 @@ def end_slot(
     return end
 
 
-def retime_while_compute_blocked(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, now: float, awaited: int) -> None:
+def retime_while_compute_blocked(
+    c: PeriodArrays, s: Schedule, m: MessageSeconds, t: ReplayArrays, now: float, awaited: int
+) -> None:
     """Retime the messages in flight while compute waits for message ``awaited`` from ``now`` on.
 
     Messages up to ``awaited`` then run while nothing computes: the part that is not yet served takes ``idle`` instead
     of ``transfer``. Later messages shift accordingly. All messages in ``t`` have been issued by now. A message that has
     not started waits only for messages that are done earlier.
     """
-    n, sent = len(m.slot), t.count[SENT]
+    n, sent = len(m.alpha), t.count[SENT]
     first = sent
     while first > 0 and t.finish[first - 1] > now:
         first -= 1
@@ -171,8 +151,8 @@ def retime_while_compute_blocked(c: PeriodArrays, m: MessageArrays, t: ReplayArr
                 began = max(began, last_landed)
             if g >= c.depth:
                 began = max(began, t.done[g - c.depth])
-            if m.waits_for[i] >= 0:
-                began = max(began, t.done[g - i + m.waits_for[i]])
+            if s.waits_for[i] >= 0:
+                began = max(began, t.done[g - i + s.waits_for[i]])
         skew = min(c.skew_s, max(0.0, began - last_finish))
         last_start, last_finish = began, max(began + skew + m.alpha[i], last_finish + m.gap[i]) + transfer
         last_landed = max(last_finish, last_landed if c.apart else last_done) + m.copy[i]
@@ -260,12 +240,8 @@ def repeats(
     return many if same else -1 - many
 
 
-def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, needed: Numbers) -> int:
+def run(c: PeriodArrays, s: Schedule, m: MessageSeconds, sizes: Folded, t: ReplayArrays) -> int:
     """Replay until the period repeats. Return how the replay ended.
-
-    - ``issued[q]``: number of messages issued by slot q.
-    - ``needed[q]``: number of messages that must be done when slot q begins. Unrolled: 0 or less refers to the period
-      before.
 
     In ``t`` the last ``n`` messages and the last ``len(c.seconds)`` slots are the last period.
     """
@@ -273,9 +249,10 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
     begins, count, flight = t.begin, t.count, t.flight
     apart, host_message_s, host_slot_s = c.apart, c.host_message_s, c.host_slot_s
     seconds, live, peak, allocated, released = c.seconds, c.live, c.peak, c.allocated, c.freed
-    blocking, in_prologue, waits_for, early, lost = m.blocking, m.in_prologue, m.waits_for, m.early, m.lost
-    alpha, gap, transfer, copy, update = m.alpha, m.gap, m.transfer, m.copy, m.update
-    held, freed, transient = m.held, m.freed, m.transient
+    issued, needed, blocking, in_prologue = s.issued, s.required, s.blocking, s.in_prologue
+    waits_for, early = s.waits_for, s.ready
+    alpha, gap, transfer, copy, update, lost = m.alpha, m.gap, m.transfer, m.copy, m.update, m.lost
+    held, freed, transient = sizes.held, sizes.freed, sizes.transient
     n, turn, depth, cap, slowdown, contended = len(alpha), c.turn, c.depth, c.cap, c.slowdown, c.contended
     dispatch_s, turn_s, skew_s = c.dispatch_s, c.turn_s, c.skew_s
     for k in range(len(count)):
@@ -356,7 +333,7 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
             awaited = base + needed[q] - 1
             if awaited >= 0 and done[awaited] > now:
                 if contended and p > 0:
-                    retime_while_compute_blocked(c, m, t, now, awaited)
+                    retime_while_compute_blocked(c, s, m, t, now, awaited)
                     g = count[SENT] - 1
                     last_start, last_finish, last_landed, last_done = start[g], finish[g], landed[g], done[g]
                 now = done[awaited] + dispatch_s
@@ -390,4 +367,4 @@ LOOPS = (
     repeats,
     run,
 )
-"""Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""
+"""Functions that :func:`mdcs.simulator.machine_code.compiled_loops` compiles."""

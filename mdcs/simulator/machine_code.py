@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mdcs.simulator import arrange, kernel
+from mdcs.plan import schedule, worst_case
+from mdcs.simulator import kernel
 
-Fields = TypeVar("Fields", kernel.PeriodArrays, kernel.MessageArrays, kernel.ReplayArrays, arrange.MessageTable)
+Fields = TypeVar(
+    "Fields", kernel.PeriodArrays, kernel.ReplayArrays, schedule.Schedule, schedule.MessageTable, schedule.MessageSeconds,
+    schedule.SizeTable, schedule.Folded,
+)  # fmt: skip
 
 _SECONDS = {
-    *("seconds", "early", "alpha", "gap", "transfer", "copy", "update", "idle", "lost", "lost_per_work"),
+    *("seconds", "early", "ready", *schedule.MessageSeconds._fields),
     *(name for name in kernel.ReplayArrays._fields if name != "count"),
 }  # fmt: skip
 
@@ -22,29 +27,47 @@ _SECONDS = {
 _is_compiled = False
 
 
-def compile_loops() -> bool:
-    """Compile the loops for the rest of this process. Return whether numba is installed.
+class Loops(NamedTuple):
+    """The loops that a search calls for each candidate."""
 
-    The first compilation on a machine takes some ten seconds. Numba caches the code next to the modules, or in the
-    user's cache; where neither can be written, every process compiles.
+    arrange: Callable[..., int]
+    fold_seconds: Callable[..., None]
+    fold_bytes: Callable[..., None]
+    fill_demands: Callable[..., None]
+    run: Callable[..., int]
+
+
+def compiled_loops() -> Loops:
+    """Return the loops, compiled for the rest of this process if numba is installed.
+
+    Plans are arranged and folded as Python, because copying the lists of one plan takes longer. Their replays are compiled
+    from here on. The first compilation on a machine takes some ten seconds. Numba caches the code next to the modules, or in
+    the user's cache; where neither can be written, every process compiles.
     """
     global _is_compiled
     if not _is_compiled:
-        try:
-            import numba
-        except ImportError:  # not installed, or not for this numpy
-            return False
-        for module in (kernel, arrange):
-            _drop_outdated(Path(str(module.__file__)))
-            loops: tuple[Callable[..., Any], ...] = module.LOOPS
-            for loop in loops:
-                try:
-                    compiled = numba.njit(cache=True, error_model="numpy")(loop)
-                except RuntimeError:  # no folder for the cache
-                    compiled = numba.njit(error_model="numpy")(loop)
-                setattr(module, loop.__name__, compiled)
-        _is_compiled = True
-    return True
+        with contextlib.suppress(ImportError):  # not installed, or not for this numpy
+            for loop in kernel.LOOPS:
+                setattr(kernel, loop.__name__, _compiled(loop))  # they call each other
+            _is_compiled = True
+    if not _is_compiled:
+        return Loops(schedule.arrange, schedule.fold_seconds, schedule.fold_bytes, worst_case.fill_demands, kernel.run)
+    return Loops(
+        _compiled(schedule.arrange), _compiled(schedule.fold_seconds), _compiled(schedule.fold_bytes),
+        _compiled(worst_case.fill_demands), kernel.run,
+    )  # fmt: skip
+
+
+@cache
+def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    import numba
+
+    _drop_outdated(Path(loop.__code__.co_filename))
+    try:
+        compiled: Callable[..., Any] = numba.njit(cache=True, error_model="numpy")(loop)
+    except RuntimeError:  # no folder for the cache
+        compiled = numba.njit(error_model="numpy")(loop)
+    return compiled
 
 
 def _drop_outdated(source: Path) -> None:

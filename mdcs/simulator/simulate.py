@@ -114,7 +114,7 @@ def steady_state(plan: Plan) -> Steady:
     return Steady(
         trace.ended - began,
         tuple((a - began, b - began, e - began) for a, b, e in slots),
-        tuple((end - cost.transfer, end) for end, cost in zip(finishes, trace.costs, strict=True)),
+        tuple((end - transfer, end) for end, transfer in zip(finishes, plan.seconds.transfer, strict=True)),
     )
 
 
@@ -184,8 +184,8 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
     n, turn, began = trace.messages, plan.period.turn, trace.began
     # Bytes at the end of the prologue. Every later period frees as much as it allocates.
     effects = [each for slot in ledger.slots[turn:] for each in (*slot.at_begin, *slot.at_end)]
-    for m, e in zip(plan.messages, ledger.messages, strict=True):
-        if plan.in_prologue(m):
+    for in_prologue, e in zip(plan.schedule.in_prologue, ledger.messages, strict=True):
+        if in_prologue:
             effects += itertools.chain(*e.effects)
     for what, size in effects:
         live[what] += size

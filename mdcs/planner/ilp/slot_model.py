@@ -62,7 +62,7 @@ class SlotDecision:
 
     def windows(self, mix: StrategyAssignment) -> dict[Op, tuple[int, int]]:
         """Return the windows of the mix, narrowed by the decision."""
-        windows = {op: mix.window(op) for op in mix.ops}
+        windows = {op: mix.period.window(op) for op in mix.ops}
         return {op: (max(a, self.earliest.get(op, a)), min(b, self.latest.get(op, b))) for op, (a, b) in windows.items()}
 
 
@@ -258,8 +258,8 @@ class SlotModel(SlotSchedule):
         steady = steady_state(plan)
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
         stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))] + [math.inf]
-        for m, (start, end) in zip(plan.messages, steady.bytes, strict=True):
-            shift = 2 * (plan.unrolled_slot(m) - m.slot)
+        for m, slot, (start, end) in zip(plan.messages, plan.schedule.slot, steady.bytes, strict=True):
+            shift = 2 * (slot - m.slot)
             i = max(0, bisect.bisect_right(stages, start) - 1)
             while True:
                 low, high = max(start, stages[i]), min(end, stages[i + 1])
@@ -289,7 +289,7 @@ class SlotModel(SlotSchedule):
         mix = self.problem.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.assign))
         opens, closes = {}, {}
         for op in mix.ops:
-            first, last = mix.window(op)
+            first, last = mix.period.window(op)
             if op in self.started and mix.strategies[op.unit].sharded:
                 whole = sum(values[x] for k, x in self.assign[op.unit].items() if k.sharded and op in self.ops[k])
                 held = [q for q, x in self.started[op].items() if values[x] > sent * max(whole, 1e-3)]

@@ -35,7 +35,7 @@ from mdcs.planner.ilp.refine import merge_blocks, minimize_peak, race
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.simulator.machine_code import compile_loops
+from mdcs.simulator.machine_code import compiled_loops
 from mdcs.sizes import MIB
 
 # HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation gives
@@ -62,7 +62,7 @@ class SlotPlanner(Solving):
         The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may
         be slower. Raises PlanError if no plan was found.
         """
-        compile_loops()  # before the clock starts: the first compilation on a machine takes seconds
+        compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
         block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())

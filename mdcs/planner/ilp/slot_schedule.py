@@ -222,7 +222,7 @@ class SlotSchedule:
         self.program.at_most([*terms, *grown], self.slowdown * sum(self.profile.slots[place].seconds for place in places))
 
     def _window(self, op: Op) -> tuple[int, int]:
-        return self.mixes[Strategy.dp].window(op)
+        return self.mixes[Strategy.dp].period.window(op)
 
     # ---- results
 

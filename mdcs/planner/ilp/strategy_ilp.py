@@ -136,7 +136,7 @@ def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
         sent[m.slot].append(i)
     own: Walk = {}  # of the period walked last: the prologue only gathers, and the first period is not yet steady
     for period, q in [(0, q) for q in range(turn, len(sent))] + [(p, q) for p in (1, 2) for q in range(len(sent))]:
-        for i in (i for i in sent[q] if period or plan.in_prologue(plan.messages[i])):
+        for i in (i for i in sent[q] if period or plan.schedule.in_prologue[i]):
             is_gather, e = plan.messages[i].kind.is_gather, ledger.messages[i]
             if is_gather and q == turn:
                 held, waiting = held - waiting, 0

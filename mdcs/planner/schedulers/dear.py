@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.fusion import buckets, fuse
 
@@ -30,15 +30,12 @@ class Dear(Checked):
         fused = fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib or 0))
         turn, period = mix.period.turn, mix.period
         drafts = []
-        for m in fused.messages:
-            slot = fused.unrolled_slot(m)
+        for m, slot, need in zip(fused.messages, fused.schedule.slot, fused.schedule.needed_by, strict=True):
             if m.kind.is_gather:
-                first = max([turn, *(mix.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)])
+                first = max([turn, *(mix.period.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)])
                 keep = not any(mix.strategies[u].regathers for u, _ in m.parts)
-                need = fused.needed_by(m)
-                assert need is not None
                 slot = first if keep else max(first, need - self.ahead)
-            drafts.append((slot % period.length, m.kind.is_gather, fused.needed_by(m) or 0, m, slot))
+            drafts.append((slot % period.length, m.kind.is_gather, max(need, 0), m, slot))
         drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
         return mix.plan(
             self.name, mix.unpartitioned_blocks(), [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts]

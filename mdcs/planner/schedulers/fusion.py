@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot
 from mdcs.profile.link import Kind
@@ -37,9 +37,9 @@ def fuse(mix: StrategyAssignment, name: str, grouping: Grouping) -> Plan:
     reduced: dict[int, int] = {}  # unit -> issue slot of its reduction
     for (kind, micro), stream in sorted(streams.items(), key=lambda item: item[0][0].is_gather):
         if kind.is_gather:
-            stream = sorted(stream, key=lambda op: mix.window(op)[1])
+            stream = sorted(stream, key=lambda op: mix.period.window(op)[1])
         for group in grouping(stream):
-            slot = max(mix.window(op)[0] for op in group)
+            slot = max(mix.period.window(op)[0] for op in group)
             if kind.is_gather:
                 slot = max(slot, min(ready_slot(mix, op) for op in group))
                 if kind.plain is Kind.AG_F and micro == 0:
@@ -62,7 +62,7 @@ def fuse_neighbours(plan: Plan, most: int) -> Plan:
     """
     length = plan.period.length
     out: list[tuple[Message, tuple[int, int]]] = []
-    for message, (first, last) in zip(plan.messages, plan.windows, strict=True):
+    for message, first, last in zip(plan.messages, plan.table.first, plan.table.last, strict=True):
         if out:
             before, window = out[-1]
             both = dataclasses.replace(message, parts=before.parts + message.parts)
@@ -126,7 +126,8 @@ def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
         return []
     kind, link, times = stream[0].kind, mix.profile.link, undelayed(mix.period)
     ops = stream[::-1] if kind.is_gather else stream
-    ready = [-times.arrival(mix.window(op)[1]) if kind.is_gather else times.arrival(mix.window(op)[0]) for op in ops]
+    windows = map(mix.period.window, ops)
+    ready = [-times.arrival(last) if kind.is_gather else times.arrival(first) for first, last in windows]
     wire = [mix.profile.wire(kind, mix.payload(op)) for op in ops]
     best: list[tuple[float, int]] = [(min(ready), 0)]
     for j in range(1, len(ops) + 1):

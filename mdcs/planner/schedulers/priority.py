@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from mdcs.plan.gradient_readiness import blocks_by_readiness
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.wfbp import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
@@ -61,7 +61,7 @@ def settled(mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], .
     The first rounds let compute wait for messages. Without ``windows``, more rounds follow with the arrivals of the
     replay of a plan that sends blocks when they are ready.
     """
-    own = {op: mix.window(op) for op in mix.ops}
+    own = {op: mix.period.window(op) for op in mix.ops}
 
     def ordered(times: Steady, waits: bool) -> Plan:
         return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows or own, times, waits=waits))

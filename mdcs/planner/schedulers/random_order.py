@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.profile.link import REDUCTION, Kind
 
@@ -38,7 +38,7 @@ class RandomOrder(Checked):
         slots: dict[tuple[Kind, int, int, int], int] = {}
         for op in sorted(mix.ops, key=lambda o: o.kind.is_gather):  # reductions first: gathers follow them
             for b in range(len(blocks[op.unit])):
-                first, last = mix.window(op)
+                first, last = mix.period.window(op)
                 if op.kind in REDUCTION and op.micro == 0:
                     first = max(first, slots.get((REDUCTION[op.kind], op.unit, 0, b), first))
                 slots[op.kind, op.unit, op.micro, b] = rng.randint(first, last)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
 
 
@@ -15,7 +15,7 @@ def sequential(mix: StrategyAssignment) -> Plan:
     messages = []
     # Reductions come first, so that gradients are freed before the next unit is gathered.
     for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):
-        slot = mix.window(op)[1 if op.kind.is_gather else 0]
+        slot = mix.period.window(op)[1 if op.kind.is_gather else 0]
         messages.append(Message(op.kind, mix.parts(op.unit), slot, blocking=True, micro=op.micro))
     return mix.plan("sequential", mix.unpartitioned_blocks(), messages)
 

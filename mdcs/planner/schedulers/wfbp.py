@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.gradient_readiness import blocks_by_readiness
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.sizes import MIB
@@ -22,7 +22,7 @@ from mdcs.sizes import MIB
 
 def ready_slot(mix: StrategyAssignment, op: Op) -> int:
     """Return the slot (unrolled) at which WFBP issues an operation."""
-    first, last = mix.window(op)
+    first, last = mix.period.window(op)
     if not op.kind.is_gather or mix.strategies[op.unit] is Strategy.zero2:
         return first
     return max(first, last - 1)
@@ -30,7 +30,7 @@ def ready_slot(mix: StrategyAssignment, op: Op) -> int:
 
 def in_ready_order(mix: StrategyAssignment) -> list[Op]:
     """Return the operations by issue slot. Within one slot, reductions come first, then gathers by deadline."""
-    return sorted(mix.ops, key=lambda op: (ready_slot(mix, op), op.kind.is_gather, mix.window(op)[1]))
+    return sorted(mix.ops, key=lambda op: (ready_slot(mix, op), op.kind.is_gather, mix.period.window(op)[1]))
 
 
 def as_ready(mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:

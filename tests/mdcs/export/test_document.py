@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from mdcs.export.document import document
 from mdcs.export.groups import Group, groups_of, prefetch_lists
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.registry import Scheduler
@@ -68,7 +68,7 @@ def fused(plan: Plan, *kinds: Kind) -> Plan:
         own = [op for op in mix.ops if op.kind is kind]
         for ops in [own] if kind in kinds else [[op] for op in own]:
             if ops:
-                first, last = max(mix.window(op)[0] for op in ops), min(mix.window(op)[1] for op in ops)
+                first, last = max(mix.period.window(op)[0] for op in ops), min(mix.period.window(op)[1] for op in ops)
                 drafts.append(Message(kind, tuple((op.unit, 0) for op in ops), last if kind.is_gather else first))
     return mix.plan("fused", mix.unpartitioned_blocks(), drafts)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import CATEGORIES, staging_bytes
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
@@ -240,7 +240,8 @@ def test_the_first_gather_is_the_first_in_time_when_blocks_cross_the_end_of_the_
     head, tail = replace(gathers[0], slot=0), replace(gathers[1], slot=5)
     rest = [m for m in plan.messages if m not in gathers]
     crossing = replace(plan, messages=tuple(sorted([head, *rest, tail], key=lambda m: m.slot)))
-    assert [crossing.unrolled_slot(m) for m in (tail, head)] == [5, 6]
+    slots = dict(zip(crossing.messages, crossing.schedule.slot, strict=True))
+    assert (slots[tail], slots[head]) == (5, 6)
     effects = dict(zip(crossing.messages, Ledger(crossing).messages, strict=True))
     assert (effects[tail].full, effects[head].full) == (((0, 256),), ())
 

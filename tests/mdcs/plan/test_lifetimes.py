@@ -15,7 +15,6 @@ from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import worst_case_bytes_by_slot
-from mdcs.planner import candidates
 from mdcs.planner.candidates import Candidates
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp import slot_model
@@ -42,7 +41,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
         def of_unit(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
             return change(unit_rows(period, unit, strategy))
 
-        for module in (ledger, candidates, slot_model, lifetimes):
+        for module in (ledger, slot_model, lifetimes):
             patched.setattr(module, "unit_rows", of_unit)
         patched.setattr(lifetimes, "_message_rows", lambda *sizes: change(of_message(*sizes)))
         patched.setattr(simulate, "CATEGORIES", (*CATEGORIES, NEW))

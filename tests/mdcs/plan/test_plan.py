@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op, Period
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError
@@ -142,35 +142,40 @@ ZERO1 = planned(chain(8, 4), "zero2")  # RS b, RS a, AG_F a, AG_F b, at slots 1,
 
 def test_what_waits_for_what() -> None:
     assert [str(m.kind) + "ab"[m.parts[0][0]] for m in ZERO1.messages] == ["RSb", "RSa", "AG_Fa", "AG_Fb"]
-    assert ZERO1.waits_for == (-1, -1, 1, 0)
+    assert ZERO1.schedule.waits_for == [-1, -1, 1, 0]
+    assert ZERO1.schedule.updated_by == [0, 1, -1, -1]
     barrier = planned(chain(8, 4), "zero2", cross_iteration=False)
-    assert barrier.waits_for == (-1, -1, 1, 1)  # the update of all, with the last reduction
+    assert barrier.schedule.waits_for == [-1, -1, 1, 1]
+    assert barrier.schedule.updated_by == [1, 1, -1, -1]  # the last reduction runs the updates of all
 
 
 def test_gathers_of_later_micro_steps_wait_for_no_update() -> None:
     plan = planned(chain(8, 4), "sdp", micro_steps=2)
-    by_kind = [(str(m.kind), m.micro, w >= 0) for m, w in zip(plan.messages, plan.waits_for, strict=True)]
+    by_kind = [(str(m.kind), m.micro, w >= 0) for m, w in zip(plan.messages, plan.schedule.waits_for, strict=True)]
     assert {k: w for k, micro, w in by_kind if micro == 1} == {"AG_F": False}
     assert {k: w for k, micro, w in by_kind if micro == 0} == {"RS": False, "AG_F": True}
 
 
 def test_the_slot_that_needs_a_message_and_the_slot_it_is_issued_at_are_unrolled() -> None:
-    late = Message(AG_B, ((0, 0),), slot=0)  # at the head of the next period
-    early = Message(AG_B, ((0, 0),), slot=3)
     plan = planned(chain(8, 4), "fsdp")
-    assert (plan.unrolled_slot(late), plan.needed_by(late)) == (4, 5)
-    assert (plan.unrolled_slot(early), plan.needed_by(early)) == (3, 5)
-    assert plan.needed_by(Message(RS, ((0, 0),), slot=2)) is None
-    assert plan.needed_by(Message(AR, ((0, 0),), slot=2)) == 2
+    for slot, unrolled in ((0, 4), (3, 3)):  # at the head of the next period, and before
+        messages = sorted((replace(m, slot=slot) if m.kind is AG_B else m for m in plan.messages), key=lambda m: m.slot)
+        moved = replace(plan, messages=tuple(messages))
+        at = [m.kind for m in messages].index(AG_B)
+        assert (moved.schedule.slot[at], moved.schedule.needed_by[at]) == (unrolled, 5)
+    needs = [(m.kind, q) for m, q in zip(plan.messages, plan.schedule.needed_by, strict=True)]
+    assert (RS, -1) in needs and (AG_F, 2) in needs
+    assert planned(chain(8, 4), "dp").schedule.needed_by == [3, 2]  # all-reduces of b and a
 
 
 def test_the_prologue_gathers_what_the_first_forward_pass_and_its_backward_need() -> None:
     plan = planned(chain(8, 4, 4), "fsdp", Wfbp())
-    sent = [(str(m.kind), plan.in_prologue(m)) for m in plan.messages]
+    assert plan.period.turn == 3
+    sent = [(str(m.kind), bool(each)) for m, each in zip(plan.messages, plan.schedule.in_prologue, strict=True)]
     assert {s for s in sent if s[0] == "RS"} == {("RS", False)}
     assert {s for s in sent if s[0] == "AG_F"} == {("AG_F", True)}
-    assert plan.in_prologue(Message(AG_B, ((0, 0),), slot=4))
-    assert not plan.in_prologue(Message(AG_B, ((0, 0),), slot=1))  # belongs to a backward pass that never was
+    backward = [(m.slot, bool(each)) for m, each in zip(plan.messages, plan.schedule.in_prologue, strict=True) if m.kind is AG_B]
+    assert backward == [(slot, slot >= 3) for slot, _ in backward]  # before the turn: of a backward pass that never was
 
 
 def test_bytes_of_a_message() -> None:
@@ -199,7 +204,7 @@ def with_order(*order: int) -> Callable[[], Plan]:
     [
         (with_order(0, 1, 2), r"block 0 of b is never sent as AG_F \(micro-step 0\)"),
         (with_order(0, 1, 2, 3, 3), "block 0 of b is sent 2 times as AG_F"),
-        (with_order(0, 2, 1, 3), r"message 1 \(AG_F of a\): gathers block 0 of a before its reduce-scatter"),
+        (with_order(0, 2, 1, 3), r"message 1 \(AG_F of a\)"),
         (with_order(1, 0, 2, 3), r"message 1 \(RS of b\): issue slot 1 comes before 2 of the message ahead of it"),
         (with_message(0, slot=0), r"message 0 \(RS of b\): issue slot 0 is outside its window 1..3"),
         (with_message(3, slot=4), r"message 3 \(AG_F of b\): no slot 4 in a period of 4"),
@@ -229,8 +234,8 @@ BARRIER = planned(chain(8, 4, 4), "zero2", cross_iteration=False)  # RS c, RS b,
 @pytest.mark.parametrize(
     ("order", "slots", "message"),
     [
-        ((1, 2, 3, 4, 0, 5), (2, 3, 3, 4, 4, 5), r"message 4 reduces after the turn, but cross_iteration is off"),
-        ((0, 5, 1, 2, 3, 4), (1, 2, 2, 3, 3, 4), r"message 1 gathers before the barrier that message 3 ends"),
+        ((1, 2, 3, 4, 0, 5), (2, 3, 3, 4, 4, 5), r"message 2 \(AG_F of a\)"),  # the last reduction is message 4
+        ((0, 5, 1, 2, 3, 4), (1, 2, 2, 3, 3, 4), r"message 1 \(AG_F of c\)"),
     ],
 )
 def test_a_barrier_lies_between_all_reductions_and_all_gathers(
@@ -255,7 +260,7 @@ def test_a_fused_gather_is_issued_in_the_window_of_all_its_units() -> None:
     alone = [m for m in plan.messages if m.kind is not AG_B]
     fused = Message(AG_B, ((0, 0), (1, 0)), slot=5)  # windows 4..8 and 5..7
     ordered = sorted([*alone, fused], key=lambda m: m.slot)
-    assert replace(plan, messages=tuple(ordered)).needed_by(fused) == 7
+    assert replace(plan, messages=tuple(ordered)).schedule.needed_by[ordered.index(fused)] == 7
     early = sorted([*alone, replace(fused, slot=4)], key=lambda m: m.slot)
     with pytest.raises(PlanError, match=r"AG_B of a, b\): issue slot 4 is outside its window 5..7"):
         replace(plan, messages=tuple(early))

@@ -8,8 +8,8 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError

@@ -59,8 +59,8 @@ def test_state_scratch_and_seconds_are_those_of_the_rank_with_the_most():
     assert cost.section_update_s(Kind.AR, whole, 112) == 104 / 8
     assert cost.section_update_s(Kind.RS, whole, 112) == 56 / 8
     assert cost.section_update_s(Kind.AG_F, whole, 112) == cost.section_update_s(Kind.RS, flat, 16) == 0
-    reduced = [each for m, each in zip(sharded.messages, sharded.costs, strict=True) if (0, 0) in m.parts and m.kind is Kind.RS]
-    assert [each.update for each in reduced] == [56 / 8]
+    updates = zip(sharded.messages, sharded.seconds.update, strict=True)
+    assert [update for m, update in updates if (0, 0) in m.parts and m.kind is Kind.RS] == [56 / 8]
 
 
 def test_whole_parameters_are_one_block_and_go_alone():

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import SlotDependencies, check, min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.worst_case import check, min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, of_job, planned, seeds
 
@@ -23,26 +21,6 @@ ACTIVATIONS = ((10, 30), (30, 40), (40, 50), (30, 45))  # F:a F:b B:b B:a
 PROFILE = replace(
     PLAIN, slots=tuple(replace(s, live=low, peak=high) for s, (low, high) in zip(PLAIN.slots, ACTIVATIONS, strict=True))
 )
-
-
-def test_what_is_issued_and_what_is_done_at_each_slot() -> None:
-    sequential = SlotDependencies(planned(PROFILE, "zero2"))  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
-    assert (sequential.issued_through, sequential.required_through) == ([0, 1, 3, 4], [0, 1, 3, 4])
-    ahead = SlotDependencies(planned(PROFILE, "zero2", Wfbp()))  # RS b, AG_F b, RS a, AG_F a at slots 1, 1, 2, 2
-    assert (ahead.issued_through, ahead.required_through) == ([0, 2, 4, 4], [0, 0, 4, 4])
-
-
-def test_a_slot_can_wait_for_messages_of_the_period_before() -> None:
-    plan = planned(chain(8, 4, 4), "fsdp", Wfbp())  # B:c B:b B:a F:a F:b F:c
-    order = [(str(m.kind), "abc"[m.parts[0][0]], m.slot) for m in plan.messages]
-    assert order[:2] == [("AG_B", "b", 0), ("RS", "c", 1)]
-    limits = SlotDependencies(plan)
-    assert limits.required_through[1] == 1  # B:b needs what was issued one slot ahead
-    late = [m for m in plan.messages if m.kind is Kind.AG_B and m.parts[0][0] == 1]
-    early = [m for m in plan.messages if m not in late]
-    ahead = replace(plan, messages=(*early, replace(late[0], slot=5)))  # issued before the period ends
-    assert SlotDependencies(ahead).required_through[1] == 0
-    assert SlotDependencies(ahead).required_through[0] == -1 + 1 - (len(order) - SlotDependencies(ahead).required_through[5])
 
 
 def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:

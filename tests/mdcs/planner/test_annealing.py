@@ -8,8 +8,8 @@ import math
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
@@ -73,7 +73,7 @@ def test_what_is_recomputed_changes_only_if_it_may() -> None:
 def every(mix: StrategyAssignment) -> list[Plan]:
     """Every order and every issue slot of whole units."""
     out = []
-    windows = [range(mix.window(op)[0], mix.window(op)[1] + 1) for op in mix.ops]
+    windows = [range(mix.period.window(op)[0], mix.period.window(op)[1] + 1) for op in mix.ops]
     for order in itertools.permutations(range(len(mix.ops))):
         for slots in itertools.product(*windows):
             drafts = [Message(mix.ops[i].kind, ((mix.ops[i].unit, 0),), slots[i], micro=mix.ops[i].micro) for i in order]

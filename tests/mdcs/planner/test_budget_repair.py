@@ -190,7 +190,7 @@ def test_gathers_far_ahead_do_not_take_the_room_of_gradients() -> None:
     """Forward and backward have time for all messages, if the next gather and the last reduction are beside each slot."""
     profile = chain(*[1000] * 8, link=link(4e-4, depth=2, block=1 << 14), forward_s=2.0, backward_s=4.0)
     mix = PlanningProblem(Job(profile), None).mix([Strategy.fsdp] * 8)
-    blocks, windows = Priority().partition(mix), {op: mix.window(op) for op in mix.ops}
+    blocks, windows = Priority().partition(mix), {op: mix.period.window(op) for op in mix.ops}
     plan = mix.plan("eager", blocks, nearest_deadline_first(mix, blocks, windows, undelayed(mix.period)))
     hidden, sequential = replay(plan).period_s, planned(profile, "fsdp")
     budget = min_feasible_budget(sequential) + 3 * 4000  # a unit has 4,000 bytes

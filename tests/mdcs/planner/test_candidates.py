@@ -102,10 +102,10 @@ def test_without_numba_the_same_loops_run_as_python() -> None:
 import math, sys
 sys.modules["numba"] = None  # an import of it fails
 from mdcs.planner.candidates import Candidates
-from mdcs.simulator.machine_code import compile_loops
+from mdcs.simulator.machine_code import compiled_loops
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans
-assert not compile_loops()
+assert not hasattr(compiled_loops().run, "py_func")
 for _, plan in plans(0):
     among = Candidates(plan.job, None)
     score = among.score(among.of(plan), math.inf)

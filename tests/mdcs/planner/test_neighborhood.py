@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidates

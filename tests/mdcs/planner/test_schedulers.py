@@ -13,9 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mdcs.plan.gradient_readiness import block_ready_fractions
-from mdcs.plan.message import Message
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
@@ -87,8 +87,8 @@ def test_operations_of_a_mix() -> None:
 )
 def test_the_barrier_divides_windows_at_the_turn(op: Op, crossing: tuple[int, int], barrier: tuple[int, int]) -> None:
     profile = chain(8, 8, 8)  # B:c B:b B:a, turn, F:a F:b F:c
-    assert StrategyAssignment(Job(profile), (sdp,) * 3).window(op) == crossing
-    assert StrategyAssignment(Job(profile, cross_iteration=False), (sdp,) * 3).window(op) == barrier
+    assert StrategyAssignment(Job(profile), (sdp,) * 3).period.window(op) == crossing
+    assert StrategyAssignment(Job(profile, cross_iteration=False), (sdp,) * 3).period.window(op) == barrier
 
 
 def test_payloads_are_padded_and_of_the_type_that_is_sent() -> None:
@@ -197,7 +197,7 @@ def test_all_of_a_stream_can_be_fused(job: Job, seed: int) -> None:
     mix = job.problem.mix(RandomMix(seed).choose(job.problem).strategies)
     windows: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
     for op in mix.ops:
-        windows.setdefault((op.kind, op.micro), []).append(mix.window(op))
+        windows.setdefault((op.kind, op.micro), []).append(mix.period.window(op))
     for stream in windows.values():
         assert max(first for first, _ in stream) <= min(last for _, last in stream)
 
@@ -347,7 +347,7 @@ def end_of_reductions(mix: StrategyAssignment, groups: list[list[Op]]) -> float:
     """When the last message ends, if each starts when all of its gradients are ready."""
     time = -float("inf")
     for group in groups:
-        ready = max(clock(mix, mix.window(op)[0]) for op in group)
+        ready = max(clock(mix, mix.period.window(op)[0]) for op in group)
         time = max(time, ready) + seconds(mix, group)
     return time
 
@@ -356,7 +356,7 @@ def start_of_gathers(mix: StrategyAssignment, groups: list[list[Op]]) -> float:
     """When the first message must start at the latest for all to be in time."""
     time = float("inf")
     for group in reversed(groups):
-        needed = min(clock(mix, mix.window(op)[1]) for op in group)
+        needed = min(clock(mix, mix.period.window(op)[1]) for op in group)
         time = min(time, needed) - seconds(mix, group)
     return time
 
@@ -371,7 +371,7 @@ def test_mg_wfbp_merges_optimally(job: Job, strategy: str) -> None:
     assume(streams)
     for (kind, _), stream in streams.items():
         if kind.is_gather:
-            stream.sort(key=lambda op: mix.window(op)[1])
+            stream.sort(key=lambda op: mix.period.window(op)[1])
         chosen = optimal_merge(mix, stream)
         assert [op for group in chosen for op in group] == stream
         allowed = list(partitions(stream))
@@ -462,7 +462,7 @@ def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
     profile = fluid_job(random.Random(seed), 4)
     slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
     mix = StrategyAssignment(Job(slow), (Strategy.zero2,) * 4)
-    windows = {op: mix.window(op) for op in mix.ops}
+    windows = {op: mix.period.window(op) for op in mix.ops}
     blind = mix.plan("blind", mix.partition(128), nearest_deadline_first(mix, mix.partition(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) <= step_s(blind)
 
@@ -472,7 +472,7 @@ def test_idle_time_that_messages_make_is_used() -> None:
     profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
     slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
     mix = StrategyAssignment(Job(slow), (Strategy.zero2,) * 6)
-    windows = {op: mix.window(op) for op in mix.ops}
+    windows = {op: mix.period.window(op) for op in mix.ops}
     blind = mix.plan("blind", mix.partition(128), nearest_deadline_first(mix, mix.partition(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)
 
@@ -497,7 +497,7 @@ def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
     )
     windows = {}
     for op in mix.ops:
-        first, last = mix.window(op)
+        first, last = mix.period.window(op)
         windows[op] = (rng.randint(first, last), last) if op.kind.is_gather else (first, rng.randint(first, last))
     blocks = mix.partition(200)
     times = steady_state(Partitioning(200 / MIB).schedule(mix))

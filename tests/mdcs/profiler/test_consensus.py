@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from mdcs import InfeasibleBudget, Job
 from mdcs.model.units import ByLeaf, UnsupportedModel, partition
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.sequential import Sequential

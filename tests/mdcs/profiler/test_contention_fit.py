@@ -44,7 +44,8 @@ def times(plans: list[Plan], profile: Profile) -> list[StepBreakdown]:
 
 def processor_of(plan: Plan, profile: Profile, alone_s: float) -> float:
     """Processor seconds of an iteration, where compute loses all that messages take."""
-    return alone_s + sum(c.copy + c.update + c.lost for c in of_job(plan, profile=profile).costs)
+    seconds = of_job(plan, profile=profile).seconds
+    return alone_s + sum(seconds.copy) + sum(seconds.update) + sum(seconds.lost)
 
 
 def test_the_replays_of_the_fitted_profile_are_what_was_seen() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.plan.job import Job
-from mdcs.plan.message import Message
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.random_order import RandomOrder

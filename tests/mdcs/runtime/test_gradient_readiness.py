@@ -72,7 +72,7 @@ def leave(strategy: str, micro_steps: int, tight: bool) -> dict[str, Any]:
         losses = train(job, made, parallel, optimizer)
         state = parallel.state_dict()
     return {
-        "early": [i for i, part in enumerate(plan.early) if part < 1],
+        "early": [i for i, part in enumerate(plan.schedule.ready) if part < 1],
         "seen": sorted(set(seen)),
         "equal": losses == list(wanted.losses) and not differing(state, wanted.state),
     }

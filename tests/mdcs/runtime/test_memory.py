@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.plan.message import Message
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import min_feasible_budget

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import mdcs
-from mdcs.plan.message import Message
+from mdcs.plan.schedule import Message
 from mdcs.runtime.communicator import Communicator
 from mdcs.runtime.gloo_ring import Ring
 from tests.mdcs.profiles import few
@@ -75,7 +75,7 @@ def listen(job: Job, how: How) -> dict[str, Any]:
 
 def expected(plan: mdcs.Plan) -> list[Message]:
     """The prologue, then whole periods."""
-    prologue = [m for m in plan.messages if plan.in_prologue(m)]
+    prologue = [m for m, sent in zip(plan.messages, plan.schedule.in_prologue, strict=True) if sent]
     return prologue + list(plan.messages) * STEPS
 
 

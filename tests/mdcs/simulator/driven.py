@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from mdcs.plan.admission import Admission
+from mdcs.plan.cost import Cost
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.plan.worst_case import SlotDependencies
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
 
 
@@ -23,7 +23,8 @@ class DrivenReplay:
     """
 
     def __init__(self, plan: Plan, periods: int) -> None:
-        self.plan, self.costs, self.limits, self.ledger = plan, plan.costs, SlotDependencies(plan), Ledger(plan)
+        self.plan, self.limits, self.ledger = plan, plan.schedule, Ledger(plan)
+        self.costs = [Cost(*each) for each in zip(*plan.seconds, strict=True)]
         cap = None if plan.budget is None else plan.budget - plan.reserve
         self.execution = plan.profile.execution
         admission = Admission(cap, self.ledger.rest_bytes, self.execution.in_flight(plan.profile.link.depth))
@@ -76,7 +77,7 @@ class DrivenReplay:
                 yield from self._issue(p, q, slot.live)
                 if q == turn and p:
                     yield self.now + contention.turn_seconds
-                until = p * queue.n + self.limits.required_through[q]
+                until = p * queue.n + self.limits.required[q]
                 yield self.now  # messages that take no time are done now
                 if queue.done < until:
                     yield lambda until=until: queue.done >= until  # type: ignore[misc]
@@ -93,8 +94,8 @@ class DrivenReplay:
     def _leave_early(self, p: int, q: int, begin: float, seconds: float) -> Iterator[float | Callable[[], bool]]:
         """Issue the messages of the next slot whose gradients come in this one, as far as they fit."""
         queue, peak = self.queue, self.ledger.slots[q].peak
-        while p and queue.issued < p * queue.n + self.limits.issued_through[q + 1]:
-            part = self.plan.early[queue.issued % queue.n]
+        while p and queue.issued < p * queue.n + self.limits.issued[q + 1]:
+            part = self.limits.ready[queue.issued % queue.n]
             if part >= 1:
                 return
             yield begin + part * seconds
@@ -105,7 +106,7 @@ class DrivenReplay:
 
     def _issue(self, p: int, q: int, live: int) -> Iterator[float | Callable[[], bool]]:
         queue = self.queue
-        while queue.issued < p * queue.n + self.limits.issued_through[q]:
+        while queue.issued < p * queue.n + self.limits.issued[q]:
             yield lambda: queue.admits_next(live)
             index = queue.issue()
             self._start_messages()

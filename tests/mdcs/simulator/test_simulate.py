@@ -120,7 +120,7 @@ def on_the_link(plan: Plan) -> list[tuple[float, float]]:
 def test_a_reduction_leaves_when_its_gradients_have_come() -> None:
     plan = halves()
     assert [m.parts for m in plan.messages] == [((1, 1),), ((1, 0),), ((0, 0),)]
-    assert plan.early == (0.5, 1.0, 1.0)
+    assert plan.schedule.ready == [0.5, 1.0, 1.0]
     assert on_the_link(plan) == [(1, 3), (3, 5), (5, 7)]
     assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (7, 8), "F:b": (8, 9)}
 
@@ -129,9 +129,9 @@ def test_nothing_leaves_ahead_of_what_has_to_wait() -> None:
     """As the half that comes last does if it is first in the order; what a plan puts off, or waits for, stays where it is."""
     plan = halves()
     second, first, last = plan.messages
-    assert replace(plan, messages=(first, second, last)).early == (1.0, 1.0, 1.0)
-    assert replace(plan, messages=(replace(second, slot=2), replace(first, slot=2), last)).early == (1.0, 1.0, 1.0)
-    assert replace(plan, messages=(replace(second, blocking=True), first, last)).early == (1.0, 1.0, 1.0)
+    assert replace(plan, messages=(first, second, last)).schedule.ready == [1.0, 1.0, 1.0]
+    assert replace(plan, messages=(replace(second, slot=2), replace(first, slot=2), last)).schedule.ready == [1.0, 1.0, 1.0]
+    assert replace(plan, messages=(replace(second, blocking=True), first, last)).schedule.ready == [1.0, 1.0, 1.0]
 
 
 def test_what_does_not_fit_beside_a_slot_leaves_after_it() -> None:
@@ -366,7 +366,8 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
     """
     period, link_ = plan.period, plan.profile.link
     length, turn, opt = period.length, period.turn, plan.profile.optimizer
-    sent = [(p, i) for p in range(periods) for i, m in enumerate(plan.messages) if p or plan.in_prologue(m)]  # in FIFO order
+    in_prologue, slots = plan.schedule.in_prologue, plan.schedule.slot
+    sent = [(p, i) for p in range(periods) for i in range(len(plan.messages)) if p or in_prologue[i]]  # in FIFO order
     place = {which: g for g, which in enumerate(sent)}
     last_reduction = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
 
@@ -374,9 +375,9 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
         for p_sent in (p - 1, p):
             for i, m in enumerate(plan.messages):
                 for u, _ in m.parts:
-                    last = period.window(Op(m.kind, u, m.micro))[1]
+                    last = period.needed_by(Op(m.kind, u, m.micro))
                     used = m.kind.is_gather or m.kind is AR
-                    at = (p_sent - (plan.unrolled_slot(m) >= length)) * length + last
+                    at = (p_sent - (slots[i] >= length)) * length + last
                     if used and at == p * length + q and (p_sent, i) in place:
                         yield p_sent, last_reduction if m.kind is AR and not plan.cross_iteration else i
 
@@ -542,7 +543,7 @@ def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
     optimizer = replace(profile.optimizer, seconds_per_run=0.5)
     profile = replace(profile, optimizer=optimizer, contention=Contention(compute_per_work=0.1))
     plan = planned(profile, "dp", Wfbp(), cross_iteration=False)
-    assert [cost.lost for cost in plan.costs] == pytest.approx([0, 0, 0.1 * 3 * 0.5])
+    assert plan.seconds.lost == pytest.approx([0, 0, 0.1 * 3 * 0.5])
 
 
 def test_a_plan_says_when_its_periods_have_not_become_alike(monkeypatch: pytest.MonkeyPatch) -> None:

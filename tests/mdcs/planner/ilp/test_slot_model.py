@@ -141,7 +141,7 @@ def exhaustive(problem: PlanningProblem, strategies: tuple[Strategy, ...]) -> fl
     mix = problem.mix(strategies)
     choices = []
     for op in mix.ops:
-        first, last = mix.window(op)
+        first, last = mix.period.window(op)
         if not op.kind.is_gather:
             choices.append([(first, q) for q in range(first, last + 1)])
         elif mix.strategies[op.unit].sharded:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
@@ -38,7 +38,7 @@ class Late(Checked):
     def schedule(self, mix: StrategyAssignment) -> Plan:
         drafts = []
         for op in mix.ops:
-            first, last = mix.window(op)
+            first, last = mix.period.window(op)
             slot = max(first, last - self.ahead) if op.kind.is_gather else first
             drafts.append(Message(op.kind, mix.parts(op.unit), slot, micro=op.micro))
         return mix.plan(self.name, mix.unpartitioned_blocks(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))

@@ -1,0 +1,345 @@
+"""The schedule: what waits for what in an order of messages, as a struct of arrays.
+
+A :class:`~mdcs.plan.plan.Plan` names units and kinds; the loops below turn its messages, or any other order of the same
+messages in a search, into the numbers that everything else reads: validity, the ledger, the worst case, the runtime's queue
+and the replay. Loops use only numbers and sequences of numbers, so that :mod:`mdcs.simulator.machine_code` can compile them
+for searches.
+
+The barrier is data: ``updated_by`` of a reduction is the message whose end runs its update. That is the reduction itself, or
+with a barrier the last reduction of the period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from mdcs.plan.gradient_readiness import block_ready_fractions
+from mdcs.plan.period import Op, Period
+from mdcs.profile.link import Kind
+
+Numbers = Any
+"""A list of numbers, or an array when the loops are compiled."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective on the wire.
+
+    - ``kind``: the collective.
+    - ``parts``: (unit, block) pairs. All elements have one width. A fused message carries several units, a partitioned
+      one a block of a unit.
+    - ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier if
+      its gradients are ready (:attr:`Schedule.ready`).
+    - ``blocking``: compute waits at the slot until the message is done, before anything else is issued.
+    - ``micro``: the micro-step whose slots use the message.
+    """
+
+    kind: Kind
+    parts: tuple[tuple[int, int], ...]
+    slot: int
+    blocking: bool = False
+    micro: int = 0
+
+
+class Schedule(NamedTuple):
+    """What follows from an order of messages. Messages are indices in wire order, slots are unrolled.
+
+    By message:
+
+    - ``slot``: issue slot, on the scale of its window.
+    - ``waits_for``: the message that must be done before this one starts, or -1: whose end runs the update of what is gathered.
+    - ``updated_by``: the message whose end runs the update of a reduction; -1 for a gather.
+    - ``ready``: the fraction of the slot before its own after which it may leave; 1: at its own slot. While the last backward
+      slot of a unit runs, its gradients become ready one by one. A reduction may leave then, once the gradients of its blocks
+      are ready, if all messages ahead of it have been issued and its bytes fit. DDP's buckets leave in the same way.
+    - ``needed_by``: the slot that cannot start before the message is done; -1 for a reduce-scatter, whose gather is needed.
+    - ``blocking``: as in :class:`Message`.
+    - ``in_prologue``: whether it is sent before the first iteration, which starts at the first forward slot. The prologue sends
+      the gathers for forward that are issued in backward slots. It reduces nothing.
+
+    By slot: ``issued``, the number of messages issued by then; ``required``, the number that must be done when the slot
+    begins. 0 or less refers to the period before. Messages end in order, so a slot that waits for one waits for all before it.
+
+    By buffer (:func:`buffer_of`) ``opened_by``, the message that allocates it; by unit ``closed_by``, its last reduction. An
+    operation's first message allocates, its last one frees. -1: none.
+    """
+
+    slot: Numbers
+    waits_for: Numbers
+    updated_by: Numbers
+    ready: Numbers
+    needed_by: Numbers
+    blocking: Numbers
+    in_prologue: Numbers
+    issued: Numbers
+    required: Numbers
+    opened_by: Numbers
+    closed_by: Numbers
+
+
+class MessageTable(NamedTuple):
+    """The values of messages, by number, that do not depend on their order."""
+
+    reduces: Numbers  # whether it is a reduce-scatter or an all-reduce
+    scatters: Numbers  # whether it is a reduce-scatter
+    blocking: Numbers
+    first: Numbers  # first slot of its window
+    last: Numbers  # last slot of its window
+    needed_by: Numbers  # slot that needs it, or -1
+    early: Numbers  # fraction of the slot before ``first`` after which its gradients are ready
+    prologue_from: Numbers  # the prologue sends it if it is issued at this slot or later
+    begin: Numbers  # the parts of message i are begin[i] to begin[i + 1] - 1
+    unit: Numbers  # by part
+    block: Numbers  # by part: its block, counted over all units; -1 for a gather of what is not updated
+    buffer: Numbers  # by part: the buffer that it is gathered into, or -1
+    blocks: int
+    barrier: bool  # whether the last reduction updates all units
+
+
+class MessageSeconds(NamedTuple):
+    """Seconds of messages, as in :class:`mdcs.plan.cost.Cost`, by number or in wire order."""
+
+    alpha: Numbers
+    gap: Numbers
+    transfer: Numbers
+    copy: Numbers
+    update: Numbers
+    idle: Numbers
+    lost: Numbers
+
+
+class SizeTable(NamedTuple):
+    """Bytes that do not depend on the order of messages: those of messages, by number, and those of units."""
+
+    until_landed: Numbers  # from its start until it has landed
+    until_updated: Numbers  # from its start until its update is done
+    updating: Numbers  # during its update
+    buffer_bytes: Numbers  # by buffer: from its first gather on; 0 if the unit is whole at rest
+    gradient_bytes: Numbers  # by unit: until its last reduction has landed (reduce-scatter) or is done (all-reduce)
+
+
+class Folded(NamedTuple):
+    """Bytes of messages in wire order.
+
+    - ``held``: bytes that it allocates and that stay after it.
+    - ``freed``: bytes of slots and earlier messages that it frees when it is done.
+    - ``transient``: the most bytes, in addition to ``held``, while it is in flight.
+    """
+
+    held: Numbers
+    freed: Numbers
+    transient: Numbers
+
+
+# ---- loops
+
+NO_SLOT, BACKWARDS, OUTSIDE, STALE = 1, 2, 3, 4
+"""Why an order cannot run: no such slot; a slot before that of the message ahead; outside of the window; gathered before its
+update."""
+REASONS = 5
+
+
+def arrange(t: MessageTable, turn: int, order: Numbers, slots: Numbers, s: Schedule) -> int:
+    """Fill the schedule of an order: messages by number, and the slot at which each is issued.
+
+    Return 0, or for an order that cannot run REASONS times the place of the first such message, plus the reason.
+    """
+    n, length = len(order), len(s.issued)
+    reduced_at = [-1] * t.blocks
+    for q in range(length):
+        s.issued[q], s.required[q] = 0, -n
+    for b in range(len(s.opened_by)):
+        s.opened_by[b] = -1
+    for u in range(len(s.closed_by)):
+        s.closed_by[u] = -1
+    last_reduction = n - 1
+    while last_reduction >= 0 and not t.reduces[order[last_reduction]]:
+        last_reduction -= 1
+    slot_before, so_far = 0, 0.0
+    for p in range(n):
+        i, slot = order[p], slots[p]
+        if slot < 0 or slot >= length:
+            return REASONS * p + NO_SLOT
+        if slot < slot_before:
+            return REASONS * p + BACKWARDS
+        later = 0 if slot >= t.first[i] else length  # in its window, the issue slot lies in the next period
+        if slot + later > t.last[i]:
+            return REASONS * p + OUTSIDE
+        if slot > slot_before or p == 0:
+            slot_before, so_far = slot, 0.0
+        if so_far < 1:
+            so_far = max(so_far, t.early[i]) if slot == t.first[i] and t.reduces[i] and not t.blocking[i] else 1.0
+        updated_by = -1
+        if t.reduces[i]:
+            updated_by = last_reduction if t.barrier else p
+        waits_for = -1
+        for k in range(t.begin[i], t.begin[i + 1]):
+            if t.reduces[i]:
+                reduced_at[t.block[k]] = s.closed_by[t.unit[k]] = p
+                continue
+            if t.block[k] >= 0:
+                reduction = reduced_at[t.block[k]]
+                if reduction < 0 or s.updated_by[reduction] >= p:
+                    return REASONS * p + STALE
+                waits_for = max(waits_for, s.updated_by[reduction])
+            b = t.buffer[k]
+            if b >= 0 and (s.opened_by[b] < 0 or slot + later < s.slot[s.opened_by[b]]):
+                s.opened_by[b] = p
+        s.issued[slot] += 1
+        if t.blocking[i]:
+            s.required[slot] = max(s.required[slot], p + 1)
+        if t.needed_by[i] >= 0:
+            needed, done = t.needed_by[i] - later, updated_by if t.reduces[i] else p
+            s.required[needed % length] = max(s.required[needed % length], done + 1 - needed // length * n)
+        s.slot[p], s.waits_for[p], s.updated_by[p], s.ready[p] = slot + later, waits_for, updated_by, so_far
+        s.needed_by[p], s.blocking[p], s.in_prologue[p] = t.needed_by[i], t.blocking[i], slot >= t.prologue_from[i]
+    best = -n
+    for q in range(length):
+        best = max(best, s.required[q] - n)
+    for q in range(length):
+        best = max(best, s.required[q])
+        s.required[q] = best
+        s.issued[q] += s.issued[q - 1] if q > 0 else 0
+    return 0
+
+
+def fold_seconds(by_number: MessageSeconds, lost_per_work: float, order: Numbers, s: Schedule, out: MessageSeconds) -> None:
+    """Fill the seconds of messages in wire order.
+
+    - ``by_number``: seconds by number, with the compute time that is lost without copying and updating.
+    - ``lost_per_work``: compute seconds lost per second of copying and updating.
+    """
+    for p in range(len(order)):
+        i = order[p]
+        out.alpha[p], out.gap[p], out.transfer[p] = by_number.alpha[i], by_number.gap[i], by_number.transfer[i]
+        out.copy[p], out.idle[p], out.update[p] = by_number.copy[i], by_number.idle[i], 0.0
+    for p in range(len(order)):
+        if s.updated_by[p] >= 0:
+            out.update[s.updated_by[p]] += by_number.update[order[p]]
+    for p in range(len(order)):
+        out.lost[p] = by_number.lost[order[p]] + lost_per_work * (out.copy[p] + out.update[p])
+
+
+def fold_bytes(t: MessageTable, sizes: SizeTable, order: Numbers, s: Schedule, out: Folded) -> None:
+    """Fill the bytes of messages in wire order.
+
+    Gradient shards stay until the update that reads them; updates run one after another, so the largest scratch counts.
+    """
+    n = len(order)
+    scratch, landed = [0] * n, [0] * n  # bytes of its updates; gradient bytes freed before them
+    for p in range(n):
+        out.held[p], out.freed[p] = 0, 0
+    for b in range(len(s.opened_by)):
+        if s.opened_by[b] >= 0:
+            out.held[s.opened_by[b]] += sizes.buffer_bytes[b]
+    for u in range(len(s.closed_by)):
+        p = s.closed_by[u]
+        if p >= 0:
+            if t.scatters[order[p]]:
+                landed[p] += sizes.gradient_bytes[u]
+                out.freed[p] += sizes.gradient_bytes[u]
+            else:
+                out.freed[s.updated_by[p]] += sizes.gradient_bytes[u]
+    for p in range(n):
+        i, update = order[p], s.updated_by[p]
+        if update >= 0:
+            scratch[update] = max(scratch[update], sizes.updating[i])
+            if update != p:
+                out.held[p] += sizes.until_updated[i]
+                out.freed[update] += sizes.until_updated[i]
+    for p in range(n):
+        i = order[p]
+        own = sizes.until_updated[i] if s.updated_by[p] == p else 0
+        out.transient[p] = own + max(sizes.until_landed[i], scratch[p] - landed[p])
+
+
+# ---- values of messages
+
+
+class OrderValues(NamedTuple):
+    """One row of the columns by message of a :class:`MessageTable`."""
+
+    reduces: int
+    scatters: int
+    blocking: int
+    first: int
+    last: int
+    needed_by: int
+    early: float
+    prologue_from: int
+
+
+def window(period: Period, message: Message) -> tuple[int, int]:
+    """Return the first and the last slot (unrolled) at which a message can be issued, whatever its slot is now."""
+    spans = [period.windows[message.kind, u, message.micro] for u, _ in message.parts]
+    return spans[0] if len(spans) == 1 else (max(first for first, _ in spans), min(last for _, last in spans))
+
+
+def order_values(period: Period, message: Message, blocks: Sequence[tuple[int, ...]]) -> OrderValues:
+    """Return the values of a message. Its slot does not matter. ``blocks``: those of each unit (elements)."""
+    sizes = tuple([blocks[u] for u, _ in message.parts])
+    return _order_values(period, message.kind, message.parts, message.micro, message.blocking, sizes)
+
+
+@lru_cache(maxsize=1 << 14)  # the plans that a planner compares share most of their messages
+def _order_values(
+    period: Period, kind: Kind, parts: tuple[tuple[int, int], ...], micro: int, blocking: bool, sizes: tuple[tuple[int, ...], ...]
+) -> OrderValues:
+    first, last = window(period, Message(kind, parts, 0, micro=micro))
+    plain, profile, early = kind.plain, period.profile, 1.0
+    if not kind.is_gather and profile.has_gradient_times:
+        early = max(
+            block_ready_fractions(profile, u, own)[b]
+            for (u, b), own in zip(parts, sizes, strict=True)
+            if period.windows[kind, u, micro][0] == first
+        )
+    needed_by = -1 if plain is Kind.RS else min([period.needed_by(Op(kind, u, micro)) for u, _ in parts])
+    prologue_from = 0 if plain is Kind.AG_F else period.turn if plain is Kind.AG_B else period.length
+    return OrderValues(not kind.is_gather, plain is Kind.RS, blocking, first, last, needed_by, early, prologue_from)
+
+
+def part_values(period: Period, message: Message, numbers: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Return the unit, block and buffer of each part of a message. ``numbers``: those of the blocks, one by part."""
+    kind, units = message.kind, period.profile.units
+    updated = not kind.is_gather or (kind.plain is Kind.AG_F and message.micro == 0)
+    return [
+        (u, number if updated and units[u].trainable else -1, buffer_of(period, Op(kind, u, message.micro)))
+        for (u, _), number in zip(message.parts, numbers, strict=True)
+    ]
+
+
+def buffer_of(period: Period, op: Op) -> int:
+    """Return the number of the buffer that an operation gathers into, or -1."""
+    if not op.kind.is_gather:
+        return -1
+    return 2 * (op.unit * period.micro_steps + op.micro) + (op.kind.plain is Kind.AG_B)
+
+
+def message_table(
+    period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message]
+) -> MessageTable:
+    """Return the table of a plan's messages, numbered in wire order."""
+    rows = [order_values(period, m, blocks) for m in messages]
+    starts, count = [], 0  # number of each unit's first block
+    for sizes in blocks:
+        starts.append(count)
+        count += len(sizes)
+    begin, parts = [0], list[tuple[int, int, int]]()
+    for m in messages:
+        parts += part_values(period, m, [starts[u] + b for u, b in m.parts])
+        begin.append(len(parts))
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(OrderValues._fields)}
+    columns |= {name: [part[i] for part in parts] for i, name in enumerate(("unit", "block", "buffer"))}
+    return MessageTable(**columns, begin=begin, blocks=count, barrier=period.has_barrier)
+
+
+def empty_schedule(messages: int, period: Period) -> Schedule:
+    """Return a schedule for so many messages, to be filled by :func:`arrange`."""
+    n, length, units = messages, period.length, len(period.profile.units)
+    return Schedule(
+        [0] * n, [0] * n, [0] * n, [0.0] * n, [0] * n, [0] * n, [0] * n, [0] * length, [0] * length,
+        [0] * (2 * units * period.micro_steps), [0] * units,
+    )  # fmt: skip

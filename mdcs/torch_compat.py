@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # documented nowhere; a weak reference to memory
+from torch.utils._pytree import tree_leaves as tree_leaves  # public in documents only
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 """Major and minor version of the installed torch."""

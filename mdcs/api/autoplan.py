@@ -87,8 +87,8 @@ def autoplan(
 
     ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are named, not
     given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With ``progress`` rank 0
-    writes a line to stderr for each phase, with a bar on a terminal. A budget that no plan can keep is refused as soon as that
-    is known.
+    logs a line for each phase; without handlers for logging it writes them to stderr, with a bar on a terminal. A budget that
+    no plan can keep is refused as soon as that is known.
 
     Raises ValueError for an unknown name and for ``seconds`` that are not above 0, UnsupportedModel as
     :func:`mdcs.profiler.model_profile.measure_profile` does, and on every rank what planning raises on rank 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from mdcs.profiler.job_identity import key_of_job
 from mdcs.profiler.link_timing import measure_link
 from mdcs.profiler.memory_bounds import require_model_fits, whole_bytes
 from mdcs.profiler.model_profile import assembled
+from mdcs.profiler.progress import tell
 from mdcs.profiler.running_steps import RunningSteps, recorder_of
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine
@@ -40,6 +41,8 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import current_meter
+
+logger = logging.getLogger(__name__)
 
 STEPS = 2
 """Steps that are measured under a provisional plan: the first is watched, the second is timed."""
@@ -132,7 +135,7 @@ class LoopPlan:
             path = self.folder / f"{key_of_job(model, self.units, optimizers, first.in_words() + others)}.json"
             known = on_rank_zero(lambda: self._sufficient(cache.read(path), first.micro_steps))
             if known is not None and whole.rank == 0 and self.progress:
-                print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)
+                tell(f"profile of an earlier start: {path}", logger)
             plan = make(known)
             if known is None and whole.rank == 0:
                 cache.keep(plan.job.profile, path)

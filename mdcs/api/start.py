@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 
 import torch
@@ -21,12 +21,15 @@ from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
+from mdcs.profiler.progress import tell
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.validation import RunOptions, refuse_parallelized
 from mdcs.sizes import Budget
+
+logger = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -137,7 +140,7 @@ def parallelize(
     if progress and (not dist.is_initialized() or dist.get_rank() == 0):
         for line in (in_words([(u.name, u.modules) for u in units]), why):
             if line:
-                print(f"mdcs: {line}", file=sys.stderr, flush=True)
+                tell(line, logger)
     if sharded:
         return Session(making.begin(model, optimizers, options), units, making, was_in_pieces=True)
     return Session(WholeModel(model, optimizers, units, options), units, making)

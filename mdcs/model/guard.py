@@ -7,13 +7,13 @@ open parameter therefore costs nothing, autograd's own work is never intercepted
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mdcs.torch_compat import without_torch_function
+from mdcs.torch_compat import tree_leaves, without_torch_function
 
 GRADIENT, THAW = ".grad", "requires_grad_"
 
@@ -89,7 +89,7 @@ class GuardedParameter:
                 read = [*args, *(kwargs or {}).values()]
                 if func in _LIKE:
                     read = [*args[1:], *(value for name, value in (kwargs or {}).items() if name != "input")]
-                for p in _guarded(read):
+                for p in (leaf for leaf in tree_leaves(read) if isinstance(leaf, GuardedParameter)):
                     if what != THAW or p.requires_grad is not (args[1] if len(args) > 1 else True):  # type: ignore[attr-defined]
                         _refuse(p, what)
             return func(*args, **(kwargs or {}))
@@ -112,23 +112,16 @@ def _refuse(parameter: GuardedParameter, what: str) -> None:
     guard.refuse(parameter, what)
 
 
-def _guarded(values: Iterable[Any]) -> Iterator[GuardedParameter]:
-    for value in values:
-        if isinstance(value, GuardedParameter):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _guarded(value)
-
-
 class Guard:
     """Opens and closes ``parameters`` together; they start open. ``refuse`` chooses the error of a use while closed."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], refuse: Refuse) -> None:
         self._refuse, self.is_open = refuse, True
-        self._parameters = [(name, p, type(p), self._closed_class(type(p))) for name, p in parameters]
+        closed = {kind: self._closed_class(kind) for kind in {type(p) for _, p in parameters}}
+        self._parameters = [(name, p, type(p), closed[type(p)]) for name, p in parameters]
 
-    def _closed_class(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
-        return type(f"Closed{own.__name__}", (GuardedParameter, own), {"guard": weakref.ref(self)})
+    def _closed_class(self, opened: type[nn.Parameter]) -> type[nn.Parameter]:
+        return type(f"Closed{opened.__name__}", (GuardedParameter, opened), {"guard": weakref.ref(self)})
 
     def open(self) -> None:
         """Allow every use of the parameters."""

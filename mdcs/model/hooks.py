@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, UnsupportedModel
@@ -201,26 +202,22 @@ class Hooks:
 
     def _call_in_backward(self, output: Any, name: str, begin: Callable[[Hooks], Any]) -> None:
         """Call ``begin`` once in every backward pass that comes to a tensor of the output of module ``name``."""
-        seen: set[int] = set()  # backward passes
         self_ref, updates = weakref.ref(self), self.updates
 
         def hook(grad: Tensor) -> None:
-            hooks, now = self_ref(), backward_pass()
-            if hooks is not None and now not in seen:
-                seen.add(now)
+            hooks = self_ref()
+            if hooks is not None:
                 if updates != hooks.updates:
                     raise UnsupportedModel(
                         f"{name}: backward() through a forward pass of an earlier step: its weights have changed since"
                     )
                 begin(hooks)
 
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # a parameter itself would keep the hook in later passes
-                tensor.register_hook(hook)
-                # Autograd rebuilds a view that is changed in place from its base; the view's own hook is lost.
-                base = base_of(tensor)
-                if base is not None and base.grad_fn is not None:
-                    base.register_hook(hook)
+        # A parameter itself would keep the hook in later passes. Autograd rebuilds a view that is changed in place from its
+        # base; the view's own hook is lost.
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        tensors += [base for base in map(base_of, tensors) if base is not None and base.grad_fn is not None]
+        register_multi_grad_hook(tensors, hook, mode="any")
 
     def _accumulated(self, unit: int, index: int, name: str) -> Any:
         def hook(p: nn.Parameter) -> None:

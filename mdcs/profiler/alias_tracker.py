@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mdcs.model.aliases import attributes_over_parameters
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
-from mdcs.torch_compat import without_torch_function
+from mdcs.torch_compat import tree_leaves, without_torch_function
 
 Used = Callable[[int, int], None]
 """Called with (unit, index of its parameter) when an operator reads or writes the parameter's memory."""
@@ -38,7 +38,7 @@ class UseTracker(TorchDispatchMode):
             return NotImplemented
         with without_torch_function():
             if not _makes_a_view(func):
-                for tensor in _flat([args, kwargs]):
+                for tensor in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
                     self.see(tensor, func)
             return func(*args, **(kwargs or {}))
 
@@ -176,13 +176,3 @@ def _range(tensor: Tensor) -> tuple[int, int]:
         return begin, begin + tensor.numel() * tensor.element_size()
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (reach + 1) * tensor.element_size()
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        elif isinstance(value, dict):
-            yield from _flat(value.values())

@@ -104,7 +104,7 @@ def autoprofile(
       A budget is refused if no plan with recomputation can keep it. Of several batches that of the largest is measured.
       None: only where no plan keeps the budget without; the second phase then runs once more.
     - ``job``: makes the job that is planned under the budget.
-    - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
+    - ``progress``: whether rank 0 logs a line for each phase, or writes it to stderr (:mod:`mdcs.profiler.progress`).
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
     Raises ValueError for a family that the backend does not have, for ``seconds`` that are not above 0, and what

@@ -63,7 +63,7 @@ def on_all_ranks(*, tells: bool = False) -> Iterator[None]:
     """Context for ranks that measure and plan together: an error on one rank is raised on all. Collective.
 
     The other ranks raise RunError with the error's text within a second, once they wait for the failed rank. A killed
-    rank is named. A nested context has no effect. ``tells``: rank 0 writes a line to stderr for every phase
+    rank is named. A nested context has no effect. ``tells``: rank 0 logs a line for every phase
     (:func:`phase`), with a bar on a terminal (:mod:`mdcs.profiler.progress`).
     """
     global _together

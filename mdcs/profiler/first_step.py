@@ -24,7 +24,14 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.parameter_access import WITH_GRADIENTS
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
-from mdcs.torch_compat import at_end_of_backward, backward_pass, in_function_forward, mark_stepped, version_of
+from mdcs.torch_compat import (
+    at_end_of_backward,
+    backward_pass,
+    in_function_forward,
+    mark_stepped,
+    tree_map_only,
+    version_of,
+)
 
 _ONE_CALL = "the measured step's loss must come from the outputs of model(…), or of its layers"
 
@@ -122,7 +129,8 @@ class FirstStep:
         self._are_side = self.accumulates
         self._forwards += not self.accumulates
         if not self.micro_steps:
-            self._calls.append(Call(module, _leaf(args), _leaf(kwargs), *_autocast(self._device), self._has_casts()))
+            args, kwargs = tree_map_only(Tensor, _without_graph, (args, kwargs))
+            self._calls.append(Call(module, args, kwargs, *_autocast(self._device), self._has_casts()))
 
     def _has_casts(self) -> bool:
         """Return whether autocast has kept what it made for the call before: then its node in the graph is the same."""
@@ -299,13 +307,9 @@ class _Loss(torch.autograd.Function):
         return None, None, *(g.clone() for g in ctx.gradients)
 
 
-def _leaf(value: Any) -> Any:
-    """Return arguments without the graph they came from, which has been freed."""
-    if isinstance(value, dict):
-        return {key: _leaf(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_leaf, value))
-    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.grad_fn is not None else value
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return an argument without the graph that it came from, which has been freed."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def _autocast(device: torch.device) -> tuple[Callable[[], AbstractContextManager[Any]], str]:

@@ -1,14 +1,28 @@
-"""Progress of profiling and planning on stderr: a line per phase, and on a terminal a bar that moves with the clock."""
+"""Progress of profiling and planning: a line per phase, and on a terminal a bar that moves with the clock.
+
+Lines go to the log, or to stderr where the program has not configured logging.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 
+logger = logging.getLogger(__name__)
+
 _BAR = 20
 """Characters of the bar."""
 _REDRAWN_S = 0.5
+
+
+def tell(line: str, logger: logging.Logger) -> None:
+    """Log a line as information; write it to stderr if nobody handles the log."""
+    if logger.hasHandlers():
+        logger.info(line)
+    else:
+        print(f"mdcs: {line}", file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -27,9 +41,8 @@ class Progress:
             return
         self.end()
         limit = "" if seconds is None else f", about {max(1.0, seconds):.0f} s"
-        line = f"mdcs: {phase}{limit} (after {time.monotonic() - self._began:.0f} s)"
-        print(line, file=sys.stderr, flush=True)
-        if seconds is not None and sys.stderr.isatty():
+        tell(f"{phase}{limit} (after {time.monotonic() - self._began:.0f} s)", logger)
+        if seconds is not None and sys.stderr.isatty() and not logger.hasHandlers():
             self._ended = threading.Event()
             self._drawing = threading.Thread(target=self._draw, args=(seconds, self._ended), daemon=True)
             self._drawing.start()

@@ -241,11 +241,12 @@ def test_a_part_is_refused_where_activations_cannot_be_measured(monkeypatch: pyt
     mdcs.parallelize(net, optimizer, budget="1GiB", progress=False).close()
 
 
-def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())
     with mdcs.parallelize(net, optimizer) as parallel:
-        assert capsys.readouterr().err == "mdcs: 2 units: first, last\n"
+        assert caplog.messages == ["2 units: first, last"]
         with parallel.evaluate():
             assert not net(batch(0))["logits"].requires_grad
         parallel.load_state_dict(parallel.state_dict(cpu=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 import time
@@ -20,6 +21,7 @@ class Terminal(io.StringIO):
 
 def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, wanted: bool = True) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
     monkeypatch.setattr(progress, "_REDRAWN_S", 0.001)
     bar = Progress(wanted)
     bar.begin("measuring the link", 3.2)
@@ -35,6 +37,15 @@ def test_a_phase_is_a_line_with_its_time_budget(monkeypatch: pytest.MonkeyPatch)
     lines = "mdcs: measuring the link, about 3 s (after 0 s)\nmdcs: planning (after 0 s)\n"
     assert shown(monkeypatch, io.StringIO()) == lines
     assert shown(monkeypatch, io.StringIO(), wanted=False) == ""
+
+
+def test_a_program_that_configures_logging_has_the_lines_in_its_log(caplog, capsys) -> None:
+    caplog.set_level(logging.INFO)
+    bar = Progress(True)
+    bar.begin("planning", None)
+    bar.end()
+    assert caplog.record_tuples == [("mdcs.profiler.progress", logging.INFO, "planning (after 0 s)")]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_has_a_bar_that_the_next_line_replaces(monkeypatch: pytest.MonkeyPatch) -> None:

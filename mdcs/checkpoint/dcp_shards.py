@@ -39,9 +39,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from mdcs.checkpoint import aux_state, directory
-from mdcs.checkpoint.aux_state import RUN
-from mdcs.checkpoint.directory import CheckpointError
+from mdcs.checkpoint import directory
+from mdcs.checkpoint.directory import RUN, CheckpointError
 from mdcs.torch_compat import load_checkpoint
 
 Shape = tuple[int, ...]
@@ -287,7 +286,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     chosen = directory.choose(directory.candidates(Path(path)), directory.find_problem)
     if chosen is None:
         raise CheckpointError(f"{path}: there is no checkpoint")
-    run = aux_state.load(chosen / RUN)
+    run = directory.load(chosen / RUN)
     tree = load_full(chosen)
     state, groups = tree.get("optimizer", {}).get("state", {}), iter(run["param_groups"])
     counts = run.get("groups_by_optimizer", [len(run["param_groups"])])

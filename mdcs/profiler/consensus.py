@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from mdcs.checkpoint.aux_state import random_state, set_random_state
+from mdcs.checkpoint.directory import random_state, set_random_state
 from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Unit

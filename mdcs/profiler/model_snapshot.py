@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mdcs.checkpoint.aux_state import random_state, set_random_state
+from mdcs.checkpoint.directory import random_state, set_random_state
 from mdcs.runtime.buffers import unexpanded
 from mdcs.telemetry.memory_meter import Meter
 

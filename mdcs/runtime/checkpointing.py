@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mdcs.checkpoint import aux_state, dcp_shards, directory
-from mdcs.checkpoint.aux_state import RUN
+from mdcs.checkpoint import dcp_shards, directory
 from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards, read_checkpoint
-from mdcs.checkpoint.directory import CheckpointError
+from mdcs.checkpoint.directory import RUN, CheckpointError
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
@@ -153,9 +152,9 @@ class Checkpoints:
     def _encode(self, step: int, extra: Any) -> dict[str, bytes] | Exception:
         """Return this rank's own files as they are now, or the error of a value that cannot be saved."""
         try:
-            files = {_file_of(self._rank): aux_state.encode(self._own(extra), "what the loop gave as extra")}
+            files = {_file_of(self._rank): directory.encode(self._own(extra), "what the loop gave as extra")}
             if self._rank == 0:
-                files[RUN] = aux_state.encode(self._run(step), "the options of the optimizer")
+                files[RUN] = directory.encode(self._run(step), "the options of the optimizer")
         except ValueError as error:
             return error
         return files
@@ -213,7 +212,7 @@ class Checkpoints:
         """Return the values of this rank alone: random states, extra, and buffers where each rank has its own."""
         named = self._model.named_buffers() if self._engine.buffers.option is False else ()
         buffers = {name: buffer.detach().clone() for name, buffer in named}
-        return {"random": aux_state.random_state(self._device), "extra": extra, "buffers": buffers}
+        return {"random": directory.random_state(self._device), "extra": extra, "buffers": buffers}
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -240,7 +239,7 @@ class Checkpoints:
         return resumed
 
     def _read(self, chosen: Path) -> ResumeInfo:
-        run, saved, names = aux_state.load(chosen / RUN), dcp_shards.read_shapes(chosen), self._names
+        run, saved, names = directory.load(chosen / RUN), dcp_shards.read_shapes(chosen), self._names
         self._compare(run, saved)
         self._begin_optimizer(chosen, run, saved)
         found = _Found()
@@ -255,7 +254,7 @@ class Checkpoints:
         read = {name: value.detach().contiguous() for name, value in buffers.items()}  # DCP cannot read into an expanded tensor
         dcp_shards.load(chosen, found | {(MODEL, name): value for name, value in read.items()})
         is_same_world = run["world"] == self._groups.world
-        mine = aux_state.load(chosen / _file_of(self._rank if is_same_world else 0))
+        mine = directory.load(chosen / _file_of(self._rank if is_same_world else 0))
         for name, value in read.items():
             if value.data_ptr() != buffers[name].data_ptr():
                 write(buffers[name], value)
@@ -267,7 +266,7 @@ class Checkpoints:
         for name, value in (run["loss_scale"] or {}).items() if scale is not None else ():
             setattr(scale, name, value)
         if is_same_world:
-            aux_state.set_random_state(mine["random"], self._device)
+            directory.set_random_state(mine["random"], self._device)
         return ResumeInfo(chosen, run["step"], run["world"], mine["extra"])
 
     def _compare(self, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
@@ -342,7 +341,7 @@ def resume_whole(
     chosen = directory.choose(directory.candidates(path), directory.find_problem, warns=rank == 0)
     if chosen is None:
         return None
-    tree, run = read_checkpoint(chosen), aux_state.load(chosen / RUN)
+    tree, run = read_checkpoint(chosen), directory.load(chosen / RUN)
     try:
         model.load_state_dict(tree["model"])
         for optimizer, saved in zip(optimizers, optimizer_state.as_list(tree["optimizer"]), strict=True):
@@ -350,12 +349,12 @@ def resume_whole(
     except (RuntimeError, ValueError, KeyError) as e:
         raise CheckpointError(f"{chosen}: {e}") from e
     is_same_world = run["world"] == world
-    mine = aux_state.load(chosen / _file_of(rank if is_same_world else 0))
+    mine = directory.load(chosen / _file_of(rank if is_same_world else 0))
     if is_same_world:
         for name, buffer in model.named_buffers():
             if name in mine["buffers"]:
                 write(buffer, mine["buffers"][name])
-        aux_state.set_random_state(mine["random"], device)
+        directory.set_random_state(mine["random"], device)
     return ResumeInfo(chosen, run["step"], run["world"], mine["extra"])
 
 

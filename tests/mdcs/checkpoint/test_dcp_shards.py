@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.checkpoint import dcp_shards
-from mdcs.checkpoint.dcp_shards import TensorShards, boxes
+from mdcs.checkpoint import dcp_shards, directory
+from mdcs.checkpoint.dcp_shards import TensorShards, boxes, read_checkpoint
+from mdcs.checkpoint.directory import RUN, CheckpointError
 
 
 def test_boxes_of_a_run_that_begins_and_ends_in_the_middle_of_rows():
@@ -40,10 +42,11 @@ def in_pieces(whole: torch.Tensor, *cuts: int) -> TensorShards:
     return made
 
 
-def saved(root: Path, leaves: dcp_shards.FlatState) -> Path:
+def saved(root: Path, leaves: dcp_shards.FlatState, step: int = 1) -> Path:
     """The folder with these tensors."""
-    dcp_shards.wait_for(dcp_shards.save(leaves, dcp_shards.Writer(root, 1, {}, names=()), None))
-    return root / "step-00000001"
+    files = {RUN: directory.encode({"step": step, "param_groups": []}, "the run")}
+    dcp_shards.wait_for(dcp_shards.save(leaves, dcp_shards.Writer(root, step, files, names=files), None))
+    return root / directory.step_name(step)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -102,3 +105,29 @@ def test_metadata_calls_nothing_that_is_not_a_record_of_a_checkpoint(tmp_path):
         pickle.dump(print, file)
     with pytest.raises(pickle.UnpicklingError, match="may not name builtins.print"):
         dcp_shards.read_shapes(folder)
+
+
+def test_the_newest_that_is_whole_is_read(tmp_path):
+    for step in (1, 2):
+        folder = saved(tmp_path, {("model", "w"): torch.full((3,), float(step))}, step)
+    (folder / RUN).write_bytes(b"")
+    with pytest.warns(UserWarning, match="not read: .*step-00000002: run.pt has 0 bytes"):
+        assert read_checkpoint(tmp_path)["model"]["w"].tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match="step-00000002: run.pt has 0 bytes"):
+        read_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_full_disk_is_the_reason(tmp_path, monkeypatch):
+    """Torch's writer has other words for it."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(dcp_shards.shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 0))
+    leaves, writer = {("model", "w"): torch.zeros(4)}, dcp_shards.Writer(tmp_path, 1, {}, names=())
+
+    def fail(*_):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(dcp_shards.RanksFailed, match="no space left"):
+        dcp_shards.wait_for(dcp_shards.save(leaves, writer, None))

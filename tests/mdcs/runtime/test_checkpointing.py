@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mdcs
-from mdcs.checkpoint import aux_state, dcp_shards, directory
+from mdcs.checkpoint import dcp_shards, directory
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
 from tests.mdcs.runtime.test_optimizer_state import differences, of_ddp
@@ -292,7 +292,7 @@ def die(root: str, stage: str) -> str:
         parallel.checkpoint(root)
         one_step(made, parallel)
         if dist.get_rank() == 1:
-            where: Any = {"write_data": dcp_shards.FileSystemWriter, "encode": aux_state}[stage]
+            where: Any = {"write_data": dcp_shards.FileSystemWriter, "encode": directory}[stage]
             setattr(where, stage, lambda *_: os._exit(9))
         return said(lambda: parallel.checkpoint(root))
 

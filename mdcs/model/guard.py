@@ -108,7 +108,10 @@ class GuardedParameter:
 def _refuse(parameter: GuardedParameter, what: str) -> None:
     guard = type(parameter).guard()
     if guard is None:
-        raise RuntimeError(f"a parameter cannot be used any more ({what}): who took it is gone, and has left it in pieces")
+        raise RuntimeError(
+            f"this parameter cannot be used any more ({what}): its run was dropped without close(), and it is sharded. Keep "
+            "what parallelize() returns, and close() it"
+        )
     guard.refuse(parameter, what)
 
 

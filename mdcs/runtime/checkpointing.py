@@ -282,7 +282,7 @@ class Checkpoints:
         ours, theirs = self._group_names(), [group["params"] for group in run["param_groups"]]
         if ours != theirs:
             raise ValueError(
-                f"it was saved with other parameter groups: {_told(theirs)} there, {_told(ours)} here; make them alike"
+                f"it was saved with other parameter groups: {_in_words(theirs)} there, {_in_words(ours)} here; use the same"
             )
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
@@ -326,7 +326,7 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
-def _told(groups: list[list[str]]) -> str:
+def _in_words(groups: list[list[str]]) -> str:
     return " and ".join(f"{len(names)} parameters from {names[0]} on" for names in groups if names)
 
 

@@ -50,7 +50,7 @@ from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.parameter_access import ParameterAccess
-from mdcs.runtime.process_groups import ProcessGroups, disagreement
+from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import SidePasses
 from mdcs.runtime.slot_sequencer import SlotSequencer
@@ -250,7 +250,7 @@ class Engine:
         self.check("step()")
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
-            problem = validation.changed_training(self.storages)
+            problem = validation.find_changed_training(self.storages)
             n = self.plan.micro_steps
             needs = f"step() needs {'a forward and a backward pass' if n == 1 else f'{n} forward and backward passes'} before it"
             raise place.error(problem or f"{needs}; parallel.abandon() ends a batch that has none")
@@ -260,7 +260,7 @@ class Engine:
         alias = still_held(self.model, self.aliases) if problem is None and sequencer.step == 1 else None
         if alias is not None:
             problem = str(alias_refused(alias))
-        problem = problem or validation.taken_away(self.model, self.storages)
+        problem = problem or validation.find_removed_parameter(self.model, self.storages)
         if problem is not None:
             raise place.error(problem)
         if not sequencer.watches_memory:
@@ -288,7 +288,7 @@ class Engine:
             raise self.place.error(f"{call} inside an iteration, between its forward pass and step(): call it after step()")
         self.excess.skips = True
         with self.place.during(call):
-            problem = disagreement(self.groups.agree_on_call(call, self.sequencer.step))
+            problem = why_ranks_cannot_continue(self.groups.agree_on_call(call, self.sequencer.step))
         if problem is not None:
             raise self.place.error(f"{call}: {problem}")
         self._finish(self.sequencer.periods)
@@ -336,7 +336,7 @@ class Engine:
             sequencer.side.end()
         sequencer.leave_forward()
         answers = self.groups.agree_on_call(call, sequencer.step, sequencer.committed, sequencer.updates_begun)
-        problem = disagreement(answers)
+        problem = why_ranks_cannot_continue(answers)
         if problem is not None:
             return problem
         sequencer.advance_to(max(progress for _, progress, _ in answers))

@@ -97,7 +97,7 @@ class FailureChannel:
         self.store = self._thread = None
 
     def _roll_call(self) -> str:
-        """Call all ranks; return which do not answer, published to all; "" if all answer."""
+        """Ask every rank for a sign of life. Publish and return the silent ranks, in words; "" if all answer."""
         if self.store is None:
             return ""
         try:
@@ -109,9 +109,9 @@ class FailureChannel:
                 silent = [rank for rank in silent if not self.store.check([self._here(rank)])]
             if silent and not self.store.check([_KEY]):
                 which = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-                self.store.set(_KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone without a word: killed, or cut off")
+                self.store.set(_KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone: killed, or cut off from the network")
         except RuntimeError:
-            return "so is the process that has the process group's store"
+            return "the process that hosts the store is gone as well"
         return self.peer_failure()
 
     @staticmethod

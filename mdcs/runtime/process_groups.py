@@ -165,12 +165,15 @@ def _abort(group: dist.ProcessGroup) -> None:
     thread.join(_ABORT_SECONDS)
 
 
-def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
-    """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
-    torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
-    if torn:
-        return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
-    steps = [step for step, *_ in answers]
+def why_ranks_cannot_continue(states: Sequence[tuple[int, ...]]) -> str | None:
+    """Return why ranks with these states cannot continue together; None if they can.
+
+    ``states``: by rank (step, progress, whether updates have begun), or (step,).
+    """
+    for rank, (step, *more) in enumerate(states):
+        if any(more[1:]):
+            return f"updates of step {step} have begun, or failed, on rank {rank}"
+    steps = [step for step, *_ in states]
     if len(set(steps)) > 1:
         least, most = min(steps), max(steps)
         return (

@@ -299,14 +299,13 @@ def agree_on_validation(
 
 # ---- during the loop
 
-THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, and parallelize() anew"
+THAWED = "{}: requires_grad changed while a plan runs: call close(), change it, then parallelize() again"
 
 
 def find_unseen_change(
     updates: ShardedOptimizer, storages: Sequence[UnitStorage], buffers: Buffers, world: int
 ) -> str | None:
-    """Return a sentence about a change by the loop in this iteration that had no effect on it; None if there is none.
-    """
+    """Return why a change made by the training loop was not applied in this step, or None."""
     optimizers = updates.optimizers
     if len(optimizers.param_groups) != updates.groups:
         return "the optimizer got another parameter group: close(), and parallelize() anew with it"
@@ -325,7 +324,7 @@ def find_unseen_change(
                 "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
                 "parallel.load_optimizer_state_dict()"
             )
-    thawed = changed_training(storage for storage in storages if not storage.trainable)
+    thawed = find_changed_training(storage for storage in storages if not storage.trainable)
     if thawed is not None:
         return thawed
     buffer = buffers.changed() if buffers.option is None and world > 1 else None
@@ -337,8 +336,8 @@ def find_unseen_change(
     return None
 
 
-def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
-    """Return a sentence about a parameter without a gradient because the loop took it out, or froze it; None if there is none."""
+def find_removed_parameter(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
+    """Return why a parameter had no gradient: the training loop removed or froze it; None if there is no such parameter."""
     for storage in storages:
         for i in storage.unused:
             name = storage.names[i]
@@ -353,8 +352,8 @@ def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
     return None
 
 
-def changed_training(storages: Iterable[UnitStorage]) -> str | None:
-    """Return a sentence about a parameter that is trained now and not in the plan, or the reverse; None if there is none."""
+def find_changed_training(storages: Iterable[UnitStorage]) -> str | None:
+    """Return which parameter is trained now and not in the plan, or the reverse; None if there is no such parameter."""
     with without_torch_function():
         for storage in storages:
             for name, p in zip(storage.names, storage.parameters, strict=True):

@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert second.exit_code == -signal.SIGKILL
     for survivor in (first, third):
         assert survivor.value.startswith("RunError: rank ")
-        assert survivor.value.endswith("(rank 1 is gone without a word: killed, or cut off)")
+        assert survivor.value.endswith("(rank 1 is gone: killed, or cut off from the network)")
 
 
 def told(tells: bool) -> str:

@@ -409,7 +409,7 @@ REFUSED: dict[Callable[[Setup, mdcs.Session, Any], None], tuple[str, ...]] = {
     clip_gradients: (TAKEN, "parallelize(…, clip_norm=1.0)"),
     clip_each: (TAKEN, "each parameter by its own norm in step() of a subclass of the optimizer", "p.detach() in forward"),
     judge_another: ("the model ran again before optimizer.step()", "with parallel.no_sync()"),
-    freeze: ("norm.weight: what is trained is fixed while a plan runs",),
+    freeze: ("norm.weight: requires_grad changed while a plan runs",),
     replace_a_weight: ("norm.weight was replaced or removed while a plan runs",),
     replace_a_layer: ("was replaced or removed while a plan runs",),
     add_a_group: ("the optimizer got another parameter group", "close()"),

@@ -44,6 +44,7 @@ from rich.console import Console
 import mdcs
 from analysis import load_run, pictures, table_of
 from analysis.comparison import lines, loss_differences
+from experiments.bounds import bounds_of, ideal_ddp_s
 from experiments.compare_tables import show
 from experiments.config.checks import compose_config
 from experiments.config.identity import device_name
@@ -53,7 +54,6 @@ from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.planning import floor_of, job_of
 from experiments.job.profiles import Profiles
-from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.planner.recompute import AUTO, Planned
 from mdcs.sizes import Budget

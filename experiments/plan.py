@@ -29,6 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
+from experiments import explain
+from experiments.bounds import bounds_of, ideal_ddp_s
 from experiments.config.schema import Config
 from experiments.job import app, batch
 from experiments.job import run as jobs
@@ -36,12 +38,8 @@ from experiments.job.profiles import Profiles, calibration_errors, ranks
 from experiments.job.sweep import Session, varied
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import Prediction
-from mdcs.planner import explain
 from mdcs.planner.batch import PlannedBatch
-from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.pipeline import floor_bytes
-from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.recompute import NONE
 from mdcs.sizes import MIB
 
@@ -54,14 +52,13 @@ _MANY = 4  # equal rows of units from which they become one row
 
 def main() -> int:
     """Print the plan for the command line. Return the exit code."""
-    if as_json := "plan.format=json" in sys.argv:
-        sys.argv.append("hydra/hydra_logging=disabled")  # Hydra logs to stdout
-    console = new_console(stderr=as_json)
-
+    as_json = False
     known, plans, chosen = Profiles(), list[Plan](), list[PlannedBatch | None]()
 
     def plan(config: Config, folder: Path) -> str:
-        in_sweep, found = config.run.sweep is not None, None
+        nonlocal as_json
+        as_json, in_sweep, found = config.plan.format == "json", config.run.sweep is not None, None
+        console = new_console(stderr=as_json)
         if config.batch.find is not None:
             found, reason = batch.find(config, folder, console, known=known)
         else:
@@ -70,17 +67,15 @@ def main() -> int:
         if reason:
             return reason
         made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-        # Explanations schedule once per unit: a scheduler that solves for long, or none (joint), is replaced.
-        scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
         if in_sweep:
             plans.append(made)
             chosen.append(None if found is None else found.wanted(config))
         elif as_json:
-            print(json.dumps(document(made, scheduler) | ({} if found is None else batches_document(found, config)), indent=1))
+            print(json.dumps(document(made) | ({} if found is None else batches_document(found, config)), indent=1))
         else:
             if found is not None:
                 console.print(batches_table(found))
-            show(made, scheduler, console)
+            show(made, console)
             console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
         return ""
 
@@ -91,7 +86,7 @@ def main() -> int:
                     for each, made, found in zip(planned, plans, chosen, strict=True)]  # fmt: skip
             print(json.dumps({"schema": SCHEMA, "plans": rows}, indent=1))
         else:
-            asked = [each.overrides for each in planned]
+            asked, console = [each.overrides for each in planned], new_console()
             console.print(sweep_table(plans, [varied(each, asked, but=_COLUMNS) for each in asked], chosen))
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
@@ -164,7 +159,7 @@ def sweep_table(
     return new_table("predicted for one step", (*left, *swept, *sizes, *right), left, rows=rows)
 
 
-def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
+def document(plan: Plan) -> dict[str, Any]:
     """Everything that `show` prints, for JSON: seconds and bytes."""
     kept = explain.kept_activations(plan)
     return {
@@ -175,22 +170,25 @@ def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
         "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
         "kept_activations": None if kept is None else dataclasses.asdict(kept),
-        "units": [dataclasses.asdict(choice) for choice in explain.choices(plan, scheduler)],
+        "units": [dataclasses.asdict(choice) for choice in explain.choices(plan)],
     }
 
 
-def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
+def show(plan: Plan, console: Console) -> None:
     """Print the plan's units with the reasons, its prediction and bounds, and its memory."""
-    console.print(units_table(plan, scheduler))
+    console.print(units_table(plan, units := explain.choices(plan)))
+    if better := [unit.unit for unit in units if unit.is_better]:
+        words = ", ".join(better[:3]) + (f" and {len(better) - 3} more" if len(better) > 3 else "")
+        console.print(f"there are faster plans within the budget: see {words}; strategy=joint tries more", highlight=False)
     schedule = explain.schedule_choice(plan)
-    words = f"{schedule.costs_bytes / MIB:+.2f} MiB and buys {schedule.buys_s * 1e3:+.1f} ms"
-    console.print(f"against the sequential one the schedule costs {words}", highlight=False)
+    words = f"{milliseconds(abs(schedule.step_s))} ms {'less' if schedule.step_s <= 0 else 'more'}"
+    words += f" and {abs(schedule.peak_bytes) / MIB:.2f} MiB {'less' if schedule.peak_bytes < 0 else 'more'}"
+    console.print(f"than the sequential schedule of the same strategies this one takes {words}", highlight=False)
     if (kept := explain.kept_activations(plan)) is not None:
-        console.print(
-            f"{kept.units} units keep their activations: to recompute them frees {kept.frees_bytes / MIB:.2f} MiB at the peak"
-            f" for {kept.costs_s * 1e3:.1f} ms of compute; so many bytes save {kept.buys_s * 1e3:.1f} ms of communication",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        words = f"to recompute them frees {kept.frees_bytes / MIB:.2f} MiB at the peak for {kept.costs_s * 1e3:.1f} ms of compute"
+        words += "" if kept.step_s is None else f", and changes the step of greedy · priority by {kept.step_s * 1e3:+.1f} ms"
+        console.print(f"{kept.units} units keep their activations: {words}",
+                      highlight=False, soft_wrap=True)  # fmt: skip
     if plan.outcome:
         console.print(f"outcome: {plan.outcome}", markup=False, highlight=False)
     console.print()
@@ -205,22 +203,22 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
     console.print(memory_table(plan))
 
 
-def units_table(plan: Plan, scheduler: Scheduler) -> Table:
-    """A row per unit: bytes, strategy, messages per kind, costs and gains of the strategy.
+def units_table(plan: Plan, units: Sequence[explain.UnitChoice]) -> Table:
+    """A row per unit: bytes, strategy, messages per kind, and what another strategy would change.
 
     Consecutive units with equal values share a row.
     """
     rows = []
-    for cells, alike in itertools.groupby(explain.choices(plan, scheduler), _cells):
-        units = [choice.unit for choice in alike]
-        names = units if len(units) < _MANY else [f"{units[0]} … {units[-1]} ({len(units)} alike)"]
+    for cells, alike in itertools.groupby(units, _cells):
+        names = [choice.unit for choice in alike]
+        names = names if len(names) < _MANY else [f"{names[0]} … {names[-1]} ({len(names)} alike)"]
         rows += [[name, *cells] for name in names]
     return new_table(
         f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
         f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
-        ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"),
-        left=("unit", "strategy", "messages", "against"), rows=rows,
-        caption="costs, buys: against another strategy for this unit alone, in peak bytes of the sequential schedule",
+        ("unit", "MB", "strategy", "messages", "instead", "needs MiB", "step ms"),
+        left=("unit", "strategy", "messages", "instead"), rows=rows,
+        caption="instead: with this strategy of this unit alone, the smallest budget and the step change by so much",
     )  # fmt: skip
 
 
@@ -229,9 +227,9 @@ def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
     messages = ", ".join(f"{count} {kind}" for kind, count in choice.messages.items())
     strategy = choice.strategy if choice.recompute == "none" else f"{choice.strategy}, recompute {choice.recompute}"
     cells = (f"{choice.bytes / 1e6:.2f}", strategy, messages, choice.instead or "–")
-    if choice.costs_bytes is None or choice.buys_s is None:
+    if choice.needs_bytes is None:
         return cells
-    return (*cells, f"{choice.costs_bytes / MIB:+.2f}", f"{choice.buys_s * 1e3:+.2f}")
+    return (*cells, f"{choice.needs_bytes / MIB:+.2f}", "no room" if choice.step_s is None else f"{choice.step_s * 1e3:+.2f}")
 
 
 def prediction_table(plan: Plan) -> Table:

@@ -38,6 +38,7 @@ from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import budget_words, plateau, workloads
 from analysis.table import milliseconds, new_console, new_table
+from experiments import points as tradeoff
 from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
@@ -46,8 +47,7 @@ from experiments.job.events import job_event, start_event
 from experiments.job.profiles import is_short, with_recomputation
 from experiments.job.resolved import resolve
 from experiments.job.sweep import sweep_name
-from mdcs.planner import curve as tradeoff
-from mdcs.planner.curve import Point
+from experiments.points import Point
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.planner.recompute import Planned
 from mdcs.sizes import MIB, Budget

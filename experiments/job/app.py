@@ -10,6 +10,7 @@ run (`experiments.job.sweep`). With a launcher that submits jobs, they run later
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import signal
@@ -174,6 +175,8 @@ class _Call:
     def _begin(self, config: DictConfig) -> str | None:
         if self.program.on_sweep_end is None and launcher_of(config.hydra) is None:
             raise ConfigError("--multirun", "this program takes one job")
+        if config.plan.format == "json":
+            logging.getLogger("hydra").setLevel(logging.WARNING)  # its lines on stdout would stand in the document
         return self.session.begin(config, continues=self.program.on_earlier is not None)
 
     def _judge(self, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> str | None:

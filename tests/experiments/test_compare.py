@@ -13,13 +13,13 @@ import yaml
 import mdcs
 from analysis.events import METRICS
 from experiments import compare
+from experiments.bounds import Bounds
 from experiments.config.checks import compose_config, composing
 from experiments.config.files import CONF, groups
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
 from experiments.job.tracking import JsonLines
 from launch.elastic import Outcome
-from mdcs.planner.bounds import Bounds
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.strategies.uniform import Uniform
 from tests.mdcs.profiles import recomputable

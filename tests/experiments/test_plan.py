@@ -12,8 +12,8 @@ from rich.console import Console
 from experiments import plan as program
 from experiments import profile
 from experiments.config import help
+from experiments.explain import UnitChoice
 from mdcs.plan.plan import Plan
-from mdcs.planner.explain import UnitChoice
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
@@ -27,7 +27,7 @@ PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text()
 def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
     console = Console(width=120, record=True, file=io.StringIO())
     made = make_plan(PROFILE, Uniform("dp"), Wfbp(), budget=10**6)
-    program.show(made, Wfbp(), console)
+    program.show(made, console)
     shown = console.export_text()
     assert "embed" in shown and "block" in shown
     assert "1 AR" in shown
@@ -42,14 +42,13 @@ def test_units_that_are_alike_are_one_row(monkeypatch):
     last = UnitChoice("head", 10, "fsdp", "none", {"RS": 1}, "sdp", 0, 0.001)
     blocks = [UnitChoice(f"h.{i}", 10, "fsdp", "none", {"RS": 1}, "sdp", 0, 0.001 + 1e-9 * i) for i in range(5)]
     blocks[3] = replace(blocks[3], strategy="dp")  # … and two that are too few
-    monkeypatch.setattr(program.explain, "choices", lambda plan, scheduler: [*blocks, last])
-    table = program.units_table(make_plan(PROFILE, Uniform("fsdp"), Wfbp()), Wfbp())
+    table = program.units_table(make_plan(PROFILE, Uniform("fsdp"), Wfbp()), [*blocks, last])
     assert list(table.columns[0].cells) == ["h.0 … h.2 (3 alike)", "h.3", "h.4", "head"]
 
 
 def test_the_document_has_what_is_shown():
     made = make_plan(PROFILE, Greedy(), Wfbp(), budget=10**6)
-    document = json.loads(json.dumps(program.document(made, Wfbp())))
+    document = json.loads(json.dumps(program.document(made)))
     assert (document["schema"], document["plan"], document["budget_bytes"]) == (2, made.hash, 10**6)
     assert [u["unit"] for u in document["units"]] == [u.name for u in PROFILE.units]
     assert document["predicted"]["step_s"] >= document["bounds"]["structural_s"] >= document["bounds"]["traffic_s"]
@@ -62,6 +61,16 @@ def test_json_is_all_that_is_printed(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["plan"] == Plan.from_json((tmp_path / "out/plan.json").read_text()).hash
+
+
+def test_a_file_may_ask_for_json(tmp_path):
+    """Of a sweep too, whose jobs Hydra would announce on stdout."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/mine.yaml").write_text("defaults: [config, _self_]\nplan:\n  format: json\n")
+    asked = ("--config-dir=own", "--config-name=mine", "-m", "strategy=dp,fsdp", "hydra.sweep.dir=out")
+    done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.planning_worker")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["plans"]) == 2
 
 
 def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):

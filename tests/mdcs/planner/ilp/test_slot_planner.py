@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -16,7 +15,6 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner import annealing
-from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp import decode, portfolio, refine
 from mdcs.planner.ilp.decode import SearchRequest
@@ -26,8 +24,6 @@ from mdcs.planner.ilp.slot_model import SlotDecision
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contention import Contention
-from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, few, link
@@ -108,29 +104,6 @@ def test_joint_takes_no_scheduler_and_no_share() -> None:
         mdcs.make_plan(job(0), Joint(), SCHEDULERS["wfbp"]())
     with pytest.raises(ValueError, match="strategy greedy needs a scheduler"):
         mdcs.make_plan(job(0), Greedy())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
-    profile = job(seed)
-    for budget in (None, int(mdcs.floor_bytes(profile) * 1.1)):
-        for name in ("sequential", "priority", "fusion"):
-            plan = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget)
-            bounds = bounds_of(plan)
-            assert plan.prediction is not None
-            assert plan.prediction.compute_s * (1 - 1e-6) <= bounds.traffic_s <= bounds.structural_s
-            assert bounds.structural_s <= plan.prediction.step_s * (1 + 1e-6)
-
-
-def test_an_ideal_ddp_waits_for_nothing_but_the_link_and_the_update() -> None:
-    update = Optimizer(seconds_per_element=1 / 64)
-    slow = Contention(compute_per_message=1.0, dispatch_seconds=1.0)
-    profile = replace(chain(64, 64, 64, link=link(1 / 64, alpha=0.5), optimizer=update), contention=slow)
-    # All are 256 bytes, 4 s on the link. 2 s until the first gradients, 12 s of messages, 3 s of updates, 3 s of forward.
-    assert ideal_ddp_s(profile) == pytest.approx(2 + 12 + 3 + 3)
-    assert ideal_ddp_s(replace(profile, link=link(0.0))) == pytest.approx(6 + 3 + 3)
-    assert ideal_ddp_s(profile, micro_steps=2) == pytest.approx(9 + 2 + 12 + 3 + 3)
 
 
 def test_of_schedules_as_fast_the_leanest() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from experiments.points import Make, Point, best, curve, front, lowest, plane, point, search, shares
 from mdcs.plan.plan import Plan
-from mdcs.planner.curve import Make, Point, best, curve, front, lowest, plane, point, search, shares
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.registry import Scheduler, StrategyPlanner

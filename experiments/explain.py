@@ -1,0 +1,206 @@
+"""Explanation of a plan: what another strategy of each unit would change, effect of the schedule, contents of the memory.
+
+Each unit is compared with the same plan in which only this unit has another strategy: fsdp, which holds least; for an fsdp
+unit sdp, and for a unit to which fsdp gives nothing zero2. The other units' messages stay where they are, and so do the
+unit's own as far as both strategies send them. The changed plan is replayed, so what is said of it is true of a plan that
+can run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.sequential import sequential
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.link import Kind
+from mdcs.profile.recompute import NONE
+from mdcs.simulator.simulate import replay
+
+_AHEAD = (1, 2, 4, 8)
+"""Slots between a gather that is new in a changed plan and the slot that needs it: the fastest of these counts."""
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """The strategy of one unit, and what another one would change in the plan.
+
+    - ``unit``: name of the unit.
+    - ``bytes``: bytes of its parameters.
+    - ``strategy``: its strategy.
+    - ``recompute``: what it recomputes: none, full or selective.
+    - ``messages``: number of its messages by kind. A fused message counts for each of its units.
+    - ``instead``: the other strategy.
+    - ``needs_bytes``: bytes that the smallest budget of the changed plan is larger (below 0: smaller).
+    - ``step_s``: seconds that the step then takes more (below 0: less). None: the changed plan does not fit the budget.
+
+    The last three are None where there is no other strategy.
+    """
+
+    unit: str
+    bytes: int
+    strategy: str
+    recompute: str
+    messages: dict[str, int]
+    instead: str | None = None
+    needs_bytes: int | None = None
+    step_s: float | None = None
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the changed plan is faster, by more than rounding, and keeps the budget."""
+        return self.step_s is not None and self.step_s < -1e-6
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Increase of the peak (bytes) and of the step (seconds) over the sequential schedule of the same mix."""
+
+    peak_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class BindingSlot:
+    """The slot with the highest peak (bytes per rank). ``memory``: peak of each category within the slot."""
+
+    slot: str
+    bytes: int
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """Units that could recompute their activations, but keep them: what recomputation of all of them would change.
+
+    - ``units``: how many.
+    - ``frees_bytes``: decrease of the peak under the sequential schedule.
+    - ``costs_s``: seconds of compute per iteration.
+    - ``step_s``: increase of the step from one plan of greedy and priority to another that recomputes them, within the same
+      budget. None: there are not both.
+    """
+
+    units: int
+    frees_bytes: int
+    costs_s: float
+    step_s: float | None
+
+
+def kept_activations(plan: Plan) -> KeptActivations | None:
+    """Return what recomputation would change where the plan does not recompute. None if it does wherever it can."""
+    profile, now = plan.job.profile, plan.recompute or (NONE,) * len(plan.strategies)
+    options = {o.unit: o for o in sorted(profile.recompute, key=lambda o: o.freed) if now[o.unit] == NONE}
+    if not options:
+        return None
+    recomputing = dataclasses.replace(plan.job, recompute=tuple(
+        options[u].choice if u in options else choice for u, choice in enumerate(now)
+    ))  # fmt: skip
+    frees = PlanningProblem(plan.job, None).peak(plan.strategies) - PlanningProblem(recomputing, None).peak(plan.strategies)
+    longer = None
+    with suppress(InfeasibleBudget):
+        alike = [make_plan(job, Greedy(), Priority(), budget=plan.budget) for job in (plan.job, recomputing)]
+        now_s, then_s = (replay(each).period_s for each in alike)
+        longer = then_s - now_s
+    return KeptActivations(len(options), frees, plan.micro_steps * sum(o.seconds for o in options.values()), longer)
+
+
+def choices(plan: Plan) -> list[UnitChoice]:
+    """Return what another strategy would change, unit by unit."""
+    mix, own_s, needed = StrategyAssignment(plan.job, plan.strategies), replay(plan).period_s, min_feasible_budget(plan)
+    kinds = [Counter[str]() for _ in plan.strategies]
+    for message in plan.messages:
+        for u in {u for u, _ in message.parts}:
+            kinds[u][str(message.kind)] += 1
+    out = []
+    for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
+        about = UnitChoice(
+            unit.name, unit.numel * plan.profile.param_bytes, str(strategy), plan.recompute[u] if plan.recompute else NONE,
+            dict(kinds[u]),
+        )  # fmt: skip
+        found = None if (other := _other(mix, u)) is None else _fastest(plan, other, u)
+        if other is not None and found is not None:
+            needs, changed = found
+            step_s = None if changed is None else replay(changed).period_s - own_s
+            about = dataclasses.replace(about, instead=str(other.strategies[u]), needs_bytes=needs - needed, step_s=step_s)
+        out.append(about)
+    return out
+
+
+def _other(mix: StrategyAssignment, unit: int) -> StrategyAssignment | None:
+    """Return the mix to compare with, in which only this unit differs."""
+    own = mix.strategies[unit]
+    for strategy in (Strategy.fsdp, Strategy.sdp, Strategy.zero2):
+        strategies = (*mix.strategies[:unit], strategy, *mix.strategies[unit + 1 :])
+        other = dataclasses.replace(mix, strategies=strategies)
+        if other.strategies[unit] is not own:  # Mix turns fsdp into sdp where fsdp gains nothing
+            return other
+    return None
+
+
+def _fastest(plan: Plan, mix: StrategyAssignment, unit: int) -> tuple[int, Plan | None] | None:
+    """Return the fastest changed plan within the budget, and the smallest budget of it, else of one that does not fit."""
+    made = [(min_feasible_budget(each), each) for each in _changed(plan, mix, unit)]
+    within = [(needs, dataclasses.replace(each, budget=plan.budget)) for needs, each in made
+              if plan.budget is None or needs <= plan.budget]  # fmt: skip
+    if within:
+        return min(within, key=lambda fitting: replay(fitting[1]).period_s)
+    return (min(needs for needs, _ in made), None) if made else None
+
+
+def _changed(plan: Plan, mix: StrategyAssignment, unit: int) -> Iterator[Plan]:
+    """Yield valid plans, without a budget, in which the unit's messages are those of its strategy in the mix."""
+    operations = [op for op in mix.ops if op.unit == unit]
+    there, messages = set(), list[Message]()
+    for m in plan.messages:
+        own = tuple(part for part in m.parts if part[0] == unit)
+        others = tuple(part for part in m.parts if part[0] != unit)
+        same = [op for op in operations if _category(op.kind) == _category(m.kind) and op.micro == m.micro] if own else []
+        if own and same and same[0].kind is m.kind:
+            others = m.parts
+        elif same:
+            messages.append(dataclasses.replace(m, kind=same[0].kind, parts=own))
+        there.update(same)
+        if others:
+            messages.append(dataclasses.replace(m, parts=others))
+    whole = tuple((unit, block) for block in range(len(plan.blocks[unit])))
+    new, tried = [op for op in operations if op not in there], set[tuple[Message, ...]]()
+    for ahead in _AHEAD:
+        added = []
+        for op in new:
+            first, last = mix.period.window(op)
+            added.append(Message(op.kind, whole, max(first, last - ahead) if op.kind.is_gather else first, micro=op.micro))
+        if tuple(added) not in tried:
+            tried.add(tuple(added))
+            with suppress(PlanError):
+                yield mix.plan(plan.scheduler, plan.blocks, [*messages, *added])
+
+
+def _category(kind: Kind) -> Kind:
+    """Return the kind that a message of the same place in the period has, whatever the strategy and the group."""
+    return Kind.RS if not kind.is_gather else kind.plain
+
+
+def schedule_choice(plan: Plan) -> ScheduleChoice:
+    """Return the effect of the plan's schedule, for the plan's strategies."""
+    own, alone = replay(plan), replay(sequential(StrategyAssignment(plan.job, plan.strategies)))
+    return ScheduleChoice(own.peak["total"] - alone.peak["total"], own.period_s - alone.period_s)
+
+
+def binding_slot(plan: Plan) -> BindingSlot:
+    """Return the slot in which the replay of the plan holds most bytes."""
+    curve = replay(plan).curve
+    q = max(range(len(curve)), key=lambda q: curve[q]["total"])
+    memory = {category: size for category, size in curve[q].items() if category != "total"}
+    return BindingSlot(plan.period.name(q), curve[q]["total"], memory)

@@ -1,0 +1,114 @@
+"""Costs and gains of a unit's strategy, by hand for two units, and the contents of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from experiments import explain
+from experiments.explain import ScheduleChoice, binding_slot, choices, kept_activations, schedule_choice
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.registry import Scheduler
+from mdcs.planner.schedulers.fusion import Fusion
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.simulator.simulate import replay
+from tests.mdcs.planner.test_every_plan import job
+from tests.mdcs.profiles import chain, link, planned, recomputable
+
+# Forward takes 1 s and backward 2 s per unit. One rank of two sends 16 bytes of a (1 s) and 32 bytes of b (2 s).
+PROFILE = chain(8, 16, link=link(1 / 16))
+
+
+def test_a_unit_is_compared_with_the_strategy_that_holds_least() -> None:
+    a, b = choices(planned(PROFILE, "zero2"))
+    # a as fsdp: one gather more, of 1 s, after which compute waits for it. It holds half of 32 bytes less when b is reduced.
+    assert (a.unit, a.bytes, a.strategy, a.instead, a.messages) == ("a", 32, "zero2", "fsdp", {"RS": 1, "AG_F": 1})
+    assert a.step_s is not None and 0 <= a.step_s <= 1.0
+    # b is the last: freed, it would be gathered again at once, so it would be sdp.
+    assert (b.strategy, b.instead, b.step_s) == ("zero2", "sdp", pytest.approx(0.0))
+
+
+def test_an_fsdp_unit_is_compared_with_sdp() -> None:
+    a, b = choices(planned(PROFILE, "fsdp"))
+    assert (a.strategy, a.instead, a.is_better) == ("fsdp", "sdp", True)  # sequential: its second gather is waited for
+    assert a.step_s == pytest.approx(-1.0) and a.needs_bytes is not None and a.needs_bytes >= 0
+    assert (b.strategy, b.instead) == ("sdp", "zero2")
+
+
+def test_what_does_not_fit_is_no_better_plan() -> None:
+    plan = planned(PROFILE, "fsdp")
+    least = min_feasible_budget(plan)
+    tight, roomy = (choices(replace(plan, budget=budget))[0] for budget in (least, 10**6))
+    assert roomy.is_better and roomy.needs_bytes == tight.needs_bytes > 0
+    assert tight.step_s is None and not tight.is_better
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("scheduler", [Priority(), Wfbp(), Sequential(), Fusion()])
+def test_a_row_is_what_a_plan_with_only_this_unit_changed_takes(seed: int, scheduler: Scheduler) -> None:
+    """The other units' messages are those of the plan, so the order of others never makes the difference."""
+    profile = job(seed)
+    budget = int(1.3 * floor_bytes(profile))
+    plan = make_plan(profile, Greedy(), scheduler, budget=budget)
+    assert plan.prediction is not None
+    for u, choice in enumerate(choices(plan)):
+        if choice.instead is None:
+            continue
+        strategies = (*plan.strategies[:u], Strategy(choice.instead), *plan.strategies[u + 1 :])
+        made = [each for each in explain._changed(plan, StrategyAssignment(plan.job, strategies), u)]
+        assert made and all(each.strategies == strategies for each in made)
+        for each in made:
+            others = [tuple(part for part in m.parts if part[0] != u) for m in each.messages]
+            assert [parts for parts in others if parts] == [
+                parts for m in plan.messages if (parts := tuple(part for part in m.parts if part[0] != u))
+            ]
+        if choice.step_s is not None:
+            within = [replace(each, budget=budget) for each in made if min_feasible_budget(each) <= budget]
+            assert plan.prediction.step_s + choice.step_s == pytest.approx(min(replay(each).period_s for each in within))
+
+
+def test_the_schedule_is_compared_with_the_sequential_one() -> None:
+    assert schedule_choice(planned(PROFILE, "zero2")) == ScheduleChoice(0, 0.0)
+    found = schedule_choice(planned(PROFILE, "zero2", Wfbp()))
+    # 12 s, of which wfbp hides 2. In B:a, b's gradient (64) is still there, and its reduce-scatter: 32 received, 32 kept.
+    assert found == ScheduleChoice(replay(planned(PROFILE, "zero2", Wfbp())).peak["total"] - 96 - 64 - 64, -2.0)
+
+
+def test_a_frozen_unit_without_messages_has_a_strategy_to_compare_with_too() -> None:
+    frozen = choices(planned(chain(8, 16, 8, frozen=[1], link=link(1 / 16)), "dp"))[1]
+    assert (frozen.messages, frozen.instead) == ({}, "fsdp")
+
+
+def test_the_binding_slot_is_where_the_sum_is_highest() -> None:
+    found = binding_slot(planned(PROFILE, "zero2"))
+    # In the backward of b: parameters 96, b's gradient 64; reduced in B:a: 64, and 32 received, 32 kept.
+    assert found.slot in ("B:b", "B:a")
+    assert found.bytes <= sum(found.memory.values())
+    assert found.bytes == replay(planned(PROFILE, "zero2")).peak["total"]
+    assert found.memory["parameters"] == 96
+
+
+def test_what_recomputation_would_free_cost_and_buy() -> None:
+    first, *others = PROFILE.slots
+    kept = replace(PROFILE, slots=(first, *(replace(s, live=1000, peak=1000) for s in others)))
+    plan = planned(recomputable(kept, freed=300, seconds=0.5, peak=0), "fsdp", micro_steps=2)
+    found = kept_activations(plan)
+    assert found is not None and (found.units, found.costs_s) == (2, 2.0)
+    assert found.frees_bytes == 300 and found.step_s is not None
+    assert choices(plan)[0].recompute == "none"
+
+
+def test_where_all_is_recomputed_nothing_is_left_to_free() -> None:
+    profile = recomputable(PROFILE, 0, freed=0, seconds=0.5)
+    assert kept_activations(planned(profile, "dp", recompute=("full", "none"))) is None
+    assert kept_activations(planned(PROFILE, "dp")) is None
+    kept = kept_activations(planned(profile, "dp"))
+    assert kept is not None and (kept.units, kept.frees_bytes, kept.costs_s) == (1, 0, 0.5)
+    assert kept.step_s is not None and kept.step_s >= 0.5

@@ -37,9 +37,11 @@ from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
 from experiments.job.sweep import Session, varied
 from mdcs.plan.plan import Plan
+from mdcs.plan.recompute import chosen_options
 from mdcs.plan.times import Prediction
 from mdcs.planner.batch import PlannedBatch
 from mdcs.planner.pipeline import floor_bytes
+from mdcs.planner.recompute import in_words
 from mdcs.profile.recompute import NONE
 from mdcs.sizes import MIB
 
@@ -97,9 +99,17 @@ def told(plan: Plan) -> dict[str, Any]:
     """Identity and prediction of a plan, in seconds and bytes."""
     return {
         "plan": plan.hash, "strategy": plan.strategy, "scheduler": plan.scheduler, "outcome": plan.outcome, "world": plan.world,
-        "messages": len(plan.messages), "budget_bytes": plan.budget, "floor_bytes": floor_bytes(plan.job),
+        "messages": len(plan.messages), "recomputed": recomputed(plan),
+        "budget_bytes": plan.budget, "floor_bytes": floor_bytes(plan.job),
         "predicted": dataclasses.asdict(_prediction(plan)),
     }  # fmt: skip
+
+
+def recomputed(plan: Plan) -> dict[str, Any]:
+    """Units that recompute their activations, the bytes that this frees, and its seconds per step."""
+    options = chosen_options(plan.job.profile, plan.recompute)
+    seconds = plan.micro_steps * sum(option.seconds for option in options)
+    return {"units": len(options), "frees_bytes": sum(option.freed for option in options), "costs_s": seconds}
 
 
 def _told_batch(found: PlannedBatch | None) -> dict[str, Any]:
@@ -189,6 +199,8 @@ def show(plan: Plan, console: Console) -> None:
         words += "" if kept.step_s is None else f", and changes the step of greedy · priority by {kept.step_s * 1e3:+.1f} ms"
         console.print(f"{kept.units} units keep their activations: {words}",
                       highlight=False, soft_wrap=True)  # fmt: skip
+    if line := in_words(plan):
+        console.print(line, highlight=False, soft_wrap=True)
     if plan.outcome:
         console.print(f"outcome: {plan.outcome}", markup=False, highlight=False)
     console.print()

@@ -28,6 +28,7 @@ from experiments.job.planning import budget_bytes
 from launch import network
 from mdcs import cli
 from mdcs.plan.times import TIMES
+from mdcs.planner.recompute import in_words
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import is_far_off
 
@@ -123,7 +124,7 @@ def start_event(
     return begins | {
         "parameters": parameters or sum(unit.numel for unit in plan.profile.units), "link_gbit": _link_gbit(config, plan),
         "recomputed": [u.name for u, again in zip(plan.profile.units, plan.recompute, strict=False) if again != "none"],
-        "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
+        "recomputation": in_words(plan), "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
         "world": plan.world, "emulated": plan.profile.link.emulated,
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
         "budget_bytes": budget_bytes(config, floor, plan.job), "admission_bytes": plan.budget, "floor_bytes": floor,

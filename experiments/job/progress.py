@@ -61,9 +61,10 @@ class JobProgress:
             self._line(phase)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Show a step, or the solver's outcome of the plan. Other events are ignored."""
-        if event.get("event") == "start" and event.get("outcome"):
-            self._line(f"plan: {event['outcome']}")
+        """Show a step; of the plan the solver's outcome, and what recomputation frees and costs. Other events are ignored."""
+        for said in ("outcome", "recomputation") if event.get("event") == "start" else ():
+            if event.get(said):
+                self._line(f"plan: {event[said]}")
         if event.get("event") != "step":
             return
         self._step = int(event["step"])

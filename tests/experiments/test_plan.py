@@ -20,6 +20,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
 from tests.experiments import one_process
+from tests.mdcs.profiles import recomputable
 
 PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())
 
@@ -35,6 +36,14 @@ def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
     assert "no plan within the budget is faster than" in shown
     assert "floor: smallest feasible" in shown
     assert f"{10**6 / 2**20:.2f}" in shown
+
+
+def test_what_recomputation_frees_and_costs_is_said_in_words_and_in_numbers():
+    console = Console(width=200, record=True, file=io.StringIO())
+    made = make_plan(recomputable(PROFILE, 1, freed=2**20, seconds=0.002), Uniform("dp"), Wfbp(), recompute="all")
+    program.show(made, console)
+    assert "1 of 2 units recompute their activations: 1.0 MiB fewer, 2.0 ms more per step" in console.export_text()
+    assert program.told(made)["recomputed"] == {"units": 1, "frees_bytes": 2**20, "costs_s": 0.002}
 
 
 def test_units_that_are_alike_are_one_row(monkeypatch):

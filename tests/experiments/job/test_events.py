@@ -58,7 +58,7 @@ def test_a_start_tells_parameters_rate_and_what_is_recomputed() -> None:
     profile = recomputable(chain(3, 4, 5, link=link(1e-9)), 0, 1, freed=100)
     with composing():
         paced = compose_config(["model=mlp", "data=synthetic", "link=emulated", "link.rate_gbit=0.5"])
-        real = compose_config(["model=mlp", "data=synthetic", "budget.of_ddp=0.75"])
+        real = compose_config(["model=mlp", "data=synthetic", "budget=75% of ddp"])
     told = start_event(paced, make_plan(profile, Uniform("dp"), Wfbp(), recompute="all"), None)
     assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (12, 0.5, ["a", "b"])
     recomputing, plain = (make_plan(profile, Uniform("dp"), Wfbp(), recompute=rule) for rule in ("all", "none"))

@@ -33,6 +33,14 @@ def test_a_log_gets_each_phase_once_and_a_few_steps():
     assert len(lines) < 12
 
 
+def test_what_recomputation_frees_and_costs_is_said_once():
+    file = io.StringIO()
+    with JobProgress(Console(file=file, width=100), "a job", 1) as progress:
+        progress.event({"event": "start", "outcome": "", "recomputation": "2 of 3 units recompute"})
+        progress.event({"event": "step", "step": 1, "loss": 0.5, "step_s": 0.1})
+    assert file.getvalue().splitlines()[0] == "a job: plan: 2 of 3 units recompute"
+
+
 def test_every_step_of_a_short_job_is_a_line():
     assert len(shown(3, terminal=False).splitlines()) == 2 + 3
 

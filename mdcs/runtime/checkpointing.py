@@ -253,21 +253,15 @@ class Checkpoints:
         buffers = self._buffers()
         read = {name: value.detach().contiguous() for name, value in buffers.items()}  # DCP cannot read into an expanded tensor
         dcp_shards.load(chosen, found | {(MODEL, name): value for name, value in read.items()})
-        is_same_world = run["world"] == self._groups.world
-        mine = directory.load(chosen / _file_of(self._rank if is_same_world else 0))
         for name, value in read.items():
             if value.data_ptr() != buffers[name].data_ptr():
                 write(buffers[name], value)
-        for name, buffer in self._model.named_buffers() if is_same_world else ():
-            if name in mine["buffers"]:
-                write(buffer, mine["buffers"][name])
-        self._engine.buffers.record_values()
         scale = self._engine.options.loss_scale
         for name, value in (run["loss_scale"] or {}).items() if scale is not None else ():
             setattr(scale, name, value)
-        if is_same_world:
-            directory.set_random_state(mine["random"], self._device)
-        return ResumeInfo(chosen, run["step"], run["world"], mine["extra"])
+        resumed = _restore_own(chosen, run, self._model, self._rank, self._groups.world, self._device)
+        self._engine.buffers.record_values()
+        return resumed
 
     def _compare(self, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Raise ValueError, by name, for a checkpoint of another model or optimizer."""
@@ -348,14 +342,21 @@ def resume_whole(
             type(optimizer).load_state_dict(optimizer, dict(saved))
     except (RuntimeError, ValueError, KeyError) as e:
         raise CheckpointError(f"{chosen}: {e}") from e
+    return _restore_own(chosen, run, model, rank, world, device)
+
+
+def _restore_own(
+    chosen: Path, run: Mapping[str, Any], model: nn.Module, rank: int, world: int, device: torch.device
+) -> ResumeInfo:
+    """Restore this rank's own buffers and random states, if as many ranks resume as have saved. Return what resumes."""
     is_same_world = run["world"] == world
-    mine = directory.load(chosen / _file_of(rank if is_same_world else 0))
+    saved = directory.load(chosen / _file_of(rank if is_same_world else 0))
     if is_same_world:
         for name, buffer in model.named_buffers():
-            if name in mine["buffers"]:
-                write(buffer, mine["buffers"][name])
-        directory.set_random_state(mine["random"], device)
-    return ResumeInfo(chosen, run["step"], run["world"], mine["extra"])
+            if name in saved["buffers"]:
+                write(buffer, saved["buffers"][name])
+        directory.set_random_state(saved["random"], device)
+    return ResumeInfo(chosen, run["step"], run["world"], saved["extra"])
 
 
 def _file_of(rank: int) -> str:

@@ -140,7 +140,7 @@ class UpdateScale:
         counted = self._counted(gradients)
         least, total, largest = norm.with_bounds(self._reduced(norm.sum_squares(counted, work)), self._dtype)
         if self._may_read and bool(least < largest):
-            total.fill_(norm.exact_norm(self._reduced(norm.count_squares(counted, work.device))))
+            total.fill_(norm.exact_norm(self._reduced(norm.count_squares(counted, work))))
         undo, is_finite = 1.0, True
         if self._loss_scale is not None:
             is_finite, undo = math.isfinite(float(total)), 1 / self._loss_scale.value

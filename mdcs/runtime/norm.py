@@ -63,11 +63,16 @@ def with_bounds(total: Tensor, dtype: torch.dtype) -> Tensor:
     return (squares * torch.stack([1 - error, torch.ones_like(error), 1 + error])).sqrt().to(dtype)
 
 
-def count_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM over ranks."""
-    counts = torch.zeros(2, 2 * _SHIFT, dtype=torch.int64, device=device)
+def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
+    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM over ranks.
+
+    Frees ``work``, and takes no more memory than that.
+    """
+    counts = torch.zeros(2, 2 * _SHIFT, dtype=torch.int64, device=work.device)
+    elements = work.numel() // 8 or _ELEMENTS // 8
+    work.untyped_storage().resize_(0)
     for gradient in gradients:
-        for piece in gradient.split(_ELEMENTS // 16):
+        for piece in gradient.split(elements):
             mantissa, exponent = torch.frexp(piece.double().square())
             places, high = exponent.long() + _SHIFT, mantissa.mul_(2.0 ** (53 - _LOW)).floor()
             counts[0].index_add_(0, places, high.long())

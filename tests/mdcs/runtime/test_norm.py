@@ -30,7 +30,7 @@ def norm_of(ranks: list[list[Tensor]], dtype: torch.dtype) -> float:
 
 def exact_norm_of(ranks: list[list[Tensor]], dtype: torch.dtype) -> float:
     """The norm by exact sums, rounded."""
-    counts = torch.stack([norm.count_squares(gradients, CPU) for gradients in ranks]).sum(0)
+    counts = torch.stack([norm.count_squares(gradients, norm.workspace(gradients, CPU)) for gradients in ranks]).sum(0)
     return float(torch.tensor(norm.exact_norm(counts), dtype=torch.float64).to(dtype))
 
 

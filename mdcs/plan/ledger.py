@@ -17,9 +17,10 @@ from mdcs.plan.lifetimes import Moment, Row, at_rest, bytes_between, message_row
 from mdcs.plan.period import Op, Period
 from mdcs.plan.plan import Plan
 from mdcs.plan.runs import cuts, pieces_of
-from mdcs.plan.schedule import Folded, Message, SizeTable, buffer_of, fold_bytes
+from mdcs.plan.schedule import Folded, SizeTable, buffer_of, fold_bytes
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.layout import sections_of
+from mdcs.profile.link import Kind
 
 Effects = tuple[tuple[str, int], ...]
 """(category, bytes) pairs: positive bytes are allocated, negative bytes are freed."""
@@ -85,8 +86,8 @@ class MessageBytes:
     @cached_property
     def own_bytes(self) -> int:
         """The most bytes of its own buffers. Gradients that it frees make no room for them."""
-        until_landed, until_updated, updating = order_sizes(self.own)
-        return until_updated + max(until_landed, updating)
+        own = OwnBytes.of(self.own)
+        return own.until_updated + max(own.until_landed, own.updating)
 
     # Buffers that the runtime makes: bytes, or (unit, bytes) pairs.
     full = _pairs("full_parameters", "kept")  # of the units that it is the first to gather
@@ -212,23 +213,24 @@ class AssignmentBytes:
 class Ledger(AssignmentBytes):
     """Bytes of all slots and messages of a plan, and its bytes at rest by category.
 
-    - ``folded``: the bytes of messages in wire order.
+    - ``folded``: the bytes of messages in wire order. ``payloads``: bytes of their blocks.
+    - ``buffer_bytes``: by buffer (:func:`mdcs.plan.schedule.buffer_of`).
     """
 
     def __init__(self, plan: Plan, rank: int | None = None) -> None:
         super().__init__(plan.period, plan.strategies, plan.blocks, rank)
         self.plan, none = plan, [0] * len(plan.messages)
-        rows = [self._rows(m, 0 if m.kind.is_gather else max([self.scratch[part] for part in m.parts])) for m in plan.messages]
-        by_number = [order_sizes(each) for each in rows]
-        columns = {name: [sizes[i] for sizes in by_number] for i, name in enumerate(SizeTable._fields[:3])}
-        buffers, gradients = sizes_of_units(plan.period, plan.strategies)
-        sizes = SizeTable(**columns, buffer_bytes=buffers, gradient_bytes=gradients)
+        self.payloads = [plan.payload(m) for m in plan.messages]
+        scratch = [0 if m.kind.is_gather else max([self.scratch[part] for part in m.parts]) for m in plan.messages]
+        own = [
+            own_bytes(plan.period, m.kind, payload, len(m.parts), size)
+            for m, payload, size in zip(plan.messages, self.payloads, scratch, strict=True)
+        ]
+        columns = {name: [getattr(each, name) for each in own] for name in OwnBytes._fields[1:]}
+        self.buffer_bytes, gradients = sizes_of_units(plan.period, plan.strategies)
+        sizes = SizeTable(**columns, buffer_bytes=self.buffer_bytes, gradient_bytes=gradients)
         self.folded = Folded(list(none), list(none), list(none))
         fold_bytes(plan.table, sizes, range(len(none)), plan.schedule, self.folded)
-
-    def _rows(self, message: Message, scratch: int) -> Rows:
-        plan = self.plan
-        return message_rows(plan.profile, message.kind, plan.payload(message), len(message.parts), scratch)
 
     @cached_property
     def messages(self) -> list[MessageBytes]:
@@ -248,7 +250,10 @@ class Ledger(AssignmentBytes):
         for m, update in zip(plan.messages, s.updated_by, strict=True):
             if update >= 0:
                 scratch[update] = max(scratch[update], *(self.scratch[part] for part in m.parts))
-        own = [self._rows(m, size) for m, size in zip(plan.messages, scratch, strict=True)]
+        own = [
+            own_bytes(plan.period, m.kind, payload, len(m.parts), size).rows
+            for m, payload, size in zip(plan.messages, self.payloads, scratch, strict=True)
+        ]
         for i, update in enumerate(s.updated_by):
             if update not in (-1, i):  # its shards stay until a later message's update
                 stay = [row for row in own[i] if row.freed is not None and row.freed.moment == "done"]
@@ -259,9 +264,25 @@ class Ledger(AssignmentBytes):
         return [_message_bytes(*each, *sizes) for each, *sizes in zip(rows, *self.folded, strict=True)]
 
 
-def order_sizes(rows: Rows) -> tuple[int, int, int]:
-    """Return the bytes of a message's own buffers, by message in :class:`~mdcs.plan.schedule.SizeTable`."""
-    return bytes_between(rows, "start", "landed"), bytes_between(rows, "start", "done"), bytes_between(rows, "update", "done")
+class OwnBytes(NamedTuple):
+    """The buffers of a message, and their bytes as in :class:`~mdcs.plan.schedule.SizeTable`."""
+
+    rows: Rows
+    until_landed: int
+    until_updated: int
+    updating: int
+
+    @classmethod
+    def of(cls, rows: Rows) -> OwnBytes:
+        """Return the bytes of these rows."""
+        moments: tuple[tuple[Moment, Moment], ...] = ("start", "landed"), ("start", "done"), ("update", "done")
+        return cls(rows, *(bytes_between(rows, *each) for each in moments))
+
+
+@lru_cache(maxsize=1 << 14)  # the plans that a planner compares share most of their messages
+def own_bytes(period: Period, kind: Kind, payload: int, parts: int, scratch: int) -> OwnBytes:
+    """Return the buffers of a message (:func:`mdcs.plan.lifetimes.message_rows`)."""
+    return OwnBytes.of(message_rows(period.profile, kind, payload, parts, scratch))
 
 
 @lru_cache(maxsize=256)

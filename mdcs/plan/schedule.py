@@ -11,7 +11,8 @@ with a barrier the last reduction of the period.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -147,16 +148,18 @@ def arrange(t: MessageTable, turn: int, order: Numbers, slots: Numbers, s: Sched
 
     Return 0, or for an order that cannot run REASONS times the place of the first such message, plus the reason.
     """
+    reduces, first, needed_by, begin, block, buffer = t.reduces, t.first, t.needed_by, t.begin, t.block, t.buffer
+    slot_of, updated_by, opened_by, required = s.slot, s.updated_by, s.opened_by, s.required
     n, length = len(order), len(s.issued)
     reduced_at = [-1] * t.blocks
     for q in range(length):
-        s.issued[q], s.required[q] = 0, -n
-    for b in range(len(s.opened_by)):
-        s.opened_by[b] = -1
+        s.issued[q], required[q] = 0, -n
+    for b in range(len(opened_by)):
+        opened_by[b] = -1
     for u in range(len(s.closed_by)):
         s.closed_by[u] = -1
     last_reduction = n - 1
-    while last_reduction >= 0 and not t.reduces[order[last_reduction]]:
+    while last_reduction >= 0 and not reduces[order[last_reduction]]:
         last_reduction -= 1
     slot_before, so_far = 0, 0.0
     for p in range(n):
@@ -165,37 +168,37 @@ def arrange(t: MessageTable, turn: int, order: Numbers, slots: Numbers, s: Sched
             return REASONS * p + NO_SLOT
         if slot < slot_before:
             return REASONS * p + BACKWARDS
-        later = 0 if slot >= t.first[i] else length  # in its window, the issue slot lies in the next period
+        later = 0 if slot >= first[i] else length  # in its window, the issue slot lies in the next period
         if slot + later > t.last[i]:
             return REASONS * p + OUTSIDE
         if slot > slot_before or p == 0:
             slot_before, so_far = slot, 0.0
         if so_far < 1:
-            so_far = max(so_far, t.early[i]) if slot == t.first[i] and t.reduces[i] and not t.blocking[i] else 1.0
-        updated_by = -1
-        if t.reduces[i]:
-            updated_by = last_reduction if t.barrier else p
+            so_far = max(so_far, t.early[i]) if slot == first[i] and reduces[i] and not t.blocking[i] else 1.0
+        update = -1
+        if reduces[i]:
+            update = last_reduction if t.barrier else p
         waits_for = -1
-        for k in range(t.begin[i], t.begin[i + 1]):
-            if t.reduces[i]:
-                reduced_at[t.block[k]] = s.closed_by[t.unit[k]] = p
+        for k in range(begin[i], begin[i + 1]):
+            if reduces[i]:
+                reduced_at[block[k]] = s.closed_by[t.unit[k]] = p
                 continue
-            if t.block[k] >= 0:
-                reduction = reduced_at[t.block[k]]
-                if reduction < 0 or s.updated_by[reduction] >= p:
+            if block[k] >= 0:
+                reduction = reduced_at[block[k]]
+                if reduction < 0 or updated_by[reduction] >= p:
                     return REASONS * p + STALE
-                waits_for = max(waits_for, s.updated_by[reduction])
-            b = t.buffer[k]
-            if b >= 0 and (s.opened_by[b] < 0 or slot + later < s.slot[s.opened_by[b]]):
-                s.opened_by[b] = p
+                waits_for = max(waits_for, updated_by[reduction])
+            b = buffer[k]
+            if b >= 0 and (opened_by[b] < 0 or slot + later < slot_of[opened_by[b]]):
+                opened_by[b] = p
         s.issued[slot] += 1
         if t.blocking[i]:
-            s.required[slot] = max(s.required[slot], p + 1)
-        if t.needed_by[i] >= 0:
-            needed, done = t.needed_by[i] - later, updated_by if t.reduces[i] else p
-            s.required[needed % length] = max(s.required[needed % length], done + 1 - needed // length * n)
-        s.slot[p], s.waits_for[p], s.updated_by[p], s.ready[p] = slot + later, waits_for, updated_by, so_far
-        s.needed_by[p], s.blocking[p], s.in_prologue[p] = t.needed_by[i], t.blocking[i], slot >= t.prologue_from[i]
+            required[slot] = max(required[slot], p + 1)
+        if needed_by[i] >= 0:
+            needed, done = needed_by[i] - later, update if reduces[i] else p
+            required[needed % length] = max(required[needed % length], done + 1 - needed // length * n)
+        slot_of[p], s.waits_for[p], updated_by[p], s.ready[p] = slot + later, waits_for, update, so_far
+        s.needed_by[p], s.blocking[p], s.in_prologue[p] = needed_by[i], t.blocking[i], slot >= t.prologue_from[i]
     best = -n
     for q in range(length):
         best = max(best, s.required[q] - n)
@@ -278,16 +281,31 @@ def window(period: Period, message: Message) -> tuple[int, int]:
     return spans[0] if len(spans) == 1 else (max(first for first, _ in spans), min(last for _, last in spans))
 
 
-def order_values(period: Period, message: Message, blocks: Sequence[tuple[int, ...]]) -> OrderValues:
-    """Return the values of a message. Its slot does not matter. ``blocks``: those of each unit (elements)."""
-    sizes = tuple([blocks[u] for u, _ in message.parts])
-    return _order_values(period, message.kind, message.parts, message.micro, message.blocking, sizes)
+class MessageValues(NamedTuple):
+    """Values of a message, whatever its slot and its place.
+
+    - ``row``: its values in a :class:`MessageTable`.
+    - ``parts``: for each part the buffer that it is gathered into (or -1), and 1 if the block is updated in the
+      same period: reduced, or gathered behind its update; else 0.
+    - ``elements``: of all its blocks, padding included.
+    """
+
+    row: OrderValues
+    parts: tuple[tuple[int, int], ...]
+    elements: int
+
+
+def message_values(period: Period, message: Message, blocks: Sequence[tuple[int, ...]]) -> MessageValues:
+    """Return the values of a message. ``blocks``: those of each unit (elements)."""
+    parts = message.parts
+    sizes = (blocks[parts[0][0]],) if len(parts) == 1 else tuple([blocks[u] for u, _ in parts])
+    return _message_values(period, message.kind, parts, message.micro, message.blocking, sizes)
 
 
 @lru_cache(maxsize=1 << 14)  # the plans that a planner compares share most of their messages
-def _order_values(
+def _message_values(
     period: Period, kind: Kind, parts: tuple[tuple[int, int], ...], micro: int, blocking: bool, sizes: tuple[tuple[int, ...], ...]
-) -> OrderValues:
+) -> MessageValues:
     first, last = window(period, Message(kind, parts, 0, micro=micro))
     plain, profile, early = kind.plain, period.profile, 1.0
     if not kind.is_gather and profile.has_gradient_times:
@@ -298,17 +316,12 @@ def _order_values(
         )
     needed_by = -1 if plain is Kind.RS else min([period.needed_by(Op(kind, u, micro)) for u, _ in parts])
     prologue_from = 0 if plain is Kind.AG_F else period.turn if plain is Kind.AG_B else period.length
-    return OrderValues(not kind.is_gather, plain is Kind.RS, blocking, first, last, needed_by, early, prologue_from)
-
-
-def part_values(period: Period, message: Message, numbers: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Return the unit, block and buffer of each part of a message. ``numbers``: those of the blocks, one by part."""
-    kind, units = message.kind, period.profile.units
-    updated = not kind.is_gather or (kind.plain is Kind.AG_F and message.micro == 0)
-    return [
-        (u, number if updated and units[u].trainable else -1, buffer_of(period, Op(kind, u, message.micro)))
-        for (u, _), number in zip(message.parts, numbers, strict=True)
-    ]
+    updated = not kind.is_gather or (plain is Kind.AG_F and micro == 0)
+    return MessageValues(
+        OrderValues(int(not kind.is_gather), int(plain is Kind.RS), int(blocking), first, last, needed_by, early, prologue_from),
+        tuple([(buffer_of(period, Op(kind, u, micro)), int(updated and profile.units[u].trainable)) for u, _ in parts]),
+        sum([own[b] for (_, b), own in zip(parts, sizes, strict=True)]),
+    )
 
 
 def buffer_of(period: Period, op: Op) -> int:
@@ -318,22 +331,23 @@ def buffer_of(period: Period, op: Op) -> int:
     return 2 * (op.unit * period.micro_steps + op.micro) + (op.kind.plain is Kind.AG_B)
 
 
-def message_table(
-    period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message]
-) -> MessageTable:
+def message_table(period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message]) -> MessageTable:
     """Return the table of a plan's messages, numbered in wire order."""
-    rows = [order_values(period, m, blocks) for m in messages]
-    starts, count = [], 0  # number of each unit's first block
-    for sizes in blocks:
-        starts.append(count)
-        count += len(sizes)
-    begin, parts = [0], list[tuple[int, int, int]]()
+    starts = [0, *itertools.accumulate(map(len, blocks))]  # number of each unit's first block
+    begin, rows = [0], list[OrderValues]()
+    units, numbers, buffers = list[int](), list[int](), list[int]()
     for m in messages:
-        parts += part_values(period, m, [starts[u] + b for u, b in m.parts])
-        begin.append(len(parts))
+        values = message_values(period, m, blocks)
+        rows.append(values.row)
+        for (u, b), (buffer, is_updated) in zip(m.parts, values.parts, strict=True):
+            units.append(u)
+            numbers.append(starts[u] + b if is_updated else -1)
+            buffers.append(buffer)
+        begin.append(len(units))
     columns = {name: [row[i] for row in rows] for i, name in enumerate(OrderValues._fields)}
-    columns |= {name: [part[i] for part in parts] for i, name in enumerate(("unit", "block", "buffer"))}
-    return MessageTable(**columns, begin=begin, blocks=count, barrier=period.has_barrier)
+    return MessageTable(
+        **columns, begin=begin, unit=units, block=numbers, buffer=buffers, blocks=starts[-1], barrier=period.has_barrier
+    )
 
 
 def empty_schedule(messages: int, period: Period) -> Schedule:

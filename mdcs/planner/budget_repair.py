@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
-from mdcs.plan.schedule import Message
+from mdcs.plan.schedule import Message, buffer_of
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner.neighborhood import with_block_sizes
@@ -147,9 +147,12 @@ def _delayed(plan: Plan, cap: int) -> Plan | None:
     while over := _over(plan, ledger := Ledger(plan), cap):
         gathers: list[tuple[int, int, int, Op]] = []  # slot, need, bytes, operation
         s = plan.schedule
-        for message, effect, slot, needed_by in zip(plan.messages, ledger.messages, s.slot, s.needed_by, strict=True):
-            for unit, size in effect.full:
-                gathers.append((slot, needed_by, size, Op(message.kind, unit, message.micro)))
+        for p, m in enumerate(plan.messages):
+            for unit in sorted({u for u, _ in m.parts}) if m.kind.is_gather else ():
+                op = Op(m.kind, unit, m.micro)
+                buffer = buffer_of(plan.period, op)
+                if s.opened_by[buffer] == p and ledger.buffer_bytes[buffer]:
+                    gathers.append((s.slot[p], s.needed_by[p], ledger.buffer_bytes[buffer], op))
         late: dict[Op, int] = {}
         for q, excess in over:  # gathers that are issued before the slot and needed only after it move behind it
             ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import AssignmentBytes, order_sizes, sizes_of_units
-from mdcs.plan.lifetimes import message_rows
+from mdcs.plan.ledger import AssignmentBytes, own_bytes, sizes_of_units
 from mdcs.plan.plan import Plan
 from mdcs.plan.recompute import recomputing
 from mdcs.plan.schedule import (
@@ -27,8 +26,7 @@ from mdcs.plan.schedule import (
     Schedule,
     SizeTable,
     empty_schedule,
-    order_values,
-    part_values,
+    message_values,
 )
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import Blocks
@@ -158,19 +156,18 @@ class Candidates:
 
     def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
         kind, parts, profile, cost, period = message.kind, message.parts, self.job.profile, self.job.cost, self.job.period
-        elements, width = sum(blocks[u][b] for u, b in parts), profile.width(blocks, kind, parts[0])
-        scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
-        sizes = order_sizes(message_rows(profile, kind, elements * width, len(parts), scratch))
+        values, width = message_values(period, message, blocks), profile.width(blocks, kind, parts[0])
+        elements, scratch = values.elements, 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
+        sizes = own_bytes(period, kind, elements * width, len(parts), scratch)[1:]
         seconds = cost.message(
             kind, elements, len(parts), message.blocking, width, cost.updates_s(kind, blocks, parts)
         )._replace(lost=cost.lost_s(profile.wire(kind, elements * width), 0.0))  # fmt: skip
-        for name, value in zip(_BY_NUMBER, (*order_values(period, message, blocks), *seconds, *sizes), strict=True):
+        for name, value in zip(_BY_NUMBER, (*values.row, *seconds, *sizes), strict=True):
             self._columns[name].append(value)
         known = self._block_numbers
-        found = [known.setdefault((u, blocks[u], b), len(known)) for u, b in parts]
-        for unit, block, buffer in part_values(period, message, found):
-            self._columns["unit"].append(unit)
-            self._columns["block"].append(block)
+        for (u, b), (buffer, is_updated) in zip(parts, values.parts, strict=True):
+            self._columns["unit"].append(u)
+            self._columns["block"].append(known.setdefault((u, blocks[u], b), len(known)) if is_updated else -1)
             self._columns["buffer"].append(buffer)
         self._columns["begin"].append(len(self._columns["unit"]))
         self._tables = None

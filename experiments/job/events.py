@@ -127,7 +127,7 @@ def start_event(
         "recomputation": in_words(plan), "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
         "world": plan.world, "emulated": plan.profile.link.emulated,
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
-        "budget_bytes": budget_bytes(config, floor, plan.job), "admission_bytes": plan.budget, "floor_bytes": floor,
+        "budget_bytes": plan.budget, "floor_bytes": floor,
         "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
         "tried": [{"strategy": t.plan.strategy, "scheduler": t.plan.scheduler, "messages": len(t.plan.messages),
                    "predicted_s": t.predicted_s, "measured_s": t.measured_s} for t in trials],

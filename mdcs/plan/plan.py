@@ -37,7 +37,8 @@ class Plan:
     - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
       section.
     - ``messages``: messages in wire order.
-    - ``budget``: bytes that admission enforces, of which the job's reserve stays free. None: unlimited.
+    - ``budget``: bytes that the plan was made for, of which the job's reserve stays free. None: unlimited.
+    - ``limit``: bytes that admission enforces, reserve included, where a share leaves less than the budget. None: the budget.
     - ``strategy``, ``scheduler``: names of the planners.
     - ``outcome``: status of the solver. Empty if no solver was used.
     - ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was proven.
@@ -51,6 +52,7 @@ class Plan:
     blocks: tuple[tuple[int, ...], ...]
     messages: tuple[Message, ...]
     budget: int | None = None
+    limit: int | None = None
     strategy: str = "?"
     scheduler: str = "?"
     outcome: str = dataclasses.field(default="", hash=False, compare=False)
@@ -92,6 +94,12 @@ class Plan:
     def reserve(self) -> int:
         """Bytes of the budget that stay free."""
         return self.job.reserve
+
+    @property
+    def admissible(self) -> int | None:
+        """Bytes that admission allows: the limit without the reserve. None: no limit."""
+        limit = self.budget if self.limit is None else self.limit
+        return None if limit is None else limit - self.reserve
 
     @property
     def recompute(self) -> tuple[str, ...]:
@@ -170,7 +178,7 @@ class Plan:
     @cached_property
     def execution_hash(self) -> str:
         """Identity of what is executed, whatever the budget: with equal predictions, plans of one differ only by noise."""
-        return _hash({**self._flat(), "budget": None})
+        return _hash({k: v for k, v in self._flat().items() if k not in ("budget", "limit")} | {"budget": None})
 
     def sent_bytes(self) -> dict[str, int]:
         """Return the wire bytes that one rank sends in one iteration, by kind."""
@@ -185,6 +193,8 @@ class Plan:
         data |= data.pop("job") | {"profile": self.job.profile.to_dict()}
         if not self.recompute:  # plans from before have none
             del data["recompute"]
+        if self.limit is None:
+            del data["limit"]
         return data
 
     def to_json(self) -> str:
@@ -210,6 +220,7 @@ class Plan:
                 blocks=with_tuples(d["blocks"]),
                 messages=tuple(Message(**m | {"kind": Kind(m["kind"])}) for m in with_tuples(d["messages"])),
                 prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
+                limit=d.get("limit"),
                 strategy=d["strategy"],
                 **{k: d[k] for k in ("budget", "scheduler", "outcome", "bound_s")},
             )

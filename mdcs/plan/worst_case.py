@@ -80,17 +80,18 @@ def min_feasible_budget(plan: Plan) -> int:
 
 def check(plan: Plan) -> None:
     """Raise PlanError, naming the cycle, if admission under the plan's budget could deadlock."""
-    if plan.budget is None:
+    allowed = plan.admissible
+    if allowed is None:
         return
     for q, need in enumerate(worst_case_bytes_by_slot(plan)):
-        if need.bytes + plan.reserve > plan.budget:
+        if need.bytes > allowed:
             blocking = [
                 f"{m.kind} of {', '.join(plan.profile.units[u].name for u, _ in m.parts)}"
                 for m, needed_by in zip(plan.messages, plan.schedule.needed_by, strict=True)
                 if m.slot <= q < needed_by
             ]
             raise PlanError(
-                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {plan.budget} bytes, "
+                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {allowed + plan.reserve} bytes, "
                 f"and what holds them is freed only after it"
                 + (f" (gathered ahead: {'; '.join(blocking[:4])})" if blocking else "")
             )

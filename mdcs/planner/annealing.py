@@ -48,7 +48,7 @@ def anneal(
     Plans are judged by replay and stay within the budget of ``plan``. The number of candidates grows with the plan. If
     the time suffices for all of them, the same ``seed`` gives the same plan.
     """
-    among = Candidates(plan.job, plan.budget)
+    among = Candidates(plan.job, plan.admissible)
     moves = {move: often for move, often in MOVES.items() if strategies or move is not change_strategy}
     weights = moves | (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
     found = deque(_improvements(among, plan, seconds, bound, weights, stop, random.Random(seed)), maxlen=1)

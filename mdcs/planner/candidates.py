@@ -104,12 +104,12 @@ _BY_MESSAGE = Schedule._fields[: Schedule._fields.index("issued")]
 
 
 class Candidates:
-    """The candidates for one job, with any recomputation, and one budget. They have a cache of their messages."""
+    """The candidates for one job, with any recomputation, within some admissible bytes. They have a cache of their messages."""
 
-    def __init__(self, job: Job, budget: int | None) -> None:
+    def __init__(self, job: Job, admissible: int | None) -> None:
         self._loops = compiled_loops()
         job = dataclasses.replace(job, recompute=()) if job.recompute else job
-        self.job, self.budget, self.length = job, budget, job.period.length
+        self.job, self.length = job, job.period.length
         self.options: dict[int, list[str]] = {}  # unit -> its choices of recomputation
         for option in job.profile.recompute:
             self.options.setdefault(option.unit, [NONE]).append(option.choice)
@@ -119,7 +119,7 @@ class Candidates:
         self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")} | {"begin": [0]}
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
-        self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, budget, self._bytes(*mix))))
+        self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, admissible, self._bytes(*mix))))
         self._tables: _Tables | None = None  # of all messages known so far
         self._sizes = lru_cache(maxsize=256)(self._sizes_of)
         self._recomputing = lru_cache(maxsize=256)(self._table_of)

@@ -105,6 +105,11 @@ class PlanningProblem:
         """The profile of the job, with the slots of its recomputation."""
         return self.job.planned_profile
 
+    @property
+    def admissible(self) -> int | None:
+        """Bytes of the budget beside the reserve. None: unlimited."""
+        return None if self.budget is None else self.budget - self.job.reserve
+
     def decided(self, recompute: Sequence[str] | None = None) -> PlanningProblem:
         """Return the problem with these choices of recomputation, which stay. None: those of the job."""
         if recompute is None or tuple(recompute) == self.job.recompute:

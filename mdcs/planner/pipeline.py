@@ -155,6 +155,7 @@ def _made(
             if is_open and schedule_share is None:  # a share limits activations, too
                 plan = refined(plan)
             check(plan)
+            plan = dataclasses.replace(plan, budget=problem.budget, limit=None if cap == problem.budget else cap)
         return _predicted(plan, strategy.name)
 
     found = [planned(problem.decided())]

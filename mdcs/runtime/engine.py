@@ -143,7 +143,7 @@ class Engine:
         admission = Admission(
             depth=execution.in_flight(plan.profile.link.depth),
             at_rest=ledger.rest_bytes,
-            cap=None if plan.budget is None else plan.budget - plan.reserve,
+            cap=plan.admissible,
             # Without a budget: the predicted peak. Without any limit compute on streams would wait only where a slot
             # needs a message, and gradients would pile up.
             soft_cap=plan.prediction.peak_bytes if runs_ahead and plan.prediction is not None else None,

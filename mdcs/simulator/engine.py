@@ -77,7 +77,7 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
 
     Raises PlanError for a deadlock.
     """
-    slots, n = for_loops(period_arrays(plan.job, plan.budget, ledger)), len(plan.messages)
+    slots, n = for_loops(period_arrays(plan.job, plan.admissible, ledger)), len(plan.messages)
     sizes = Folded([0] * n, [0] * n, [0] * n) if ledger is None else ledger.folded
     track = for_loops(empty_replay(n, plan.period.length))
     how = kernel.run(slots, for_loops(plan.schedule), for_loops(plan.seconds), for_loops(sizes), track)
@@ -87,7 +87,7 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
     return Trace(n, plan.schedule.issued, track, how == kernel.SETTLED)
 
 
-def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) -> PeriodArrays:
+def period_arrays(job: Job, admissible: int | None, held: AssignmentBytes | None) -> PeriodArrays:
     """Return the slots of a job's period. ``held``: bytes of the mix; None: bytes are not counted."""
     contention, execution, none = job.profile.contention, job.profile.execution, [0] * job.period.length
     slots = [] if held is None else held.slots
@@ -109,7 +109,7 @@ def period_arrays(job: Job, budget: int | None, held: AssignmentBytes | None) ->
         turn_s=float(contention.turn_seconds),
         skew_s=float(contention.skew_seconds),
         rest=0 if held is None else held.rest_bytes,
-        cap=-1 if budget is None or held is None else budget - job.reserve,
+        cap=-1 if admissible is None or held is None else admissible,
     )
 
 

@@ -76,7 +76,7 @@ def replay(plan: Plan) -> Replay:
 
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
-    ledger = None if plan.budget is None else Ledger(plan)
+    ledger = None if plan.admissible is None else Ledger(plan)
     return Replay(plan, run(plan, ledger), ledger)
 
 

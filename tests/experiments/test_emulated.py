@@ -64,7 +64,7 @@ def test_its_memory_is_the_ledger_s_to_the_byte(folders, job):
     buffers = ledger.keys() - {"activations", "total"}
     assert {c: ledger[c] for c in buffers} == {c: measured[c] for c in buffers}
     assert measured["total"] <= ledger["total"] + 64
-    assert start["admission_bytes"] is None or measured["total"] <= start["admission_bytes"]
+    assert start["budget_bytes"] is None or measured["total"] <= start["budget_bytes"]
 
 
 def test_tables_and_pictures_say_so(folders):

@@ -280,8 +280,8 @@ def test_a_budget_is_kept(ran):
     with_budget = [run for run in ran if run.start["budget_bytes"] is not None]
     assert len(with_budget) >= 4
     for run in with_budget:
-        allowed = run.start["admission_bytes"] - run.plan.reserve
-        assert run.start["floor_bytes"] <= run.start["admission_bytes"] <= run.start["budget_bytes"]
+        allowed = run.plan.admissible
+        assert run.start["floor_bytes"] <= allowed + run.plan.reserve <= run.start["budget_bytes"] == run.plan.budget
         assert run.summary["memory"]["measured"]["total"] <= allowed, run
         assert all(step["peak_bytes"] <= allowed for step in run.steps), run
 

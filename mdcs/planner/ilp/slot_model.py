@@ -81,8 +81,8 @@ class SlotModel(SlotSchedule):
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
         self.done: list[dict[int, int]] = [{} for _ in self.assign]
         self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> columns whose sum it bounds
-        if problem.budget is not None:
-            self._memory(problem.budget - problem.job.reserve, loose)
+        if problem.admissible is not None:
+            self._memory(problem.admissible, loose)
 
     # ---- memory: sums over the table of lifetimes
 

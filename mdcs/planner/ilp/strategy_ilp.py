@@ -100,10 +100,10 @@ def memory_rows(
 
     A stage in which the peak is the largest of several terms has several rows.
     """
-    if problem.budget is None:
+    cap, profile = problem.admissible, problem.profile
+    if cap is None:
         return []
-    profile = problem.profile
-    cap, units = problem.budget - problem.job.reserve, range(len(profile.units))
+    units = range(len(profile.units))
     walks = [{k: _walk(problem, u, k) for k in choices(profile)} for u in units]
     stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit.values()))
     period = problem.job.period

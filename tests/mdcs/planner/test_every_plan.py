@@ -84,7 +84,7 @@ def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler
             assert plan.prediction is not None
             if budget is not None:
                 check(plan)
-                assert plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
+                assert plan.prediction.peak_bytes <= (plan.admissible or 0) <= budget == plan.budget
             if share is not None and budget is not None:
                 alone = PlanningProblem(Job(profile, **options), None).peak(plan.strategies)
                 assert plan.prediction.peak_bytes - alone <= share * (budget - floor) + 1

@@ -25,9 +25,8 @@ class DrivenReplay:
     def __init__(self, plan: Plan, periods: int) -> None:
         self.plan, self.limits, self.ledger = plan, plan.schedule, Ledger(plan)
         self.costs = [Cost(*each) for each in zip(*plan.seconds, strict=True)]
-        cap = None if plan.budget is None else plan.budget - plan.reserve
         self.execution = plan.profile.execution
-        admission = Admission(cap, self.ledger.rest_bytes, self.execution.in_flight(plan.profile.link.depth))
+        admission = Admission(plan.admissible, self.ledger.rest_bytes, self.execution.in_flight(plan.profile.link.depth))
         self.queue = MessageQueue(queued_messages(plan, self.ledger), admission, self.execution.has_own_updates)
         self.now, self.link_end, self.unpacked, self.updated = 0.0, float("-inf"), 0.0, 0.0
         self.arrivals: list[float] = []

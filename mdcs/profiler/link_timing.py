@@ -300,7 +300,7 @@ class ProbeMessage:
         self._out: Tensor | None = None
 
     def start(self) -> PendingCollective:
-        """Allocate and launch, as :class:`mdcs.runtime.collective_ops.CollectiveOps` does for a message of one block."""
+        """Allocate and launch, as :class:`mdcs.runtime.messages.Messages` does for a message of one block."""
         elements = self.buffer.numel()
         if scratch := self._communicator.scratch(self._kind, elements):
             self._scratch = self.buffer.new_empty(scratch)

@@ -13,37 +13,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mdcs.plan.period import PeriodSlot
-from mdcs.plan.plan import Plan
 from mdcs.profile.link import Kind
-from mdcs.runtime.byte_account import ByteAccount
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.lending import Lending
-from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_transport import StreamTransport
-from mdcs.runtime.thread_transport import ThreadTransport
+from mdcs.runtime.wire import Wire
 
 
 class Departures:
-    """Units outside of the plan in one pass, and the departures of a step in words.
+    """Units that leave the plan in one pass, and the departures of a step in words.
 
     - ``kept``: units that were once used after the plan had freed them: from now on they are whole until their last use.
     - ``passed``: units of which a forward slot was passed over in this pass.
     - ``unreached``: units of which a backward slot was passed over in this pass.
     - ``inside``: by unit, calls of its modules that have not returned.
-    - ``outside``: units that may be held although the plan has freed them.
     - ``seen``, ``seconds``: departures of this step.
     """
 
     def __init__(
-        self, plan: Plan, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport, account: ByteAccount,
-        lending: Lending,
-    ) -> None:  # fmt: skip
-        self._plan, self._storages, self._transport, self._account = plan, storages, transport, account
+        self, context: RunContext, wire: Wire, lending: Lending
+    ) -> None:
+        self._plan, self._wire, self._units, self._storages = context.plan, wire, wire.units, wire.units.storages
         self._lending = lending
         self.kept: set[int] = set()
         self.passed: set[int] = set()
         self.unreached: set[int] = set()
-        self.outside: set[int] = set()
-        self.inside = [0] * len(storages)
+        self.inside = [0] * len(self._storages)
         self.seen: Counter[str] = Counter()
         self.seconds = 0.0
 
@@ -84,25 +78,15 @@ class Departures:
         if phase == "B":
             return unit in self.kept and not self._storages[unit].trainable
         # A unit that was passed over may still come, in another order. Without a budget there is room to wait for it.
-        has_room = self._transport.queue.admission.cap is None
+        has_room = self._wire.queue.admission.cap is None
         return unit in self.kept or self.inside[unit] > 0 or has_room and unit in self.passed
-
-    def keep(self, unit: int) -> None:
-        """Take over the full parameters of a unit that the plan frees now."""
-        self._storages[unit].is_outside = True
-        self.outside.add(unit)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes held outside of the plan."""
-        return sum(self._storages[u].full_bytes for u in self.outside if self._storages[u].is_outside)
 
     def make_whole(self, unit: int, slot: PeriodSlot | None, periods: int) -> None:
         """Make a freed unit whole, and keep it so from the next pass on.
 
         ``slot``: where compute is, in the period with this number; None behind the unit's last planned use.
         """
-        storage, queue = self._storages[unit], self._transport.queue
+        storage, queue = self._storages[unit], self._wire.queue
         self.kept.add(unit)
         gathered = None if slot is None else self._gathered(unit, slot, periods)
         if gathered is not None:
@@ -112,25 +96,23 @@ class Departures:
                 # Wait only for messages that this rank has issued: a rank that has not come to their slots waits for none
                 # that this rank still has to issue.
                 self._wait(queue.issued)
-            with self._account.lock:
+            with self._wire.lock:
                 # A part of the unit's messages may be in flight: then the plan has allocated it, and they write what the
                 # shards have.
                 if not storage.is_full:
-                    storage.allocate_full()
-                    self._account.record("full_parameters", storage.full_bytes)
-                    self.keep(unit)
+                    self._units.take_outside(unit)
             self._lending.borrow(unit)
         storage.guard.open()
 
     def _wait(self, count: int) -> None:
-        with self._account.lock:
-            self._transport.wait_for(count, "a unit that is used again")
+        with self._wire.lock:
+            self._wire.wait_for(count, "a unit that is used again")
 
     def _gathered(self, unit: int, slot: PeriodSlot, periods: int) -> int | None:
         """Return the number of messages with the last one that gathers the unit for backward; None if one of them is not
         issued, or there is none.
         """
-        queue, last = self._transport.queue, slot.micro == self._plan.micro_steps - 1
+        queue, last = self._wire.queue, slot.micro == self._plan.micro_steps - 1
         # The last micro-step's backward is in the next period, which has begun once compute is in it.
         begun = periods - (last and slot.phase == "B")
         numbers = [
@@ -142,21 +124,11 @@ class Departures:
 
     def end_pass(self) -> None:
         """Free what is held outside of the plan."""
-        for unit in self.outside:
-            storage = self._storages[unit]
-            with self._account.lock:
-                if storage.is_outside:  # else a message has gathered it again for the next pass
-                    storage.is_outside = False
-                    storage.free_full()
-                    self._account.record("full_parameters", -storage.full_bytes)
-                    storage.guard.close()
+        self._units.free_outside()
         self.restart()
 
     def restart(self) -> None:
         """Forget the pass; its memory is freed."""
-        for unit in self.outside:
-            self._storages[unit].is_outside = False
-        self.outside.clear()
         self.passed.clear()
         self.unreached.clear()
         self.inside = [0] * len(self._storages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,21 +23,18 @@ from mdcs.model.recompute import Recomputation
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.admission import Admission
-from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import optimizer_state, validation
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.buffers import Buffers
-from mdcs.runtime.byte_account import ByteAccount
-from mdcs.runtime.collective_ops import CollectiveOps, Connected
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures
-from mdcs.runtime.draining import finish_iteration, stop_threads
 from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.evaluation import Evaluation
-from mdcs.runtime.executor import executor_for, run_on_comm_stream
+from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.forks import forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
@@ -46,7 +42,7 @@ from mdcs.runtime.handover import Handover
 from mdcs.runtime.initialization import leave_units, shard_units
 from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
-from mdcs.runtime.message_runner import MessageRunner
+from mdcs.runtime.messages import Messages
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.parameter_access import ParameterAccess
@@ -54,13 +50,13 @@ from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import SidePasses
 from mdcs.runtime.slot_sequencer import SlotSequencer
-from mdcs.runtime.step_trace import StepRecorder
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport, comm_stream_pool_bytes
 from mdcs.runtime.thread_transport import ThreadTransport
+from mdcs.runtime.units import Units
 from mdcs.runtime.unshard import Unsharder
 from mdcs.runtime.validation import RunOptions, ValidationResult
-from mdcs.telemetry.memory_meter import current_meter
+from mdcs.runtime.wire import Wire
 from mdcs.torch_compat import mark_stepped, without_autograd
 
 
@@ -78,7 +74,6 @@ class Engine:
         world = dist.get_world_size(group) if dist.is_initialized() else 1
         rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.rank = rank if options.emulate is None else options.emulate.rank
-        self.place = place = ErrorContext(self.rank)
         device = units[0].parameters[0][1].device
         self.device = device = options.device if device.type == "meta" else device
 
@@ -90,9 +85,12 @@ class Engine:
             group, device, options.timeout_s, needs_control=options.needs_norm,
             per_node=plan.profile.per_node if any(k.in_node for k in plan.strategies) else 0,
         )
+        self.context = RunContext(plan, ErrorContext(self.rank), device, options.timeout_s)
+        self.place, self.meter, self.executor = self.context.place, self.context.meter, self.context.executor
+        self.account, self.recorder = self.context.account, self.context.recorder
         self._handles: list[Any] = []  # what a run that ends, or cannot begin, removes from model and optimizers
         try:
-            validation.agree_on_validation(found, model, plan, place, groups)
+            validation.agree_on_validation(found, model, plan, self.place, groups)
             validation.warn_untrained(found.untrained if rank == 0 else ())
             self._assemble(units, found, before)
         except BaseException as error:
@@ -101,7 +99,7 @@ class Engine:
 
     def _assemble(self, units: list[ModelUnit], found: ValidationResult, before: Handover | None) -> None:
         model, optimizers, plan, options = self.model, self.optimizers, self.plan, self.options
-        groups, place, device, world = self.groups, self.place, self.device, self.groups.world
+        groups, place, world, context = self.groups, self.place, self.groups.world, self.context
         self.aliases = attributes_over_parameters(model)
 
         # Failure: the other ranks hear why this one leaves.
@@ -110,66 +108,55 @@ class Engine:
         place.explain = self.failures.annotate
 
         # Units: flat parameters, shards and gradients. Closed parameters refuse to be used.
-        self.meter, self.executor = current_meter(device), executor_for(device)
         self.access = ParameterAccess(place)
         assert found.initialisation is not None and found.updates is not None
 
         def make(u: int) -> UnitStorage:
             with contextlib.nullcontext() if before is None else before.whole(u):
                 refuse = functools.partial(self.access.refuse, u)
-                return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, device)
+                return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, self.device)
 
         self.storages = shard_units(model, found.initialisation, make, groups.message_group, place, options.keeps_buffers)
 
-        # Collectives, the optimizer on shards, and the bytes that both may hold.
-        self.ledger = ledger = Ledger(plan, self.rank)
-        self.account = ByteAccount(threading.RLock(), ledger.at_rest)
-        self.wire = CollectiveOps(plan, self.storages, self._connect, self.meter)
-        self.updates = ShardedOptimizer(
-            plan, self.storages, found.updates, found.group_of, self.rank, self.meter, options.clip_value
-        )
+        run_units = Units(context, self.storages)
+        self.updates = ShardedOptimizer(context, self.storages, found.updates, found.group_of, options.clip_value)
         self.buffers = Buffers(model, options.broadcast_buffers)
 
-        # Queue and transport: messages in the plan's order, several in flight.
-        self.recorder = StepRecorder(plan, self.executor)
+        # Wire: messages in the plan's order, several in flight.
         self.update_scale = UpdateScale(
             self.storages, groups.norm_group, options.clip_norm, options.loss_scale, self.executor.runs_ahead
         )
-        self.runner = runner = MessageRunner(
-            plan, ledger, self.storages, self.wire, self.updates, self.account, self.executor, self.recorder,
-            self.update_scale, place, self.failures,
-        )  # fmt: skip
+        messages = Messages(context, run_units, self.updates, self.update_scale, self._connect)
         execution, runs_ahead = self.executor.execution, self.executor.runs_ahead
         admission = Admission(
             depth=execution.in_flight(plan.profile.link.depth),
-            at_rest=ledger.rest_bytes,
+            at_rest=context.ledger.rest_bytes,
             cap=plan.admissible,
             # Without a budget: the predicted peak. Without any limit compute on streams would wait only where a slot
             # needs a message, and gradients would pile up.
             soft_cap=plan.prediction.peak_bytes if runs_ahead and plan.prediction is not None else None,
         )
-        self.queue = MessageQueue(queued_messages(plan, ledger, on_streams=runs_ahead), admission, execution.has_own_updates)
+        queued = queued_messages(plan, context.ledger, on_streams=runs_ahead)
+        queue = MessageQueue(queued, admission, execution.has_own_updates)
         pacer = pacer_for(plan, self.rank, groups.message_group, world)
-        self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
+        transport = StreamTransport if runs_ahead else ThreadTransport
+        self.wire: Wire = transport(context, queue, messages, pacer, self.failures)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
-        self._stop_threads = weakref.finalize(self, stop_threads, self.transport, self.failures)
+        self._stop_threads = weakref.finalize(self, self.wire.stop_unclosed)
         forget_in_child(self)
 
-        # Sequencer: hooks of modules and gradients tell it which slot compute is in.
+        # Walker: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self._handles.append(batch)
-        self.excess = ActivationExcess(plan, ledger.slots, self.rank, batch, raises=options.over_budget == "raise")
-        lending = Lending(self.storages, self.failures, self.executor, options.timeout_s)
+        self.excess = ActivationExcess(plan, context.ledger.slots, self.rank, batch, raises=options.over_budget == "raise")
+        lending = Lending(context, self.storages, self.failures)
         self.failures.duties.append(weakref.WeakMethod(lending.answer))
-        self.unsharder = Unsharder(self.storages, self.wire, self.account, self.queue, self.executor, place)
-        self.evaluation = Evaluation(units, self.storages, ledger, self.unsharder, groups, place)
-        departures = Departures(plan, self.storages, self.transport, self.account, lending)
+        self.unsharder = Unsharder(context, self.wire)
+        self.evaluation = Evaluation(context, units, self.unsharder, groups)
+        departures = Departures(context, self.wire, lending)
         reentrant = ReentrantPasses([p for storage in self.storages if storage.trainable for p in storage.parameters])
-        side = SidePasses(self.evaluation, self.storages, departures, self.transport, self.excess, groups, place)
-        self.sequencer = SlotSequencer(
-            plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
-            self.meter, self.excess, departures, side, reentrant,
-        )  # fmt: skip
+        side = SidePasses(context, self.wire, departures, self.evaluation, groups)
+        self.sequencer = SlotSequencer(context, self.wire, side, self.excess, reentrant)
         self.units = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
         self._hooks = Hooks(self.units, self.sequencer, model, reentrant)
         self._handles.append(self._hooks)
@@ -188,7 +175,7 @@ class Engine:
             before.give_state(self.optimizer_state)
             before.end()
         if plan.budget is not None:
-            self.executor.limit(plan.budget + (comm_stream_pool_bytes(ledger, admission.depth) if runs_ahead else 0))
+            self.executor.limit(plan.budget + (comm_stream_pool_bytes(context.ledger, admission.depth) if runs_ahead else 0))
         for storage in self.storages:
             if not storage.is_open_between_steps:
                 storage.guard.close()
@@ -201,8 +188,8 @@ class Engine:
         if "failures" in vars(self):
             self.failures.publish(error)
             self.failures.end()
-        if "transport" in vars(self):
-            self.transport.stop()
+        if "wire" in vars(self):
+            self.wire.stop()
         for handle in self._handles:
             handle.remove()
         if "storages" in vars(self):
@@ -210,7 +197,7 @@ class Engine:
             leave_units(self.storages)
         self.groups.destroy(failed=True)
 
-    def _connect(self, collectives: Collectives, in_node: bool) -> Connected:
+    def _connect(self, collectives: Collectives, in_node: bool) -> Communicator | NodeCommunicator | EmulatedCommunicator:
         if self.options.emulate is not None:
             return EmulatedCommunicator(collectives, self.options.emulate)
 
@@ -219,6 +206,11 @@ class Engine:
 
         groups = self.groups
         return NodeCommunicator(of(groups.node_group), of(groups.replica_group)) if in_node else of(groups.message_group)
+
+    @property
+    def queue(self) -> MessageQueue:
+        """The queue of the plan's messages."""
+        return self.wire.queue
 
     def reset_memory(self) -> None:
         """Restart the peaks of memory."""
@@ -232,7 +224,7 @@ class Engine:
         """Raise the error of a thread, and refuse this ``call`` of the loop where it cannot be. Side passes end."""
         if needs_ranks and self.options.emulate is not None:
             raise RunError(f"rank {self.rank}: {call} of an emulated world would be made up: the other ranks are not there")
-        self.transport.check()
+        self.wire.check()
         self.refuse_if_exported(call)
         if self.sequencer.side.is_open:
             self.sequencer.side.end()
@@ -270,7 +262,7 @@ class Engine:
         self.recorder.step(sequencer.step, self.executor.record_timestamp())
         sequencer.end_step()
         self._hooks.updates += 1
-        self.transport.end_step()
+        self.wire.end_step()
         place.step = sequencer.step
         if self.buffers.option:
             # Where the host runs ahead, the broadcasts go in the messages' group, in stream order. On CPU threads have
@@ -315,7 +307,7 @@ class Engine:
     @without_autograd()
     def _finish(self, period: int) -> None:
         """Finish all issued messages and the updates of a period."""
-        finish_iteration(self.transport, period * self.queue.n)
+        self.wire.finish_iteration(period)
         if self.buffers.option is not False:
             with run_on_comm_stream(self.executor):
                 self.buffers.broadcast(self.groups, self.groups.message_group, self.place)
@@ -350,8 +342,8 @@ class Engine:
     @without_autograd()
     def make_plain(self) -> str:
         """Make all units whole, in plain parameters, and the optimizer's state. Return why this failed, or ""."""
-        if self.transport.error is not None:
-            return str(self.transport.error)
+        if self.wire.error is not None:
+            return str(self.wire.error)
         if self.groups.world > 1 and not dist.is_initialized():
             return "the process group was destroyed before close()"
         try:
@@ -379,7 +371,7 @@ class Engine:
         self.is_closed = True
         self.access.ended = why
         self._stop_threads.detach()
-        self.transport.stop()
+        self.wire.stop()
         self.failures.end()
         self._leave_model()
         self.groups.destroy(failed=failed)

@@ -9,11 +9,8 @@ from typing import Any
 
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.units import ModelUnit
-from mdcs.plan.ledger import Ledger
-from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.context import RunContext, named_range
 from mdcs.runtime.process_groups import ProcessGroups
-from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.trace_ranges import named_range
 from mdcs.runtime.unshard import Unsharder
 
 _NONE = -1  # no unit's number
@@ -27,12 +24,11 @@ class Evaluation:
     """
 
     def __init__(
-        self, units: Sequence[ModelUnit], storages: Sequence[UnitStorage], ledger: Ledger, unsharder: Unsharder,
-        groups: ProcessGroups, place: ErrorContext,
-    ) -> None:  # fmt: skip
-        self._units, self._storages, self._unsharder, self._groups = units, storages, unsharder, groups
-        self._place = place
-        self._slot_bytes = max(slot.peak for slot in ledger.slots)
+        self, context: RunContext, units: Sequence[ModelUnit], unsharder: Unsharder, groups: ProcessGroups
+    ) -> None:
+        self._units, self._storages, self._unsharder, self._groups = units, unsharder.units.storages, unsharder, groups
+        self._place = context.place
+        self._slot_bytes = max(slot.peak for slot in context.ledger.slots)
         self._on_demand: set[int] = set()
         self._in_use: Counter[int] = Counter()
 

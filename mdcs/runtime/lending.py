@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mdcs.runtime.executor import Executor
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.storage import UnitStorage
 from mdcs.sizes import MIB
@@ -26,16 +26,16 @@ _POLL_S = 0.01
 class Lending:
     """Both sides: :meth:`borrow` in the training thread, :meth:`answer` in the presence thread of ``words``."""
 
-    def __init__(self, storages: list[UnitStorage], words: FailureChannel, executor: Executor, timeout_s: float) -> None:
-        self._storages, self._words, self._executor, self._timeout_s = storages, words, executor, timeout_s
-        self._rank, self._borrowed, self._answered = storages[0].rank, 0, 0
+    def __init__(self, context: RunContext, storages: list[UnitStorage], words: FailureChannel) -> None:
+        self._context, self._storages, self._words = context, storages, words
+        self._rank, self._borrowed, self._answered = context.rank, 0, 0
 
     def borrow(self, unit: int) -> None:
         """Fill the full parameters of a unit with this rank's part and those of the other ranks.
 
         Raises RunError if a rank does not answer in time, or has left.
         """
-        storage, store, place = self._storages[unit], self._words.store, self._words.place
+        storage, store, place = self._storages[unit], self._words.store, self._context.place
         for b in range(len(storage.blocks)):
             storage.copy_shard_into_flat(b)
         first = self._rank - self._rank % storage.parts  # of the ranks that have the unit together
@@ -46,7 +46,7 @@ class Lending:
         for peer in others:
             number = store.add(f"asks/{peer}", 1)
             store.set(f"ask/{peer}/{number}", f"{self._rank} {unit} {self._borrowed}")
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._context.timeout_s
         for peer in others:
             keys = _keys(self._rank, self._borrowed, peer, self._part_bytes(storage))
             while not store.check(keys):
@@ -55,7 +55,7 @@ class Lending:
                     raise place.error(
                         f"{heard}. This rank waited for its part of {storage.name}" if heard else
                         f"{storage.name} is used once more than in the measured step, and rank {peer} did not send its part "
-                        f"in {self._timeout_s:g} s: look at the log of rank {peer}"
+                        f"in {self._context.timeout_s:g} s: look at the log of rank {peer}"
                     )  # fmt: skip
                 time.sleep(_POLL_S)
             self._unpack(storage, peer, b"".join(store.get(key) for key in keys))
@@ -68,7 +68,7 @@ class Lending:
             self._answered += 1
             asking, unit, number = map(int, store.get(key).split())
             storage = self._storages[unit]
-            with torch.no_grad(), self._executor.on_comm_stream():  # behind the gather that followed the last update
+            with torch.no_grad(), self._context.executor.on_comm_stream():  # behind the gather that followed the last update
                 # Copies: memory that numpy has seen cannot be freed by resizing.
                 own = ((storage.owned_shard(b), storage.flat_param(b).dtype) for b in range(len(storage.blocks)))
                 parts = [shard.to("cpu", dtype, copy=True) for shard, dtype in own]

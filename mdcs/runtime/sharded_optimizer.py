@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mdcs.model.elementwise import StateLayout
 from mdcs.model.optimizers import NOT_TRAINED, Updates
-from mdcs.plan.plan import Plan
 from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.storage import ParameterPlace, UnitStorage
 from mdcs.runtime.update_rules import rule_for
 from mdcs.telemetry.memory_meter import Meter
@@ -96,12 +96,12 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, plan: Plan, storages: list[UnitStorage], updates: Updates, group_of: list[list[int]], rank: int, meter: Meter,
+        self, context: RunContext, storages: list[UnitStorage], updates: Updates, group_of: list[list[int]],
         clip_value: float | None = None,
     ) -> None:  # fmt: skip
-        self.optimizers, self.updates, self.storages, self.meter = updates.optimizers, updates, storages, meter
-        self._plan, self._group_of, self._rank, self._clip_value = plan, group_of, rank, clip_value
-        rules = [rule_for(part.optimizer, part.layout, meter) for part in updates.parts]
+        self.optimizers, self.updates, self.storages, self.meter = updates.optimizers, updates, storages, context.meter
+        self._plan, self._group_of, self._rank, self._clip_value = context.plan, group_of, context.rank, clip_value
+        rules = [rule_for(part.optimizer, part.layout, self.meter) for part in updates.parts]
         self.groups = len(self.optimizers.param_groups)
         self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}

@@ -11,15 +11,11 @@ from contextlib import ExitStack
 
 import torch
 
-from mdcs.runtime.activation_excess import ActivationExcess
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures
-from mdcs.runtime.draining import finish_iteration
-from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.process_groups import SIDE_PASS, ProcessGroups
-from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_transport import StreamTransport
-from mdcs.runtime.thread_transport import ThreadTransport
+from mdcs.runtime.wire import Wire
 from mdcs.torch_compat import without_autograd
 
 MORE = (
@@ -40,11 +36,10 @@ class SidePasses:
     """
 
     def __init__(
-        self, evaluation: Evaluation, storages: list[UnitStorage], departures: Departures,
-        transport: ThreadTransport | StreamTransport, excess: ActivationExcess, groups: ProcessGroups, place: ErrorContext,
-    ) -> None:  # fmt: skip
-        self._evaluation, self._storages, self._departures = evaluation, storages, departures
-        self._transport, self._excess, self._groups, self._place = transport, excess, groups, place
+        self, context: RunContext, wire: Wire, departures: Departures, evaluation: Evaluation, groups: ProcessGroups
+    ) -> None:
+        self.departures, self._evaluation, self._groups, self._place = departures, evaluation, groups, context.place
+        self._wire, self._storages = wire, wire.units.storages
         self.accumulates = self.is_open = self.had_backward = False
         self._block = ExitStack()
         self._makes_graphs = False  # a backward with create_graph: a later one uses the parameters again, in any order
@@ -54,21 +49,20 @@ class SidePasses:
 
         ``period``: number of the period whose reductions are not issued yet; None inside of an iteration.
         """
-        with self._departures.timed(), self._place.during(SIDE_PASS), without_autograd():
+        with self.departures.timed(), self._place.during(SIDE_PASS), without_autograd():
             answers = self._groups.agree_on_call(SIDE_PASS, self._place.step, progress)
             if len(set(answers)) > 1:
                 raise self._place.error(f"{SIDE_PASS}: run it at the same place of the step on every rank")
             if period is not None:
-                finish_iteration(self._transport, period * self._transport.queue.n)
+                self._wire.finish_iteration(period)
             else:
-                with self._transport.runner.account.lock:
-                    self._transport.wait_for(self._transport.queue.issued, "the messages in flight")
-            self._excess.skips = True
+                with self._wire.lock:
+                    self._wire.wait_for(self._wire.queue.issued, "the messages in flight")
             self._open = [storage.guard.is_open for storage in self._storages]
             self._full = [storage.is_full for storage in self._storages]
             self._block.enter_context(self._evaluation.unsharded())
             self.is_open = True
-        self._departures.seen["ran a pass beside the plan"] = 1
+        self.departures.seen["ran a pass beside the plan"] = 1
 
     def use(self, unit: int, in_backward: bool) -> None:
         """Make sure that a unit is whole: in a forward until it returns, in a backward until the plan goes on."""
@@ -85,7 +79,7 @@ class SidePasses:
         After a backward that made a graph units stay whole until the pass of the plan that comes next has ended.
         """
         self.is_open = False
-        with self._departures.timed():
+        with self.departures.timed():
             kept = self._evaluation.keep() if self._makes_graphs else ()
             self._block.close()
             for storage, was_open in zip(self._storages, self._open, strict=True):
@@ -95,6 +89,6 @@ class SidePasses:
                     storage.guard.close()
             for unit in kept:
                 if not self._full[unit]:
-                    self._departures.keep(unit)
+                    self._wire.units.take_outside(unit)
                     self._storages[unit].guard.open()
         self._makes_graphs = False

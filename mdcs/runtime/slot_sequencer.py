@@ -19,23 +19,14 @@ import torch
 from torch import nn
 
 from mdcs.model.reentrant import ReentrantPasses
-from mdcs.plan.ledger import Ledger
-from mdcs.plan.plan import Plan
 from mdcs.runtime.activation_excess import ActivationExcess
-from mdcs.runtime.byte_account import ByteAccount
-from mdcs.runtime.departures import Departures
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.executor import Executor
 from mdcs.runtime.pass_gradients import LATE, PassGradients
-from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import MORE, TOO_LATE, SidePasses
 from mdcs.runtime.slot_position import SlotPosition
 from mdcs.runtime.slot_tables import SlotTables
-from mdcs.runtime.step_trace import StepRecorder
-from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_transport import StreamTransport
-from mdcs.runtime.thread_transport import ThreadTransport
-from mdcs.telemetry.memory_meter import Meter
+from mdcs.runtime.wire import Wire
 from mdcs.telemetry.timeline import SlotMemory
 
 
@@ -43,16 +34,15 @@ class SlotSequencer(SlotPosition):
     """The hooks' listener (:class:`mdcs.model.hooks.Listener`)."""
 
     def __init__(
-        self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport,
-        updates: ShardedOptimizer, account: ByteAccount, executor: Executor, recorder: StepRecorder, meter: Meter,
-        excess: ActivationExcess, departures: Departures, side: SidePasses, reentrant: ReentrantPasses,
-    ) -> None:  # fmt: skip
+        self, context: RunContext, wire: Wire, side: SidePasses, excess: ActivationExcess, reentrant: ReentrantPasses
+    ) -> None:
+        plan, storages = context.plan, wire.units.storages
         super().__init__(plan)
-        self.ledger, self.storages = ledger, storages
-        self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
-        self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
-        self.departures, self.side, self.schedule = departures, side, plan.schedule
-        self.watches_memory = not executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
+        self.ledger, self.account, self.executor = context.ledger, context.account, context.executor
+        self.recorder, self.meter, self.excess = context.recorder, context.meter, excess
+        self.wire, self.queue, self.units, self.storages = wire, wire.queue, wire.units, storages
+        self.departures, self.side, self.schedule = side.departures, side, plan.schedule
+        self.watches_memory = not self.executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._in_backward = False
@@ -88,11 +78,12 @@ class SlotSequencer(SlotPosition):
             self._use_again(unit)
             return
         if not self.side.is_open:
-            self.transport.check()
+            self.wire.check()
             if self.step_pending:
                 raise self._error(TOO_LATE)
             self.leave_forward()
             self.side.begin(self.progress, self.periods if self.at_turn else None)
+            self.excess.skips = True
         self.side.use(unit, in_backward)
 
     def side_end(self, unit: int) -> None:
@@ -122,7 +113,7 @@ class SlotSequencer(SlotPosition):
         if self.has_left(unit) or index in self.gradients.come[unit] and self._sent_early:
             raise self._error(f"{storage.names[index]} {LATE}")
         if not storage.gradients:
-            self._allocate_gradient(unit)
+            self.units.allocate_gradient(unit)
         self.gradients.take(unit, index, slot.micro)
         if slot.micro == self.plan.micro_steps - 1 and self.next_slot in self._tables.early:
             self._send_early()
@@ -142,7 +133,7 @@ class SlotSequencer(SlotPosition):
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _slot(self, unit: int, phase: str) -> None:
-        self.transport.check()
+        self.wire.check()
         if self.exported_to is not None:
             raise self._error(f"a pass with gradients inside {self.exported_to}: leave that with block to train")
         if self.side.is_open:
@@ -245,7 +236,7 @@ class SlotSequencer(SlotPosition):
             self.periods += 1
             self.step_pending = True
             self.recorder.period(stamp)
-            self.updates.freeze_options()
+            self.wire.messages.updates.freeze_options()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
         has_run = self.periods > self.queue.first_period or q > self.period.turn
         phase, departures = self.period.slots[q - 1].phase, self.departures
@@ -254,19 +245,15 @@ class SlotSequencer(SlotPosition):
                 storage.guard.close()
         if previous.released and has_run:
             with lock:
-                for u, size in previous.released:
-                    if departures.stays(u, phase):
-                        departures.keep(u)
-                        continue
-                    self.storages[u].free_full()
-                    self.account.record("full_parameters", -size)
+                for u, _ in previous.released:
+                    self.units.take_outside(u) if departures.stays(u, phase) else self.units.free(u)
                 self.queue.admission.reserve(-previous.freed)
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.set_activations(slot.live)
             counts = self.watches_memory and self.queue.admission.cap is not None
             beyond = self.excess.arrived(q, self.meter.live() if counts else None)
-            self.queue.admission.excess = beyond + departures.bytes if departures.outside else beyond
+            self.queue.admission.excess = beyond + self.units.outside_bytes
         self._issue(q, self.plan.held_update if self.step_pending else None)
         self.arrived = True
 
@@ -274,7 +261,7 @@ class SlotSequencer(SlotPosition):
         """Issue the messages of the slots up to ``q``, none behind the ``last``."""
         through = self.schedule.issued[q] if last is None else min(self.schedule.issued[q], last + 1)
         while self.queue.issued < self.periods * self.queue.n + through:
-            self.transport.issue(self.ledger.slots[q].live)
+            self.wire.issue(self.ledger.slots[q].live)
 
     def _send_early(self) -> None:
         """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
@@ -282,13 +269,13 @@ class SlotSequencer(SlotPosition):
         for carried in self._tables.early[self.next_slot][self._sent_early :]:
             if not all(self.gradients.has_all(u, own) for u, own in carried.items()):
                 return
-            if not self.transport.has_room(live):
+            if not self.wire.has_room(live):
                 return
             for storage, own in ((self.storages[u], own) for u, own in carried.items()):
                 for i in own if not storage.strategy.sharded else ():
                     # The update is in place: a new version lets autograd raise if it still needs the old values.
                     torch.autograd.graph.increment_version(storage.parameters[i])
-            self.transport.issue(live)
+            self.wire.issue(live)
 
     @property
     def _sent_early(self) -> int:
@@ -311,13 +298,11 @@ class SlotSequencer(SlotPosition):
         q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
         name = self.period.in_words(q)
         with lock:
-            self.transport.wait_for(self.periods * self.queue.n + self.schedule.required[q], f"what {name} needs")
-            beyond = self.excess.entered(q)
-            self.queue.admission.excess = beyond + self.departures.bytes if self.departures.outside else beyond
-            self.transport.admit(slot.allocated + slot.peak, name)
+            self.wire.wait_for(self.periods * self.queue.n + self.schedule.required[q], f"what {name} needs")
+            self.queue.admission.excess = self.excess.entered(q) + self.units.outside_bytes
+            self.wire.admit(slot.allocated + slot.peak, name)
             for u, _ in slot.gradients:
-                if not self.storages[u].gradients:  # else one came before this slot
-                    self._allocate_gradient(u)
+                self.units.allocate_gradient(u)  # unless one came before this slot
             self.queue.admission.reserve(slot.allocated)
             self.account.set_activations(slot.peak)
         for storage in self._tables.opens[q]:
@@ -330,11 +315,6 @@ class SlotSequencer(SlotPosition):
             storage.guard.open()
         self.entered = self.recorder.stamp()
         self.arrived, self.next_slot = False, (q + 1) % self.period.length
-
-    def _allocate_gradient(self, unit: int) -> None:
-        with self.account.lock:
-            self.storages[unit].allocate_gradient()
-            self.account.record("gradients", self.storages[unit].layout.grad_bytes)
 
     # -- out of the ordinary ------------------------------------------------------------------------------------
 
@@ -367,7 +347,7 @@ class SlotSequencer(SlotPosition):
     def decide(self, applies: bool) -> None:
         """Let the held updates of the iteration be made, or drop them."""
         if self.step_pending and self.plan.held_update is not None:
-            self.transport.decide(self.periods * self.queue.n + self.plan.held_update, applies)
+            self.wire.decide(self.periods * self.queue.n + self.plan.held_update, applies)
 
     def end_short(self) -> None:
         """End the step before its last micro-step, if compute is between two, or has had side passes only."""
@@ -385,14 +365,11 @@ class SlotSequencer(SlotPosition):
 
     def restart(self) -> None:
         """Give up the current iteration, with nothing in flight: back to the turn. Updates already made stay."""
-        with self.account.lock:
-            for storage in self.storages:
-                storage.reset_iteration()
-            self.account.restart()
+        self.units.restart()
         self.departures.restart()
         self._in_backward = self.side.had_backward = False
         self.gradients.restart()
-        self.periods = self.transport.restart()
+        self.periods = self.wire.restart()
         self.next_slot, self.arrived, self.step_pending, self.entered = self.period.turn, False, False, None
 
     def _error(self, what: str) -> RunError:

@@ -106,7 +106,6 @@ class UnitStorage:
         self.shards: list[Tensor | None] = [None] * len(self.flat_params)
         self.gradients: list[Tensor] = []
         self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
-        self.is_outside = False  # the full parameters are held although the plan has freed them
         self.guard = Guard(parameters, refuse)
 
     def _lay_out(self) -> tuple[list[ParameterPlace], list[tuple[int, slice]]]:

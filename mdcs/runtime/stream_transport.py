@@ -28,11 +28,13 @@ from typing import Any, NamedTuple
 from mdcs.emulation import Pacer
 from mdcs.plan.admission import max_in_flight_bytes
 from mdcs.plan.ledger import Ledger
-from mdcs.runtime.collective_ops import Transfer
+from mdcs.runtime.context import RunContext, named_range
+from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.message_queue import MessageQueue
-from mdcs.runtime.message_runner import Gradients, MessageRunner, Update
+from mdcs.runtime.messages import Messages, Transfer, Update
 from mdcs.runtime.thread_transport import LISTEN_SECONDS
-from mdcs.runtime.trace_ranges import named_range
+from mdcs.runtime.units import Gradients
+from mdcs.runtime.wire import Wire
 
 _STEPS_AHEAD = 2
 """Iterations that the host may be ahead of the device."""
@@ -46,9 +48,8 @@ class _Sent(NamedTuple):
 
 
 class _Updating(NamedTuple):
-    """An enqueued update that the communication stream does not wait for yet, and the number of its message."""
+    """An enqueued update that the communication stream does not wait for yet."""
 
-    number: int
     end: Any
     update: Update
 
@@ -58,16 +59,14 @@ def comm_stream_pool_bytes(ledger: Ledger, depth: int) -> int:
     return sum(e.shards_held for e in ledger.messages) + max_in_flight_bytes([e.own_bytes for e in ledger.messages], depth)
 
 
-class StreamTransport:
-    """Enqueues messages; see the module.
+class StreamTransport(Wire):
+    """Enqueues messages; see the module. What fails here fails in the training thread: there is no other."""
 
-    ``error`` is always None: what fails here fails in the training thread.
-    """
-
-    def __init__(self, queue: MessageQueue, runner: MessageRunner, pacer: Pacer | None, timeout_s: float) -> None:
-        self.queue, self.runner, self.pacer, self.timeout_s = queue, runner, pacer, timeout_s
-        self.executor, self.failures = runner.executor, runner.failures
-        self.error: BaseException | None = None
+    def __init__(
+        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None, failures: FailureChannel
+    ) -> None:
+        super().__init__(context, queue, messages, pacer, failures)
+        self.executor = context.executor
         self._sent: deque[_Sent] = deque()
         self._updating: deque[_Updating] = deque()
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
@@ -77,24 +76,20 @@ class StreamTransport:
 
     def issue(self, activations: int) -> None:
         """Enqueue the next message. Compute waits on the device for earlier messages, if this makes room."""
-        queue, runner, index = self.queue, self.runner, self.queue.issued
+        queue, messages, number = self.queue, self.messages, self.queue.issued
         while not (has_room := queue.admits_next(activations)) and self._wait_oldest():
             pass
         if not has_room:  # unless its gradients are freed before its updates need memory, as worst cases count
-            effect = runner.ledger.messages[index % queue.n]
-            self._assert_fits(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
+            effect = self.context.ledger.messages[number % queue.n]
+            self._assert_fits(effect.held + activations + effect.transient, f"bytes for {messages.describe(number)}")
         if queue.issue() is not None:
-            self._wait_for_updates(queue.starts_after(index) + 1)
-            assert queue.next_start() == index
+            self._wait_for_updates(queue.starts_after(number) + 1)
+            assert queue.next_start() == number
             queue.start()
-            self._send(index, frees_gradients=not has_room)
+            self._send(number, frees_gradients=not has_room)
             queue.land()
-        if runner.plan.messages[index % queue.n].blocking and not runner.is_held(index):
-            self.wait_for(index + 1, runner.describe(index))
-
-    def has_room(self, activations: int) -> bool:
-        """Return whether the next message's bytes fit without a wait on the device."""
-        return self.queue.has_room(activations)
+        if messages.plan.messages[number % queue.n].blocking and not messages.is_held(number):
+            self.wait_for(number + 1, messages.describe(number))
 
     def admit(self, size: int, what: str) -> None:
         """Make compute wait for messages until ``size`` bytes fit. Raises RunError if they do not fit after all."""
@@ -108,37 +103,37 @@ class StreamTransport:
             while self.queue.done < count:
                 self._wait_oldest_on_compute()
 
-    def wait_for_norm(self, index: int) -> None:
+    def wait_for_norm(self, number: int) -> None:
         """Do nothing: who reads the norm waits for it."""
 
-    def decide(self, index: int, applies: bool) -> None:
+    def decide(self, number: int, applies: bool) -> None:
         """Enqueue the updates of a held message, or its end without them."""
-        self.runner.decided, self.runner.drops = index + 1, not applies
+        messages = self.messages
+        messages.decided, messages.drops = number + 1, not applies
         held, self._held = self._held, None
         if held is not None:
-            with self.runner.errors_of(index):
+            with messages.errors_of(number):
                 held()
-        if self.runner.plan.messages[index % self.queue.n].blocking:
-            self.wait_for(min(index + 1, self.queue.issued), self.runner.describe(index))
+        if messages.plan.messages[number % self.queue.n].blocking:
+            self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
 
     def check(self) -> None:
         """Do nothing: there is no other thread that could have failed."""
 
-    def send_ahead(self, index: int) -> None:
+    def send_ahead(self, number: int) -> None:
         """Send a message out of its turn, and let compute wait for it."""
-        self.queue.send_ahead(index)
-        self._send(index, frees_gradients=False)
+        self.queue.send_ahead(number)
+        self._send(number, frees_gradients=False)
         if self._updating:
             self._wait_for_update()
         sent = self._sent.pop()
         self.executor.wait_event(sent.end)
-        self.runner.free_gradients(sent.gradients)
+        self.units.free_gradients(sent.gradients)
 
     def restart(self) -> int:
         """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
         self._wait_for_updates(self._enqueued)
-        self.runner.restart(self.queue.restart())
-        return self.queue.first_period
+        return super().restart()
 
     def end_step(self) -> None:
         """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before, if necessary.
@@ -148,14 +143,15 @@ class StreamTransport:
         self._ends.append(self.executor.record_event())
         if len(self._ends) <= _STEPS_AHEAD:
             return
-        end, deadline, place = self._ends.popleft(), time.monotonic() + self.timeout_s, self.runner.place
+        end, place, timeout_s = self._ends.popleft(), self.context.place, self.context.timeout_s
+        deadline = time.monotonic() + timeout_s
         while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
             heard = self.failures.peer_failure()
             if heard or time.monotonic() >= deadline:
                 step = place.step - _STEPS_AHEAD
                 raise place.error(
                     f"{heard}. This rank waited for the GPU to finish step {step}" if heard else
-                    f"the GPU has not finished step {step} after {self.timeout_s:g} s: look at the other ranks' logs, or pass a "
+                    f"the GPU has not finished step {step} after {timeout_s:g} s: look at the other ranks' logs, or pass a "
                     "longer timeout_s="
                 )  # fmt: skip
 
@@ -186,25 +182,29 @@ class StreamTransport:
 
     def _assert_fits(self, size: int, what: str) -> None:
         if not self.queue.admission.fits(size):
-            raise self.runner.place.error(f"the budget has no room for {what}: plan with a larger budget, or more reserve")
+            raise self.context.place.error(f"the budget has no room for {what}: plan with a larger budget, or more reserve")
 
     def _wait_oldest_on_compute(self) -> None:
         """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used."""
-        sent, index = self._sent.popleft(), self.queue.done
+        sent = self._sent.popleft()
         self.executor.wait_event(sent.end)
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
-        self.runner.free_gradients(sent.gradients)
+        self.units.free_gradients(sent.gradients)
         # The communication stream's memory: whatever is enqueued there next starts behind a later mark of compute.
-        if self._updating and self._updating[0].number == index:
-            self.runner.free_shards(self._updating.popleft().update)
+        if self._updates(self.queue.done):
+            self.messages.free_shards(self._updating.popleft().update)
         self.queue.finish()
 
     def _wait_for_updates(self, count: int) -> None:
         """Make the communication stream wait for the updates of the first ``count`` messages; then free their shards."""
         while self.queue.updated < count:
-            if self._updating and self._updating[0].number == self.queue.updated:
+            if self._updates(self.queue.updated):
                 self._wait_for_update()
             self.queue.update()
+
+    def _updates(self, number: int) -> bool:
+        """Return whether the oldest update that the communication stream does not wait for is this message's."""
+        return bool(self._updating) and self._updating[0].update.transfer.number == number
 
     def _wait_for_update(self) -> None:
         with self.executor.on_comm_stream():
@@ -212,33 +212,32 @@ class StreamTransport:
             self.executor.wait_event(updating.end)
             # The communication stream's memory, which the update has read: the next message's buffers get it behind this
             # wait. The same holds for the factor on the gradients, which ends with ``updating``.
-            self.runner.free_shards(updating.update)
+            self.messages.free_shards(updating.update)
 
     # -- one message ----------------------------------------------------------------------------------------------
 
-    def _send(self, index: int, frees_gradients: bool) -> None:
+    def _send(self, number: int, frees_gradients: bool) -> None:
         """Enqueue a message. ``frees_gradients``: there is no room to keep its gradients until compute waits for it."""
-        runner, executor = self.runner, self.executor
-        effect = runner.ledger.messages[index % runner.n]
-        with runner.errors_of(index):
-            runner.allocate(index)  # on compute's stream, which uses and frees it
+        messages, executor = self.messages, self.executor
+        with messages.errors_of(number):
+            transfer = messages.prepare(number)  # on compute's stream, which uses and frees it
             # Behind the allocation: compute may have waited for the last user of that memory just before.
             here = self._mark_compute()
             with executor.on_comm_stream():
                 executor.wait_event(here)
-                transfer = self._communicate(index)
+                self._communicate(transfer)
                 end = executor.record_event()
-            kept = self._free_or_keep(effect.gradients_after_link, end, frees_gradients)
-            update = runner.completed_update(index, transfer)
+            kept = self._free_or_keep(transfer.bytes.gradients_after_link, end, frees_gradients)
+            update = messages.completed_update(transfer)
             if update is not None:
                 end = self._scale(update, end)
 
             def finish() -> None:
-                last = end if update is None else self._update(index, update, end)
-                after = self._free_or_keep(effect.gradients_after_update, last, frees_gradients)
+                last = end if update is None else self._update(update, end)
+                after = self._free_or_keep(transfer.bytes.gradients_after_update, last, frees_gradients)
                 self._sent.append(_Sent(last, kept + after))
 
-            if runner.is_held(index):
+            if messages.is_held(number):
                 self._held = finish
             else:
                 finish()
@@ -247,38 +246,37 @@ class StreamTransport:
         """Return a mark of compute now."""
         return self.executor.record_event()
 
-    def _communicate(self, index: int) -> Transfer:
+    def _communicate(self, transfer: Transfer) -> None:
         """Enqueue packing, collective and unpacking on the communication stream."""
-        runner, executor = self.runner, self.executor
-        transfer, begin = runner.launch(index)
+        messages, executor = self.messages, self.executor
+        messages.launch(transfer)
         executor.wait_works(transfer.works)  # of gloo; NCCL's collectives are on this stream
         if self.pacer is not None:
             message = transfer.message
-            executor.sleep(self.pacer.link.end(message.kind, runner.plan.wire(message), 0.0, -math.inf))
-        runner.land(index, transfer, begin)  # frees staging: memory of this stream, whose next user is on it, too
-        return transfer
+            executor.sleep(self.pacer.link.end(message.kind, messages.plan.wire(message), 0.0, -math.inf))
+        messages.land(transfer)  # frees staging: memory of this stream, whose next user is on it, too
 
     def _scale(self, update: Update, landed: Any) -> Any:
         """Enqueue what the factor on the gradients needs. Return the point behind it."""
-        runner, executor = self.runner, self.executor
-        if runner.scale.is_needed:
+        messages, executor = self.messages, self.executor
+        if messages.scale.is_needed:
             # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in an
             # order that may differ between ranks, can block each other.
             with executor.on_comm_stream():
-                runner.find_scale(update)
+                messages.find_scale(update)
                 landed = executor.record_event()
         else:
-            runner.find_scale(update)
+            messages.find_scale(update)
         return landed
 
-    def _update(self, index: int, update: Update, landed: Any) -> Any:
+    def _update(self, update: Update, landed: Any) -> Any:
         """Enqueue the update on its own stream, so that the next collective does not wait for it. Return its end."""
-        runner, executor = self.runner, self.executor
+        executor = self.executor
         with executor.on_update_stream():
             executor.wait_event(landed)
-            runner.update(update)
+            self.messages.update(update)
             end = executor.record_event()
-        self._updating.append(_Updating(index, end, update))
+        self._updating.append(_Updating(end, update))
         return end
 
     def _free_or_keep(self, gradients: Gradients, end: Any, frees: bool) -> Gradients:
@@ -286,5 +284,5 @@ class StreamTransport:
         if not frees or not gradients:
             return gradients
         self.executor.wait_event(end)
-        self.runner.free_gradients(gradients)
+        self.units.free_gradients(gradients)
         return ()

@@ -13,14 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from mdcs.emulation import Pacer
-from mdcs.runtime.collective_ops import Transfer
+from mdcs.runtime.context import RunContext, named_range
 from mdcs.runtime.errors import RunError
+from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.message_queue import MessageQueue
-from mdcs.runtime.message_runner import MessageRunner
-from mdcs.runtime.trace_ranges import named_range
+from mdcs.runtime.messages import Messages, Transfer
+from mdcs.runtime.wire import Wire
 from mdcs.sizes import MIB
 
 LISTEN_SECONDS = 0.5
@@ -30,18 +30,15 @@ _LARGE_BYTES = MIB // 4
 """Wire bytes from which on the starter starts a message. Estimated: at 0.4 ms per MiB as long as a wake-up."""
 
 
-class ThreadTransport:
-    """The finisher thread, the starter thread where messages are large, and the training thread's interface to them.
+class ThreadTransport(Wire):
+    """The finisher thread, the starter thread where messages are large, and the training thread's interface to them."""
 
-    ``lock`` guards the queue and the byte account. ``error``: the error that ended the threads, or None.
-    """
-
-    def __init__(self, queue: MessageQueue, runner: MessageRunner, pacer: Pacer | None, timeout_s: float) -> None:
-        self.queue, self.runner, self.pacer, self.timeout_s = queue, runner, pacer, timeout_s
-        self.failures, self.lock = runner.failures, runner.account.lock
-        self.error: BaseException | None = None
+    def __init__(
+        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None, failures: FailureChannel
+    ) -> None:
+        super().__init__(context, queue, messages, pacer, failures)
         self._stop = False
-        self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
+        self._in_flight: deque[Transfer] = deque()
         self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
         self._idle = False
         self._large = threading.Condition(self.lock)  # what the starter waits for
@@ -49,7 +46,7 @@ class ThreadTransport:
         self._progress = threading.Condition(self.lock)  # the training thread waits on this
         self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
         self._scaled = 0  # messages up to the last one whose norm is known
-        self._is_large = [runner.plan.wire(m) >= _LARGE_BYTES for m in runner.plan.messages]
+        self._is_large = [context.plan.wire(m) >= _LARGE_BYTES for m in context.plan.messages]
         finisher = threading.Thread(target=self._run, args=(self._finish_all,), name="mdcs-finisher", daemon=True)
         starter = threading.Thread(target=self._run, args=(self._start_large,), name="mdcs-starter", daemon=True)
         self._threads = [finisher, starter] if any(self._is_large) else [finisher]
@@ -60,21 +57,16 @@ class ThreadTransport:
 
     def issue(self, activations: int) -> None:
         """Issue the next message, waiting for messages in flight until its bytes fit, and let it start."""
-        queue = self.queue
+        queue, messages = self.queue, self.messages
         with self.lock:
             if not queue.admits_next(activations):
-                self.wait(lambda: queue.admits_next(activations), f"bytes for {self.runner.describe(queue.issued)}")
-            index = queue.issued
+                self.wait(lambda: queue.admits_next(activations), f"bytes for {messages.describe(queue.issued)}")
+            number = queue.issued
             queue.issue()
         self._start_ready()
-        if self.runner.plan.messages[index % queue.n].blocking and not self.runner.is_held(index):
+        if messages.plan.messages[number % queue.n].blocking and not messages.is_held(number):
             with self.lock:
-                self.wait_for(index + 1, self.runner.describe(index))
-
-    def has_room(self, activations: int) -> bool:
-        """Return whether the next message's bytes fit beside ``activations`` without waiting for messages in flight."""
-        with self.lock:
-            return self.queue.has_room(activations)
+                self.wait_for(number + 1, messages.describe(number))
 
     def admit(self, size: int, what: str) -> None:
         """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
@@ -84,25 +76,27 @@ class ThreadTransport:
         """Wait until the first ``count`` messages are done. Call with the lock held."""
         self.wait(lambda: self.queue.done >= count, what)
 
-    def wait_for_norm(self, index: int) -> None:
+    def wait_for_norm(self, number: int) -> None:
         """Wait until the norm of the gradients that this message completes is known."""
         with self.lock:
-            self.wait(lambda: self._scaled > index or self.queue.done > index, "the gradients' norm")
+            self.wait(lambda: self._scaled > number or self.queue.done > number, "the gradients' norm")
 
-    def decide(self, index: int, applies: bool) -> None:
+    def decide(self, number: int, applies: bool) -> None:
         """Let the updates of a held message be made, or drop them."""
+        messages = self.messages
         with self.lock:
-            self.runner.decided, self.runner.drops = index + 1, not applies
+            messages.decided, messages.drops = number + 1, not applies
             self._work.notify()
-            if self.runner.plan.messages[index % self.queue.n].blocking:
-                self.wait_for(min(index + 1, self.queue.issued), self.runner.describe(index))
+            if messages.plan.messages[number % self.queue.n].blocking:
+                self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait until ``ready``. Call with the lock held exactly once.
 
-        Raises RunError after ``timeout_s``, when a thread has failed, and when another rank has left.
+        Raises RunError after the context's ``timeout_s``, when a thread has failed, and when another rank has left.
         """
-        queue, deadline = self.queue, time.monotonic() + self.timeout_s
+        queue, timeout_s = self.queue, self.context.timeout_s
+        deadline = time.monotonic() + timeout_s
         while not ready():
             self.check()
             self._awaited = lambda: self.error is not None or ready()
@@ -117,12 +111,12 @@ class ThreadTransport:
             finally:
                 self.lock.acquire()
             if not ready() and (heard or time.monotonic() >= deadline):
-                first = what if queue.done == queue.issued else self.runner.describe(queue.done)
+                first = what if queue.done == queue.issued else self.messages.describe(queue.done)
                 if first != what:
                     what = f"{what}; the first message that is not done: {first}"
-                raise self.runner.place.error(
+                raise self.context.place.error(
                     f"{heard}. This rank waited for it ({what})" if heard else
-                    f"waited {self.timeout_s:g} s for the other ranks ({what}). {_ALIKE}"
+                    f"waited {timeout_s:g} s for the other ranks ({what}). {_ALIKE}"
                 )  # fmt: skip
         self.check()
 
@@ -131,17 +125,11 @@ class ThreadTransport:
         if self.error is not None:
             raise self.error
 
-    def send_ahead(self, index: int) -> None:
+    def send_ahead(self, number: int) -> None:
         """Send a message out of its turn, with nothing in flight, and wait for it."""
         with self.lock:
-            self.queue.send_ahead(index)
-        self._finish(index, *self._start(index))
-
-    def restart(self) -> int:
-        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
-        with self.lock:
-            self.runner.restart(self.queue.restart())
-        return self.queue.first_period
+            self.queue.send_ahead(number)
+        self._finish(self._start(number))
 
     def end_step(self) -> None:
         """Compute has reached the end of an iteration: nothing to do with threads."""
@@ -164,32 +152,33 @@ class ThreadTransport:
         """
         while True:
             with self.lock:
-                index = self._next()
-                if index is None:
+                number = self._next()
+                if number is None:
                     return
-                if self._is_large[index % self.queue.n] and not as_starter:
+                if self._is_large[number % self.queue.n] and not as_starter:
                     self._large.notify()
                     return
                 self._starting = True
-            transfer, begin = self._start(index)
+            transfer = self._start(number)
             with self.lock:
-                self._in_flight.append((index, transfer, begin))
+                self._in_flight.append(transfer)
                 self.queue.start()
                 self._starting = False
                 if self._idle:
                     self._work.notify()
 
     def _next(self) -> int | None:
-        """Return the index of the next message if this thread may start it now, else None."""
+        """Return the number of the next message if this thread may start it now, else None."""
         return None if self._starting or self.error is not None else self.queue.next_start()
 
-    def _start(self, index: int) -> tuple[Transfer, Any]:
+    def _start(self, number: int) -> Transfer:
         try:
-            with self.runner.errors_of(index):
-                self.runner.allocate(index)
+            with self.messages.errors_of(number):
+                transfer = self.messages.prepare(number)
                 if self.pacer is not None:
-                    self.pacer.started(index)
-                return self.runner.launch(index)
+                    self.pacer.started(number)
+                self.messages.launch(transfer)
+                return transfer
         except RunError as e:
             self._fail(e)
             raise
@@ -229,8 +218,7 @@ class ThreadTransport:
 
     def _finish_all(self) -> None:
         while self._has_work():
-            index, transfer, begin = self._in_flight[0]
-            self._finish(index, transfer, begin)
+            self._finish(self._in_flight[0])
             with self.lock:
                 self._in_flight.popleft()
                 self.queue.finish()
@@ -251,32 +239,32 @@ class ThreadTransport:
                 self._idle = False
         return True
 
-    def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
-        runner, effect = self.runner, self.runner.ledger.messages[index % self.queue.n]
-        message = transfer.message
-        with runner.errors_of(index):
+    def _finish(self, transfer: Transfer) -> None:
+        messages, number, message = self.messages, transfer.number, transfer.message
+        with messages.errors_of(number):
             for work in transfer.works:
                 work.wait()
             if self.pacer is not None:
-                self.pacer.hold(index, message.kind, runner.plan.wire(message))
-            runner.land(index, transfer, begin)
-            runner.free_gradients(effect.gradients_after_link)
-            update = runner.completed_update(index, transfer)
+                self.pacer.hold(number, message.kind, messages.plan.wire(message))
+            messages.land(transfer)
+            self.units.free_gradients(transfer.bytes.gradients_after_link)
+            update = messages.completed_update(transfer)
             if update is not None:
-                runner.find_scale(update)
-                self._hold(index)
-                runner.update(update)
-                runner.free_shards(update)
-            runner.free_gradients(effect.gradients_after_update)
+                messages.find_scale(update)
+                self._hold(number)
+                messages.update(update)
+                messages.free_shards(update)
+            self.units.free_gradients(transfer.bytes.gradients_after_update)
 
-    def _hold(self, index: int) -> None:
+    def _hold(self, number: int) -> None:
         """Wait for the loop to decide on the updates of a message; the end of the run drops them."""
+        messages = self.messages
         with self.lock:
-            self._scaled = index + 1
+            self._scaled = number + 1
             if self._awaited is not None and self._awaited():
                 self._progress.notify()
-            while self.runner.is_held(index) and self.error is None:
+            while messages.is_held(number) and self.error is None:
                 if self._stop:
-                    self.runner.decided, self.runner.drops = index + 1, True
+                    messages.decided, messages.drops = number + 1, True
                     return
                 self._work.wait()

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from mdcs.runtime.byte_account import ByteAccount
-from mdcs.runtime.collective_ops import CollectiveOps
-from mdcs.runtime.errors import ErrorContext
-from mdcs.runtime.executor import Executor, run_on_comm_stream
-from mdcs.runtime.message_queue import MessageQueue
+from mdcs.runtime.context import RunContext
+from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.trace_ranges import named_range
+from mdcs.runtime.wire import Wire
 from mdcs.torch_compat import without_autograd
 
 
 class Unsharder:
     """Gathers and frees units. No message of the plan may be in flight; every rank must gather the same units."""
 
-    def __init__(
-        self, storages: Sequence[UnitStorage], wire: CollectiveOps, account: ByteAccount, queue: MessageQueue, executor: Executor,
-        place: ErrorContext,
-    ) -> None:  # fmt: skip
-        self._storages, self._wire, self._account, self._queue, self._executor = storages, wire, account, queue, executor
-        self.place = place
+    def __init__(self, context: RunContext, wire: Wire) -> None:
+        self.units, self.place, self._context, self._wire = wire.units, context.place, context, wire
+        self._storages = wire.units.storages
         self._kept: set[int] = set()
 
     def _begin(self) -> None:
@@ -64,26 +58,14 @@ class Unsharder:
         storage = self._storages[unit]
         if storage.strategy.value != "dp":
             with without_autograd():
-                self.allocate(unit)
-                with run_on_comm_stream(self._executor), self._during(f"gather of {storage.name}"):
-                    self._executor.wait_works(self._wire.unshard_now(unit))
+                self._wire.gather(unit)
         storage.guard.open()
-
-    def allocate(self, unit: int) -> None:
-        """Allocate the full parameters of the unit, if they have no memory."""
-        storage = self._storages[unit]
-        if not storage.is_full:
-            with self._account.lock:
-                storage.allocate_full()
-                self._account.record("full_parameters", storage.full_bytes)
 
     def reshard(self, unit: int) -> None:
         """Free the memory that :meth:`unshard` took; close the parameters unless they are all there is of the unit."""
         storage = self._storages[unit]
-        if storage.strategy.sharded and unit not in self._kept and storage.is_full:  # not after a failed allocation
-            with self._account.lock:
-                storage.free_full()
-                self._account.record("full_parameters", -storage.full_bytes)
+        if unit not in self._kept:
+            self.units.free(unit)
         if not storage.is_open_between_steps:
             storage.guard.close()
 
@@ -103,17 +85,11 @@ class Unsharder:
         for b, part in blocks.items():
             wholes[storage.sections[b]][storage.owned_slice(b)] = part
         if storage.strategy.value != "dp":
-            with run_on_comm_stream(self._executor), self._during(f"gather of {storage.name}'s {what}"):
-                self._executor.wait_works(self._wire.unshard_flat(unit, wholes))
+            with run_on_comm_stream(self._context.executor), self._context.during(f"gather of {storage.name}'s {what}"):
+                self._context.executor.wait_works(self._wire.messages.unshard_flat(unit, wholes))
         return wholes
-
-    @contextmanager
-    def _during(self, what: str) -> Iterator[None]:
-        """Name what the body does, in errors and in traces."""
-        with self.place.during(what), named_range(what):
-            yield
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""
-        with self._account.lock:
-            return self._queue.admission.fits(size)
+        with self._wire.lock:
+            return self._wire.queue.admission.fits(size)

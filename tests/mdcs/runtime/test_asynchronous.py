@@ -19,9 +19,9 @@ import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.algorithms import Collectives
 from mdcs.profiler.model_profile import measure_profile
-from mdcs.runtime import engine
+from mdcs.runtime import context, engine
 from mdcs.runtime.executor import CudaExecutor
-from mdcs.runtime.message_runner import MessageRunner
+from mdcs.runtime.messages import Messages
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.stream_transport import StreamTransport
 from tests.mdcs.runtime.asynchronous import Device
@@ -64,7 +64,7 @@ def train(
     """A loop that pauses, evaluates and saves, every tensor of it on the device."""
     executor = CudaExecutor(CPU, device)
     with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(engine, "executor_for", lambda _: executor)
+        patch.setattr(context, "executor_for", lambda _: executor)
         patch.setattr(engine, "Communicator", device.connect)
         talk = ((dist, "all_gather_object"), (dist, "broadcast_object_list"), (ProcessGroups, "agree_on_call"))
         for owner, name in talk if dist.is_initialized() else ():
@@ -218,7 +218,7 @@ def _after(which: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def _free_when_enqueued(patch: pytest.MonkeyPatch) -> None:
     def free(self: StreamTransport, gradients: Any, *_: object) -> tuple[()]:
-        self.runner.free_gradients(gradients)
+        self.units.free_gradients(gradients)
         return ()
 
     patch.setattr(StreamTransport, "_free_or_keep", free)
@@ -229,7 +229,7 @@ def _free_shards_when_enqueued(patch: pytest.MonkeyPatch) -> None:
 
     def then_free(self: StreamTransport, *arguments: Any) -> Any:
         end = update(self, *arguments)
-        self.runner.free_shards(self._updating.pop().update)
+        self.messages.free_shards(self._updating.pop().update)
         return end
 
     patch.setattr(StreamTransport, "_update", then_free)
@@ -248,16 +248,14 @@ def _as_when_it_was_issued(patch: pytest.MonkeyPatch) -> None:
 
 def _release_at_once(patch: pytest.MonkeyPatch) -> None:
     """Staging of compute's memory, where the stream that uses it does not own it."""
-    from mdcs.runtime.collective_ops import CollectiveOps
+    allocate = Messages._allocate
 
-    allocate = CollectiveOps.allocate
-
-    def outside(self: CollectiveOps, message: Any) -> Any:
+    def outside(self: Messages, transfer: Any) -> None:
         device = torch.utils._python_dispatch._get_current_dispatch_mode()
         with device.stream(device.compute):
-            return allocate(self, message)
+            allocate(self, transfer)
 
-    patch.setattr(CollectiveOps, "allocate", outside)
+    patch.setattr(Messages, "_allocate", outside)
 
 
 @pytest.mark.parametrize(
@@ -284,18 +282,18 @@ def test_a_mutated_runtime_is_found_out(mutate: Callable[[pytest.MonkeyPatch], N
 def test_no_update_is_on_the_path_between_two_collectives(how: How, monkeypatch: pytest.MonkeyPatch):
     """A reduction does not wait for the update of the one before it, whatever the order of execution."""
     device, collectives, updates = Device(()), dict[int, Any](), dict[int, Any]()
-    launch, update = MessageRunner.launch, StreamTransport._update
+    launch, update = Messages.launch, StreamTransport._update
 
-    def launching(self: MessageRunner, index: int) -> Any:
-        collectives[index] = device.enqueue(device.current, "collective", lambda: None)
-        return launch(self, index)
+    def launching(self: Messages, transfer: Any) -> None:
+        collectives[transfer.number] = device.enqueue(device.current, "collective", lambda: None)
+        launch(self, transfer)
 
-    def updating(self: StreamTransport, index: int, *arguments: Any) -> Any:
-        end = update(self, index, *arguments)
-        updates[index] = end.kernel
+    def updating(self: StreamTransport, done: Any, landed: Any) -> Any:
+        end = update(self, done, landed)
+        updates[done.transfer.number] = end.kernel
         return end
 
-    monkeypatch.setattr(MessageRunner, "launch", launching)
+    monkeypatch.setattr(Messages, "launch", launching)
     monkeypatch.setattr(StreamTransport, "_update", updating)
     plan = replace(plan_for(how), prediction=None)  # so that compute does not wait for bytes
     train(plan, device)
@@ -362,7 +360,7 @@ def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monke
     def stop(parallel: mdcs.Session) -> None:
         device.is_stuck = True
         monkeypatch.setattr(
-            parallel._engine.transport.failures, "peer_failure", lambda: "rank 1 left the run in step 2: KeyError"
+            parallel._engine.wire.failures, "peer_failure", lambda: "rank 1 left the run in step 2: KeyError"
         )
 
     with pytest.raises(mdcs.RunError, match="rank 0, step 3: rank 1 left the run in .* to finish step 1"):
@@ -435,7 +433,7 @@ def test_an_emulated_link_takes_its_time_on_the_device():
     executor = CudaExecutor(CPU, device)
     executor._seconds_per_cycle = 1e-9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "executor_for", lambda _: executor)
+        patch.setattr(context, "executor_for", lambda _: executor)
         parallelize = mdcs.parallelize
 
         def on_device(*arguments: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 import mdcs
 from mdcs.api import start
-from mdcs.runtime import engine
+from mdcs.runtime import context
 from mdcs.runtime.executor import CudaExecutor, executor_for
 from tests.mdcs.runtime.devices import (
     CONTRACT,
@@ -57,7 +57,7 @@ def test_one_rank_trains_like_a_plain_loop(how: How):
 @pytest.mark.parametrize("budget", [None, 1.2])
 def test_a_budget_limits_the_allocator_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, budget: float | None):
     limited = Limited()
-    monkeypatch.setattr(engine, "executor_for", lambda device: limited)
+    monkeypatch.setattr(context, "executor_for", lambda device: limited)
     made, link = setup("tied"), mdcs.Link.uniform(10, 10, emulated=True)
     how = How("fsdp", "wfbp", budget=budget)
     run = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(0, 2), link)

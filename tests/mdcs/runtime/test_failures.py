@@ -320,23 +320,23 @@ def fail_on_rank_one(how: str) -> None:
 
         made.model.blocks[0][2].weight.register_hook(fail)
         if how == "fails in a thread" and rank == 1:
-            land = parallel._engine.wire.land
+            land = parallel._engine.wire.messages.land
 
             def failing(transfer: Any) -> None:
                 if parallel._engine.sequencer.step == 3:
                     raise ArithmeticError("overflow")
                 land(transfer)
 
-            parallel._engine.wire.land = failing  # type: ignore[method-assign]
+            parallel._engine.wire.messages.land = failing  # type: ignore[method-assign]
         if how == "fails in the starter" and rank == 1:
-            launch = parallel._engine.wire.launch
+            launch = parallel._engine.wire.messages.launch
 
             def failing_start(transfer: Any) -> None:
                 if parallel._engine.sequencer.step == 3 and threading.current_thread().name == "mdcs-starter":
                     raise ArithmeticError("overflow")
                 launch(transfer)
 
-            parallel._engine.wire.launch = failing_start  # type: ignore[method-assign]
+            parallel._engine.wire.messages.launch = failing_start  # type: ignore[method-assign]
         for number in range(5):
             step(made, parallel, number)
 
@@ -441,7 +441,7 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
     plan = mdcs.make_plan(profile, Uniform("dp"), Wfbp())
     came = threading.Event()
     with mdcs.parallelize(model, optimizer, plan, units, timeout_s=5.0) as parallel:
-        lock = parallel._engine.transport.lock
+        lock = parallel._engine.wire.lock
 
         def land() -> None:
             with lock:
@@ -451,9 +451,9 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
             threading.Thread(target=land).start()
             return "" if came.wait(20) else "nobody can have the lock"
 
-        monkeypatch.setattr(parallel._engine.transport.failures, "peer_failure", heard)
+        monkeypatch.setattr(parallel._engine.wire.failures, "peer_failure", heard)
         with lock:
-            parallel._engine.transport.wait(came.is_set, "what comes meanwhile")
+            parallel._engine.wire.wait(came.is_set, "what comes meanwhile")
 
 
 def drain_without_rank_one() -> None:

@@ -48,7 +48,7 @@ def plan_of(made: Setup, job: Job, strategy: str, *, cross_iteration: bool = Tru
 
 def issued_inside(parallel: mdcs.Session) -> list[int]:
     """The messages, by their place in the plan, that are issued while compute is in a slot, as they are."""
-    sequencer, transport = parallel._engine.sequencer, parallel._engine.transport
+    sequencer, transport = parallel._engine.sequencer, parallel._engine.wire
     issue, seen = transport.issue, list[int]()
 
     def issuing(activations: int) -> None:

@@ -607,14 +607,14 @@ def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any
         alone = setup("tied").model
         alone.load_state_dict(reference(job).state)
         gathers: list[int] = []
-        gather = parallel._engine.wire.unshard_now
-        parallel._engine.wire.unshard_now = lambda u: (gathers.append(u), gather(u))[1]  # type: ignore[method-assign]
+        gather = parallel._engine.wire.messages.unshard_now
+        parallel._engine.wire.messages.unshard_now = lambda u: (gathers.append(u), gather(u))[1]  # type: ignore[method-assign]
         batches = [made.batch(50 + i, 0, rank) for i in range(2 + 3 * rank)]
         with torch.no_grad():
             wanted = [made.loss(alone, b).item() for b in batches]
             with parallel.evaluate():
                 losses = [made.loss(made.model, b).item() for b in batches]
-        parallel._engine.wire.unshard_now = gather  # type: ignore[method-assign]
+        parallel._engine.wire.messages.unshard_now = gather  # type: ignore[method-assign]
         one_step(made, parallel, 2)
         state = parallel.state_dict()
     same = differing(state, reference(dataclasses.replace(job, steps=3)).state)

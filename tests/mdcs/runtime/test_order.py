@@ -47,18 +47,18 @@ def listen(job: Job, how: How) -> dict[str, Any]:
             return getattr(self.real, name)
 
     with parallel_for(job, how) as (made, parallel, optimizer):
-        communicator = parallel._engine.wire._communicators[False]
+        communicator = parallel._engine.wire.messages._communicators[False]
         assert isinstance(communicator, Communicator)
         ring = communicator._algorithm
         assert isinstance(ring, Ring)
         ring._gloo = Gloo(ring._gloo)
-        launch = parallel._engine.wire.launch
+        launch = parallel._engine.wire.messages.launch
 
         def launching(transfer: Any) -> None:
             launched.append(transfer.message)
             launch(transfer)
 
-        parallel._engine.wire.launch = launching  # type: ignore[method-assign]
+        parallel._engine.wire.messages.launch = launching  # type: ignore[method-assign]
         for name in names:
             setattr(dist, name, counting(name))
         try:

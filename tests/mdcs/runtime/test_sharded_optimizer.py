@@ -20,6 +20,8 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.runtime.context import RunContext
+from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer, later_step
 from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import Meter
@@ -60,7 +62,7 @@ def job(
     mine = make(ours)
     storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, Meter())
     storage.init_shards()
-    updates = ShardedOptimizer(plan, [storage], Updates(Optimizers(mine)), [[0, 1]], rank, Meter())
+    updates = ShardedOptimizer(RunContext(plan, ErrorContext(rank)), [storage], Updates(Optimizers(mine)), [[0, 1]])
     updates.make_state()
     return updates, storage, mine, alone, make(alone)
 

@@ -250,8 +250,8 @@ def drain() -> dict[str, Any]:
     with parallel_for(job, How("random", "random", seed=8)) as (made, parallel, optimizer):
         late = [m for m in parallel.plan.messages if not m.kind.is_gather and m.slot > parallel.plan.period.turn]
         launched: list[Kind] = []
-        launch = parallel._engine.wire.launch
-        parallel._engine.wire.launch = lambda t: (launched.append(t.message.kind), launch(t))[1]  # type: ignore[method-assign]
+        launch = parallel._engine.wire.messages.launch
+        parallel._engine.wire.messages.launch = lambda t: (launched.append(t.message.kind), launch(t))[1]  # type: ignore[method-assign]
         train(job, made, parallel, optimizer)
         parallel.drain()
         count = len(launched)

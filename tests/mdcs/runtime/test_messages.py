@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.plan.job import Job
+from mdcs.plan.ledger import MessageBytes
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
@@ -18,9 +19,12 @@ from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.schema import Profile, Slot, Unit
-from mdcs.runtime.collective_ops import CollectiveOps, Transfer
 from mdcs.runtime.communicator import Communicator
+from mdcs.runtime.context import RunContext
+from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.messages import Messages, Transfer
 from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.units import Units
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter
 from tests.mdcs.runtime.ranks import Ranks
@@ -44,7 +48,11 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     ]
     for storage in storages:
         storage.init_shards()
-    wire = CollectiveOps(plan, storages, lambda collectives, _: Communicator(collectives, None), Meter())
+    context = RunContext(plan, ErrorContext(rank))
+    no_updates: Any = None
+    messages = Messages(
+        context, Units(context, storages), no_updates, no_updates, lambda collectives, _: Communicator(collectives, None)
+    )
     parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
     wrong = []
     reduced = {}
@@ -60,12 +68,12 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
         storage.gradients[0].copy_(torch.arange(float(storage.flat_params[0].numel())) * (rank + 1))
     in_flight: deque[Transfer] = deque()
     for group in [parts] if fused else [[p] for p in parts]:
-        in_flight.append(wire.allocate(Message(Kind(kind), tuple(group), 0)))
-        wire.launch(in_flight[-1])
+        in_flight.append(Transfer(0, 0, 1, Message(Kind(kind), tuple(group), 0), MessageBytes((), (), (), 0, 0, 0)))
+        messages.launch(in_flight[-1])
         if len(in_flight) == depth:
-            reduced |= finish(wire, in_flight.popleft())
+            reduced |= finish(messages, in_flight.popleft())
     while in_flight:
-        reduced |= finish(wire, in_flight.popleft())
+        reduced |= finish(messages, in_flight.popleft())
     factor = sum(r + 1 for r in range(world))
     for u, storage in enumerate(storages):
         summed = torch.arange(float(storage.flat_params[0].numel())) * factor
@@ -83,11 +91,10 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     return {"wrong": wrong, "blocks": len(parts)}
 
 
-def finish(wire: CollectiveOps, transfer: Transfer) -> dict[tuple[int, int], torch.Tensor]:
+def finish(messages: Messages, transfer: Transfer) -> dict[tuple[int, int], torch.Tensor]:
     for work in transfer.works:
         work.wait()
-    wire.land(transfer)
-    transfer.free_staging()
+    messages.land(transfer)
     return transfer.shards
 
 

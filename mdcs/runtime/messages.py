@@ -1,0 +1,352 @@
+"""The messages of a plan, one phase after the other, with their bytes booked and their times recorded.
+
+    prepare     full parameters, for the first gather of a unit
+    launch      buffers of the message; pack, start the collective
+    land        unpack, free the staging buffers
+    update      update the blocks that the message has reduced
+
+A transport says in which thread or on which stream a phase runs, and when the memory of shards and gradients is free.
+
+A block, and the buffer of a packed (fused) message, is viewed as a matrix [ranks of its group, elements per rank]. The
+columns of a packed message are those of its blocks in order. One collective therefore serves both, and packing and
+unpacking are one call each. A message of one block is not packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdcs.emulation import EmulatedCommunicator
+from mdcs.plan.ledger import MessageBytes
+from mdcs.plan.schedule import Message
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
+from mdcs.runtime.communicator import Communicator, NodeCommunicator
+from mdcs.runtime.context import RunContext, named_range
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.executor import Waitable
+from mdcs.runtime.gradient_scaling import UpdateScale
+from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.units import Units
+from mdcs.torch_compat import copy_all
+
+Part = tuple[int, int]
+"""(unit, block)."""
+
+Connect = Callable[[Collectives, bool], Communicator | NodeCommunicator | EmulatedCommunicator]
+"""(algorithms, within a node) -> communicator."""
+
+_IN_WORDS = {
+    Kind.AR: "all-reduce", Kind.RS: "reduce-scatter", Kind.AG_F: "all-gather before the forward",
+    Kind.AG_B: "all-gather before the backward",
+}  # fmt: skip
+
+class _Sizes(NamedTuple):
+    """Element counts of a message.
+
+    - ``whole``: payload, padding included.
+    - ``columns``: elements per rank of each part.
+    - ``buffer``: scratch of the algorithm.
+    """
+
+    whole: int
+    columns: list[int]
+    buffer: int
+
+
+@dataclass
+class Transfer:
+    """A message that is sent, its buffers and works.
+
+    - ``number``: messages before it since the start of training. ``index``: its place in the plan.
+    - ``step``: the iteration that the prologue or period belongs to. ``bytes``: what it allocates and frees.
+    - ``began``: stamp of the collective's start.
+    - ``packed``: the packed message [whole], if it is packed.
+    - ``scratch``: scratch of the algorithm, if it has any.
+    - ``reduced``: this rank's reduced gradients [sum of columns], of a reduce-scatter.
+    - ``shards``: (unit, block) -> its piece of ``reduced``.
+    """
+
+    number: int
+    index: int
+    step: int
+    message: Message
+    bytes: MessageBytes
+    began: Any = None
+    packed: Tensor | None = None
+    scratch: Tensor | None = None
+    reduced: Tensor | None = None
+    shards: dict[Part, Tensor] = field(default_factory=dict)
+    works: list[Waitable] = field(default_factory=list)
+
+
+@dataclass
+class Update:
+    """The update that a message completes.
+
+    - ``transfer``: the message. ``gradients``: (unit, block) -> this rank's reduced gradient, flat.
+    - ``shards``: gradient shards to free when the update is done.
+    - ``is_due``: False if a gradient is not finite. ``scale``: factor on the gradients; None: 1.
+    - ``scratch``: booked bytes.
+    """
+
+    transfer: Transfer
+    gradients: dict[Part, Tensor]
+    shards: list[Tensor]
+    is_due: bool = True
+    scale: Tensor | None = None
+    scratch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The units of a message, whose names are looked up when a trace or an error asks for them."""
+
+    storages: list[UnitStorage]
+    message: Message
+    between: str = "+"
+
+    def __str__(self) -> str:
+        return self.between.join(dict.fromkeys(self.storages[u].name for u, _ in self.message.parts))
+
+
+class Messages:
+    """Runs the phases of messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs them.
+
+    - ``decided``: messages whose updates the loop has let be made, or has dropped. ``drops``: it drops them.
+    - ``last_reduction``: index of the plan's last reduction; -1 without one.
+    """
+
+    def __init__(
+        self, context: RunContext, units: Units, updates: ShardedOptimizer, scale: UpdateScale, connect: Connect
+    ) -> None:
+        self.context, self.units, self.updates, self.scale = context, units, updates, scale
+        self.plan, self.n, self._ledger = context.plan, len(context.plan.messages), context.ledger
+        self._account, self._recorder, self._meter = context.account, context.recorder, context.meter
+        self._storages = units.storages
+        self._known_sizes: dict[Message, _Sizes] = {}
+        self._waiting: dict[Part, Tensor] = {}  # reduced gradients that wait for a later message's update
+        self._step_of_period_0 = 0
+        self._updated: dict[int, list[Part]] = {}  # index of a message -> what its update updates
+        for message, update in zip(self.plan.messages, self.plan.schedule.updated_by, strict=True):
+            if update >= 0:
+                self._updated.setdefault(update, []).extend(message.parts)
+        self.last_reduction = max((i for i, m in enumerate(self.plan.messages) if not m.kind.is_gather), default=-1)
+        self.decided, self.drops = 0, False
+        collectives = self.plan.profile.collectives
+        levels = sorted({False, *(k.in_node for k in self.plan.strategies)}) if self.plan.world > 1 else []
+        self._communicators = {in_node: connect(collectives, in_node) for in_node in levels}
+        # Gathers outside of the plan have no scratch reserved. Rings need none; only on CPUs does gloo send from rank to rank.
+        outside = Collectives.default(collectives.backend) if context.device.type == "cpu" else collectives
+        self._out_of_plan_comms = {in_node: connect(outside, in_node) for in_node in levels}
+
+    def is_held(self, number: int) -> bool:
+        """Return whether the message's updates wait for the loop to decide."""
+        return number % self.n == self.plan.held_update and number >= self.decided
+
+    def restart(self, first_period: int) -> None:
+        """Drop what earlier periods have left. ``first_period``: number of the next prologue."""
+        self._step_of_period_0 = self.context.place.step - 1 - first_period
+        self._waiting.clear()
+        self.drops = False
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, number: int) -> Transfer:
+        """Begin a message: allocate the full parameters of units that it is the first to gather."""
+        period, index = divmod(number, self.n)
+        effect = self._ledger.messages[index]
+        for unit, _ in effect.full:
+            self.units.begin_gather(unit)
+        return Transfer(number, index, self._step_of_period_0 + period, self.plan.messages[index], effect)
+
+    def launch(self, transfer: Transfer) -> None:
+        """Allocate the message's buffers, pack, and start the collective, without waiting for it."""
+        message, effect = transfer.message, transfer.bytes
+        with self._account.lock:
+            self._allocate(transfer)
+            self._account.record("staging", effect.staging)
+            self._account.record("gradient_shards", effect.shards)
+        transfer.began = self._recorder.stamp()
+        if message.kind.is_gather:
+            for u, b in message.parts:
+                self._storages[u].copy_shard_into_flat(b)
+        communicator = self._communicators.get(message.kind.in_node)
+        if communicator is None:
+            return
+        with self._range("pack", message):
+            buffer = self._packed(transfer)
+        with self._range("collective", message), self._meter.tag("staging"):  # the backend may allocate a copy
+            transfer.works = [communicator.launch(message.kind, buffer, transfer.scratch, transfer.reduced)]
+
+    def land(self, transfer: Transfer) -> None:
+        """Record that the collective has ended, unpack, and free the staging buffers."""
+        message = transfer.message
+        self._recorder.message(transfer.index, transfer.step, transfer.began, self._recorder.stamp())
+        transfer.works = []
+        with self._range("unpack", message):
+            if transfer.reduced is not None:
+                if self.plan.world == 1:
+                    torch.cat(self._blocks(message), out=transfer.reduced)
+            elif transfer.packed is not None:
+                blocks = [self._rows(block, message) for block in self._blocks(message)]
+                columns = self._rows(transfer.packed, message).split(self._sizes(message).columns, dim=1)
+                copy_all(blocks, columns)
+        with self._account.lock:
+            for buffer in (transfer.packed, transfer.scratch):
+                if buffer is not None:
+                    buffer.untyped_storage().resize_(0)
+            transfer.packed = transfer.scratch = None
+            self._account.record("staging", -transfer.bytes.staging)
+
+    def completed_update(self, transfer: Transfer) -> Update | None:
+        """Return the update that the message runs: of what it has reduced, or with a barrier, of all with the last reduction."""
+        self._waiting |= transfer.shards
+        gradients: dict[Part, Tensor] = {}
+        shards: list[Tensor] = []
+        for u, b in self._updated.get(transfer.index, ()):
+            storage, shard = self._storages[u], self._waiting.pop((u, b), None)
+            if shard is not None:
+                shards.append(shard)
+            gradients[u, b] = storage.gradient(b)[storage.block_slice(b)] if shard is None else shard
+        return Update(transfer, gradients, shards) if gradients else None
+
+    def find_scale(self, update: Update) -> None:
+        """Reduce the global norm over ranks, where it is needed, and set the factor on the gradients."""
+        update.scratch = update.transfer.bytes.scratch
+        work = None
+        if self.scale.is_needed:
+            with self._meter.tag("update_scratch"):
+                work = self.scale.workspace(update.gradients)
+            update.scratch = max(update.scratch, work.nbytes)
+        with self._account.lock:
+            self._account.record("update_scratch", update.scratch)
+        if work is not None:
+            update.is_due, update.scale = self.scale.factor(update.gradients, work)
+            if update.is_due and self.scale.norm is not None:
+                self._recorder.norm(update.transfer.step, self.scale.norm)
+
+    def update(self, update: Update) -> None:
+        """Update parameters and optimizer state."""
+        begin = self._recorder.stamp()
+        if update.is_due and not self.drops:
+            with self._range("update", update.transfer.message):
+                self.updates.step(update.gradients, update.scale)
+        self._recorder.update(update.transfer.index, begin, self._recorder.stamp())
+        with self._account.lock:
+            self._account.record("update_scratch", -update.scratch)
+
+    def free_shards(self, update: Update) -> None:
+        """Free the gradient shards of an update that is done."""
+        with self._account.lock:
+            for shard in update.shards:
+                shard.untyped_storage().resize_(0)
+            self._account.record("gradient_shards", -update.transfer.bytes.shards_freed)
+
+    # -- outside of the plan --------------------------------------------------------------------------------------
+
+    def unshard_now(self, unit: int) -> list[Waitable]:
+        """Start to gather a whole unit in place; return the works. Its full buffers must be allocated."""
+        storage = self._storages[unit]
+        for b in range(len(storage.blocks)):
+            storage.copy_shard_into_flat(b)
+        return self.unshard_flat(unit, storage.flat_params)
+
+    def unshard_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
+        """Start to gather flat tensors by section, laid out as the unit; return the works. Every rank has its own
+        parts.
+        """
+        storage = self._storages[unit]
+        outside = self._out_of_plan_comms.get(storage.strategy.in_node)
+        if outside is None:
+            return []
+        return [outside.launch(Kind.AG_F, flats[s][storage.block_slice(b)]) for b, s in enumerate(storage.sections)]
+
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def _allocate(self, transfer: Transfer) -> None:
+        """Allocate staging and gradient shards of a message."""
+        message, sizes = transfer.message, self._sizes(transfer.message)
+        unit, block = message.parts[0]  # the others are of its type
+        first, device = self._storages[unit], self.context.device
+        dtype = first.flat_param(block).dtype if message.kind.is_gather else first.gradient_dtypes[first.sections[block]]
+        packed = self.plan.world > 1 and len(message.parts) > 1
+        if packed or sizes.buffer:
+            with self._meter.tag("staging"):
+                if packed:
+                    transfer.packed = torch.empty(sizes.whole, dtype=dtype, device=device)
+                if sizes.buffer:
+                    transfer.scratch = torch.empty(sizes.buffer, dtype=dtype, device=device)
+        if message.kind.plain is Kind.RS:
+            with self._meter.tag("gradient_shards"):
+                transfer.reduced = torch.empty(sum(sizes.columns), dtype=dtype, device=device)
+            pieces = transfer.reduced.split(sizes.columns) if len(message.parts) > 1 else (transfer.reduced,)
+            transfer.shards = dict(zip(message.parts, pieces, strict=True))
+
+    def _sizes(self, message: Message) -> _Sizes:
+        sizes = self._known_sizes.get(message)
+        if sizes is None:
+            ranks = self.plan.profile.group(message.kind)
+            columns = [self._storages[u].blocks[b] // ranks for u, b in message.parts]
+            whole = sum(columns) * ranks
+            communicator = self._communicators.get(message.kind.in_node)
+            buffer = communicator.scratch(message.kind, whole) if communicator else 0
+            sizes = self._known_sizes[message] = _Sizes(whole, columns, buffer)
+        return sizes
+
+    def _packed(self, transfer: Transfer) -> Tensor:
+        """Return the collective's buffer: the one block of the message, or all blocks packed."""
+        buffer, message = transfer.packed, transfer.message
+        if buffer is None:
+            [block] = self._blocks(message)
+            return block
+        rows = self._rows(buffer, message)
+        if message.kind.is_gather:
+            own = [self._storages[u].flat_param(b)[self._storages[u].owned_slice(b)] for u, b in message.parts]
+            torch.cat(own, out=rows[self.context.rank % len(rows)])
+        else:
+            torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=rows)
+        return buffer
+
+    def _blocks(self, message: Message) -> list[Tensor]:
+        """Return the message's blocks, as slices of the flat parameters or gradients."""
+        storages = self._storages
+        if message.kind.is_gather:
+            return [storages[u].flat_param(b)[storages[u].block_slice(b)] for u, b in message.parts]
+        return [storages[u].gradient(b)[storages[u].block_slice(b)] for u, b in message.parts]
+
+    def _rows(self, buffer: Tensor, message: Message) -> Tensor:
+        """Return ``buffer`` as a matrix [ranks of the message's group, elements per rank]."""
+        return buffer.view(self.plan.profile.group(message.kind), -1)
+
+    # -- words ----------------------------------------------------------------------------------------------------
+
+    def _range(self, phase: str, message: Message) -> AbstractContextManager[Any]:
+        """Return a context that names a phase of a message in traces."""
+        return named_range(phase, message.kind, _Names(self._storages, message))
+
+    def describe(self, number: int) -> str:
+        """Return the message in words."""
+        index = number % self.n
+        message = self.plan.messages[index]
+        return f"message {index} ({_IN_WORDS[message.kind.plain]} of {_Names(self._storages, message, ', ')})"
+
+    @contextmanager
+    def errors_of(self, number: int) -> Iterator[None]:
+        """Name the message in errors, and the step that issued it; compute may be in the next one by now."""
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception as e:
+            period, index = divmod(number, self.n)
+            step = self._step_of_period_0 + period + (self.plan.messages[index].slot >= self.plan.period.turn)
+            place = self.context.place
+            raise RunError(place.explain(f"rank {place.rank}, step {step}: {self.describe(number)}: {e}")) from e

@@ -1,0 +1,115 @@
+"""The wire of a run: the queue, the messages, and what compute may ask of the transport that sends them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from mdcs.emulation import Pacer
+from mdcs.runtime.context import RunContext
+from mdcs.runtime.executor import run_on_comm_stream
+from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.message_queue import MessageQueue
+from mdcs.runtime.messages import Messages
+
+
+class Wire(ABC):
+    """Sends the messages that the queue allows. The training thread calls it.
+
+    ``lock`` guards the queue and the byte account. ``error``: the error that ended a thread of the transport, or None.
+    """
+
+    def __init__(
+        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None, failures: FailureChannel
+    ) -> None:
+        self.context, self.queue, self.messages, self.pacer, self.failures = context, queue, messages, pacer, failures
+        self.units, self.lock = messages.units, context.account.lock
+        self.error: BaseException | None = None
+
+    @abstractmethod
+    def issue(self, activations: int) -> None:
+        """Issue the next message once its bytes fit beside ``activations``."""
+
+    @abstractmethod
+    def admit(self, size: int, what: str) -> None:
+        """Let compute go on once ``size`` bytes of ``what`` fit beside all that is held. Call with the lock held."""
+
+    @abstractmethod
+    def wait_for(self, count: int, what: str) -> None:
+        """Let compute go on behind the first ``count`` messages. Call with the lock held."""
+
+    @abstractmethod
+    def wait_for_norm(self, number: int) -> None:
+        """Wait until the norm of the gradients that this message completes is known."""
+
+    @abstractmethod
+    def decide(self, number: int, applies: bool) -> None:
+        """Let the updates of a held message be made, or drop them."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the error of a thread, if there is one."""
+
+    @abstractmethod
+    def send_ahead(self, number: int) -> None:
+        """Send a message out of its turn, with nothing in flight, and let compute come behind it."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Note that compute has reached the end of an iteration."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the transport after the issued messages."""
+
+    def has_room(self, activations: int) -> bool:
+        """Return whether the next message's bytes fit beside ``activations`` without waiting for messages in flight."""
+        with self.lock:
+            return self.queue.has_room(activations)
+
+    def restart(self) -> int:
+        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
+        with self.lock:
+            self.messages.restart(self.queue.restart())
+        return self.queue.first_period
+
+    def finish_iteration(self, period: int) -> None:
+        """End an iteration before its time: finish the issued messages, then send the period's reductions that are not issued.
+
+        All ranks are at the same slot here and have issued the same messages, so the order is the same on all ranks.
+        """
+        queue, units, plan = self.queue, self.units, self.context.plan
+        with self.lock:
+            self.wait_for(queue.issued, "the messages in flight")
+        if period <= queue.first_period:
+            return  # the prologue reduces nothing
+        first = period * queue.n
+        ahead = [
+            number
+            for number in range(max(queue.issued, first), first + self.messages.last_reduction + 1)
+            if not plan.messages[number % queue.n].kind.is_gather and not queue.is_skipped(number)
+        ]
+        if not ahead:
+            return
+        # The plan has no room for reductions beside the units that are gathered ahead for the next forward: these are freed
+        # meanwhile, and their bytes stay reserved.
+        has_limit = queue.admission.cap is not None
+        gathered = [u for u, s in enumerate(units.storages) if has_limit and s.strategy.sharded and s.is_full]
+        for unit in gathered:
+            units.free(unit)
+        for number in ahead:
+            self.send_ahead(number)
+        for unit in gathered:
+            self.gather(unit)
+
+    def gather(self, unit: int) -> None:
+        """Make a unit whole and up to date, outside of the plan. Collective."""
+        self.units.allocate(unit)
+        executor = self.context.executor
+        with self.context.during(f"gather of {self.units.storages[unit].name}"), run_on_comm_stream(executor):
+            executor.wait_works(self.messages.unshard_now(unit))
+
+    def stop_unclosed(self) -> None:
+        """End a run that ends without close()."""
+        self.failures.publish_uncaught()
+        self.stop()
+        self.failures.end()

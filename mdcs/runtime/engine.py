@@ -31,7 +31,7 @@ from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.context import RunContext
-from mdcs.runtime.departures import Departures
+from mdcs.runtime.departures import Departures, Lending
 from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import run_on_comm_stream
@@ -40,7 +40,6 @@ from mdcs.runtime.forks import forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.handover import Handover
 from mdcs.runtime.initialization import leave_units, shard_units
-from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
 from mdcs.runtime.messages import Messages
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls

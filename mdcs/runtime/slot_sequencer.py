@@ -22,10 +22,8 @@ from mdcs.model.reentrant import ReentrantPasses
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.pass_gradients import LATE, PassGradients
 from mdcs.runtime.side_passes import MORE, TOO_LATE, SidePasses
-from mdcs.runtime.slot_position import SlotPosition
-from mdcs.runtime.slot_tables import SlotTables
+from mdcs.runtime.slots import LATE, PassGradients, SlotPosition, SlotTables
 from mdcs.runtime.wire import Wire
 from mdcs.telemetry.timeline import SlotMemory
 

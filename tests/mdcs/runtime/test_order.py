@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.plan.schedule import Message
-from mdcs.runtime.communicator import Communicator
-from mdcs.runtime.gloo_ring import Ring
+from mdcs.runtime.communicator import Communicator, Ring
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, parallel_for, train

@@ -53,17 +53,17 @@ class Pacer:
                 self._memory = mmap.mmap(f.fileno(), _ENTRY.size * _RING * world)
         self._last_end = -inf
 
-    def started(self, sequence: int) -> None:
-        """Note that this rank starts message number ``sequence`` now."""
-        where = (self.rank * _RING + sequence % _RING) * _ENTRY.size
-        _ENTRY.pack_into(self._memory, where, sequence, time.monotonic())
+    def started(self, number: int) -> None:
+        """Note that this rank starts message ``number`` of the training now."""
+        where = (self.rank * _RING + number % _RING) * _ENTRY.size
+        _ENTRY.pack_into(self._memory, where, number, time.monotonic())
 
-    def hold(self, sequence: int, kind: Kind, wire: int) -> None:
+    def hold(self, number: int, kind: Kind, wire: int) -> None:
         """Block until the emulated link has carried the message. Its real collective must have ended."""
         starts = []
         for r in range(self.world):
-            seen, when = _ENTRY.unpack_from(self._memory, (r * _RING + sequence % _RING) * _ENTRY.size)
-            if seen == sequence:
+            seen, when = _ENTRY.unpack_from(self._memory, (r * _RING + number % _RING) * _ENTRY.size)
+            if seen == number:
                 starts.append(when)
         self._last_end = self.link.end(kind, wire, max(starts), self._last_end)
         remaining = self._last_end - time.monotonic()

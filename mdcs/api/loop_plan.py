@@ -36,7 +36,7 @@ from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.progress import tell
 from mdcs.profiler.running_steps import RunningSteps, recorder_of
 from mdcs.runtime.communicator import backend_of
-from mdcs.runtime.engine import Engine
+from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import MIB, Budget
@@ -87,7 +87,7 @@ class LoopPlan:
         device = self.units[0].parameters[0][1].device
         with on_all_ranks(tells=self.progress):
             plan = self.provisional(optimizers, options.device if device.type == "meta" else device)
-        return Engine(model, optimizers, plan, self.units, None, options)
+        return Engine(Trained(model, optimizers, self.units), plan, options)
 
     def provisional(self, optimizers: Optimizers, device: torch.device) -> Plan:
         """Return a plan of the fewest bytes for a model that has not run: slots in the order of the units, all of no

@@ -20,7 +20,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profiler.running_steps import RunningSteps
 from mdcs.runtime import loop_calls, state_dict
-from mdcs.runtime.engine import Engine
+from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.gradient_scaling import Scaler
 from mdcs.runtime.handover import Handover
@@ -128,7 +128,7 @@ class Session(ModelState):
 
     def _continue(self, plan: Plan, before: Handover | None = None) -> None:
         options = dataclasses.replace(self._options, has_started=True)
-        self._run = Engine(self.model, self._optimizers, plan, self.units, None, options, before)
+        self._run = Engine(Trained(self.model, self._optimizers, self.units), plan, options, None, before)
         if self._wants_times:
             self._run.recorder.begin_timing()
 

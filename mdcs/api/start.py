@@ -22,7 +22,7 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
 from mdcs.profiler.progress import tell
-from mdcs.runtime.engine import Engine
+from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
@@ -123,7 +123,7 @@ def parallelize(
         for name, is_given in (("recompute", rule not in (AUTO, KEEP)), ("micro_steps", micro_steps is not None)):
             if is_given:
                 raise ValueError(f"{name}= is for a plan that is made here: mdcs.autoplan({name}=)")
-        return Session(Engine(model, optimizers, plan, units, group, options), units, was_in_pieces=is_meta)
+        return Session(Engine(Trained(model, optimizers, units), plan, options, group), units, was_in_pieces=is_meta)
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")

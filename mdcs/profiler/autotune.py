@@ -33,7 +33,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profiler.consensus import all_gather_object, barrier
 from mdcs.profiler.model_snapshot import preserve_model
-from mdcs.runtime.engine import Engine
+from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import current_meter
 
@@ -134,7 +134,7 @@ def run_periods(
         warnings.filterwarnings("ignore", r"rank \d+, step \d+: .* above the budget")
         # Buffers are restored: each rank's own may change, whatever the run's option will be.
         options = RunOptions(emulate=emulate, broadcast_buffers=False)
-        engine = Engine(model, Optimizers(optimizer), plan, list(units), None, options)
+        engine = Engine(Trained(model, Optimizers(optimizer), list(units)), plan, options)
         try:
             engine.recorder.begin_timing()
             for _ in range(_WARMUP + count + 1):  # one more: the last is cut short by drain()

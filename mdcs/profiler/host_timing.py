@@ -19,7 +19,7 @@ from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile
-from mdcs.runtime.engine import Engine
+from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import MIB
 
@@ -59,7 +59,7 @@ def seconds_per_message(profile: Profile, device: torch.device) -> float:
         model, optimizer, units = tiny(device)
         plan = make_plan(Job(profile), Uniform("zero2"), Partitioning(block_mib=_WIDTH * _WIDTH * 4 / MIB / blocks))
         options = RunOptions(emulate=Emulation(0, plan.world))
-        engine = Engine(model, Optimizers(optimizer), plan, units, _alone(world), options)
+        engine = Engine(Trained(model, Optimizers(optimizer), units), plan, options, _alone(world))
         ends = [time.perf_counter()]
         try:
             for _ in range(_STEPS):

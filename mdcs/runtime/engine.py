@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, alias_refused
-from mdcs.plan.admission import Admission
 from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
@@ -40,7 +40,7 @@ from mdcs.runtime.forks import forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.handover import Handover
 from mdcs.runtime.initialization import leave_units, shard_units
-from mdcs.runtime.message_queue import MessageQueue, queued_messages
+from mdcs.runtime.message_queue import MessageQueue, queue_for
 from mdcs.runtime.messages import Messages
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
@@ -50,7 +50,7 @@ from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import SidePasses
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_transport import StreamTransport, comm_stream_pool_bytes
+from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.units import Units
 from mdcs.runtime.unshard import Unsharder
@@ -59,16 +59,26 @@ from mdcs.runtime.wire import Wire
 from mdcs.torch_compat import mark_stepped, without_autograd
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains: a model, its optimizers and its units."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    units: list[ModelUnit]
+
+
 class Engine:
     """The parts of a run. Hooks tell the sequencer of slots; it issues messages to the queue and waits for them.
 
-    ``before``: what has the units now; None: they are plain and whole.
+    ``group``: the ranks; None: all. ``before``: what has the units now; None: they are plain and whole.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit],
-        group: dist.ProcessGroup | None, options: RunOptions, before: Handover | None = None,
+        self, trained: Trained, plan: Plan, options: RunOptions, group: dist.ProcessGroup | None = None,
+        before: Handover | None = None,
     ) -> None:  # fmt: skip
+        model, optimizers, units = trained.model, trained.optimizers, trained.units
         self.model, self.optimizers, self.plan, self.options = model, optimizers, plan, options
         world = dist.get_world_size(group) if dist.is_initialized() else 1
         rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -126,20 +136,10 @@ class Engine:
             self.storages, groups.norm_group, options.clip_norm, options.loss_scale, self.executor.runs_ahead
         )
         messages = Messages(context, run_units, self.updates, self.update_scale, self._connect)
-        execution, runs_ahead = self.executor.execution, self.executor.runs_ahead
-        admission = Admission(
-            depth=execution.in_flight(plan.profile.link.depth),
-            at_rest=context.ledger.rest_bytes,
-            cap=plan.admissible,
-            # Without a budget: the predicted peak. Without any limit compute on streams would wait only where a slot
-            # needs a message, and gradients would pile up.
-            soft_cap=plan.prediction.peak_bytes if runs_ahead and plan.prediction is not None else None,
-        )
-        queued = queued_messages(plan, context.ledger, on_streams=runs_ahead)
-        queue = MessageQueue(queued, admission, execution.has_own_updates)
+        on_streams = self.executor.runs_ahead
+        queue = queue_for(plan, context.ledger, self.executor.execution, on_streams)
         pacer = pacer_for(plan, self.rank, groups.message_group, world)
-        transport = StreamTransport if runs_ahead else ThreadTransport
-        self.wire: Wire = transport(context, queue, messages, pacer, self.failures)
+        self.wire: Wire = (StreamTransport if on_streams else ThreadTransport)(context, queue, messages, pacer, self.failures)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, self.wire.stop_unclosed)
         forget_in_child(self)
@@ -174,7 +174,7 @@ class Engine:
             before.give_state(self.optimizer_state)
             before.end()
         if plan.budget is not None:
-            self.executor.limit(plan.budget + (comm_stream_pool_bytes(context.ledger, admission.depth) if runs_ahead else 0))
+            self.executor.limit(plan.budget + self.wire.pool_bytes)
         for storage in self.storages:
             if not storage.is_open_between_steps:
                 storage.guard.close()

@@ -38,7 +38,7 @@ def reduce(engine: Engine) -> None:
 
 def grad_norm(engine: Engine) -> float | None:
     """Return the gradients' norm before clipping, for which the host waits; None if nothing has been clipped yet."""
-    number = engine.sequencer.periods * engine.queue.n + engine.wire.messages.last_reduction
+    number = engine.sequencer.first_number + engine.wire.messages.last_reduction
     if engine.update_scale.is_needed and number < engine.queue.issued and not engine.is_closed:
         engine.wire.wait_for_norm(number)
     norm = engine.update_scale.norm

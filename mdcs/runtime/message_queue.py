@@ -28,6 +28,7 @@ from typing import NamedTuple
 from mdcs.plan.admission import Admission
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
+from mdcs.profile.execution import ExecutionModel
 
 
 class QueuedMessage(NamedTuple):
@@ -45,18 +46,6 @@ class QueuedMessage(NamedTuple):
     held: int
     freed: int
     transient: int
-
-
-def queued_messages(plan: Plan, ledger: Ledger, on_streams: bool = False) -> list[QueuedMessage]:
-    """Return the messages of a plan, with the bytes of its ledger.
-
-    ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
-    own buffers.
-    """
-    s, sizes = plan.schedule, ledger.folded
-    if on_streams:
-        sizes = sizes._replace(transient=[e.own_bytes for e in ledger.messages])
-    return [QueuedMessage(*each) for each in zip(s.waits_for, s.in_prologue, *sizes, strict=True)]
 
 
 class MessageQueue:
@@ -183,3 +172,19 @@ class MessageQueue:
         while self.done < self.updated and self.done in skipped:
             skipped.discard(self.done)
             self.done += 1
+
+
+def queue_for(plan: Plan, ledger: Ledger, execution: ExecutionModel, on_streams: bool = False) -> MessageQueue:
+    """Return the queue of a plan, with the bytes of its ledger.
+
+    ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
+    own buffers. Without a budget the predicted peak is waited for. Without any limit compute would wait only where a slot
+    needs a message, and gradients would pile up.
+    """
+    order, sizes, soft_cap = plan.schedule, ledger.folded, None
+    if on_streams:
+        sizes = sizes._replace(transient=[e.own_bytes for e in ledger.messages])
+        soft_cap = None if plan.prediction is None else plan.prediction.peak_bytes
+    messages = [QueuedMessage(*each) for each in zip(order.waits_for, order.in_prologue, *sizes, strict=True)]
+    admission = Admission(plan.admissible, ledger.rest_bytes, execution.in_flight(plan.profile.link.depth), soft_cap)
+    return MessageQueue(messages, admission, execution.has_own_updates)

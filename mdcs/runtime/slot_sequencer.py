@@ -258,7 +258,7 @@ class SlotSequencer(SlotPosition):
     def _issue(self, q: int, last: int | None = None) -> None:
         """Issue the messages of the slots up to ``q``, none behind the ``last``."""
         through = self.schedule.issued[q] if last is None else min(self.schedule.issued[q], last + 1)
-        while self.queue.issued < self.periods * self.queue.n + through:
+        while self.queue.issued < self.first_number + through:
             self.wire.issue(self.ledger.slots[q].live)
 
     def _send_early(self) -> None:
@@ -276,11 +276,16 @@ class SlotSequencer(SlotPosition):
             self.wire.issue(live)
 
     @property
+    def first_number(self) -> int:
+        """Number of the first message of the period that has begun."""
+        return self.periods * self.queue.n
+
+    @property
     def _sent_early(self) -> int:
         """Number of the next slot's messages issued before compute arrives there."""
         if self.arrived or self.entered is None or self.next_slot not in self._tables.early:
             return 0
-        return self.queue.issued - self.periods * self.queue.n - self.schedule.issued[self.next_slot - 1]
+        return self.queue.issued - self.first_number - self.schedule.issued[self.next_slot - 1]
 
     def _window(self, ended: int, has_run: bool) -> None:
         """Keep the peaks of the slot that ended; those of the last ``length`` slots are one period."""
@@ -296,7 +301,7 @@ class SlotSequencer(SlotPosition):
         q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
         name = self.period.in_words(q)
         with lock:
-            self.wire.wait_for(self.periods * self.queue.n + self.schedule.required[q], f"what {name} needs")
+            self.wire.wait_for(self.first_number + self.schedule.required[q], f"what {name} needs")
             self.queue.admission.excess = self.excess.entered(q) + self.units.outside_bytes
             self.wire.admit(slot.allocated + slot.peak, name)
             for u, _ in slot.gradients:
@@ -324,7 +329,7 @@ class SlotSequencer(SlotPosition):
     @property
     def updates_begun(self) -> bool:
         """Whether updates of the current iteration may have begun."""
-        reduced = any(not m.kind.is_gather for m in self.plan.messages[: self.queue.issued - self.periods * self.queue.n])
+        reduced = any(not m.kind.is_gather for m in self.plan.messages[: self.queue.issued - self.first_number])
         return self.step_pending and self.plan.held_update is None and reduced
 
     def advance_to(self, progress: int) -> None:
@@ -345,7 +350,7 @@ class SlotSequencer(SlotPosition):
     def decide(self, applies: bool) -> None:
         """Let the held updates of the iteration be made, or drop them."""
         if self.step_pending and self.plan.held_update is not None:
-            self.wire.decide(self.periods * self.queue.n + self.plan.held_update, applies)
+            self.wire.decide(self.first_number + self.plan.held_update, applies)
 
     def end_short(self) -> None:
         """End the step before its last micro-step, if compute is between two, or has had side passes only."""

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 from mdcs.emulation import Pacer
 from mdcs.plan.admission import max_in_flight_bytes
-from mdcs.plan.ledger import Ledger
 from mdcs.runtime.context import RunContext, named_range
 from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.message_queue import MessageQueue
@@ -54,11 +53,6 @@ class _Updating(NamedTuple):
     update: Update
 
 
-def comm_stream_pool_bytes(ledger: Ledger, depth: int) -> int:
-    """Return the most bytes that messages hold in the other streams' memory, apart from compute's."""
-    return sum(e.shards_held for e in ledger.messages) + max_in_flight_bytes([e.own_bytes for e in ledger.messages], depth)
-
-
 class StreamTransport(Wire):
     """Enqueues messages; see the module. What fails here fails in the training thread: there is no other."""
 
@@ -71,6 +65,13 @@ class StreamTransport(Wire):
         self._updating: deque[_Updating] = deque()
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
         self._held: Callable[[], None] | None = None  # enqueues the updates that wait for the loop, and ends their message
+
+    @property
+    def pool_bytes(self) -> int:
+        """The most bytes that messages hold in the other streams' memory, apart from compute's."""
+        messages = self.context.ledger.messages
+        in_flight = max_in_flight_bytes([e.own_bytes for e in messages], self.queue.admission.depth)
+        return sum(e.shards_held for e in messages) + in_flight
 
     # -- what compute asks for ------------------------------------------------------------------------------------
 

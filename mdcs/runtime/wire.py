@@ -25,6 +25,11 @@ class Wire(ABC):
         self.units, self.lock = messages.units, context.account.lock
         self.error: BaseException | None = None
 
+    @property
+    def pool_bytes(self) -> int:
+        """The most bytes that messages hold in memory that compute cannot use."""
+        return 0
+
     @abstractmethod
     def issue(self, activations: int) -> None:
         """Issue the next message once its bytes fit beside ``activations``."""

@@ -194,7 +194,7 @@ def test_cuda_without_a_number_is_the_current_device(fake_cuda: SimpleNamespace,
     monkeypatch.setattr(start, "Engine", lambda *arguments: arguments)
     monkeypatch.setattr(start, "Session", lambda made, *_, **__: made)
     linear = torch.nn.Linear(1, 1)
-    *_, options = start.parallelize(linear, torch.optim.SGD(linear.parameters()), object(), [], device="cuda")  # type: ignore[arg-type, misc]
+    _, _, options, _ = start.parallelize(linear, torch.optim.SGD(linear.parameters()), object(), [], device="cuda")  # type: ignore[arg-type, misc]
     assert options.device == torch.device("cuda", 1)
 
 

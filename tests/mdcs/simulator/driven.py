@@ -9,11 +9,10 @@ import heapq
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from mdcs.plan.admission import Admission
 from mdcs.plan.cost import Cost
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.runtime.message_queue import MessageQueue, queued_messages
+from mdcs.runtime.message_queue import queue_for
 
 
 class DrivenReplay:
@@ -25,9 +24,7 @@ class DrivenReplay:
     def __init__(self, plan: Plan, periods: int) -> None:
         self.plan, self.limits, self.ledger = plan, plan.schedule, Ledger(plan)
         self.costs = [Cost(*each) for each in zip(*plan.seconds, strict=True)]
-        self.execution = plan.profile.execution
-        admission = Admission(plan.admissible, self.ledger.rest_bytes, self.execution.in_flight(plan.profile.link.depth))
-        self.queue = MessageQueue(queued_messages(plan, self.ledger), admission, self.execution.has_own_updates)
+        self.queue, self.execution = queue_for(plan, self.ledger, plan.profile.execution), plan.profile.execution
         self.now, self.link_end, self.unpacked, self.updated = 0.0, float("-inf"), 0.0, 0.0
         self.arrivals: list[float] = []
         self.starts: dict[int, float] = {}

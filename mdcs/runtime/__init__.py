@@ -7,9 +7,9 @@
 - ``message_queue``: the order of messages, without torch or threads. ``messages``: pack one, send it, update by it.
 - ``communicator``, ``process_groups``: run a message's collective, own the process groups.
 - ``slot_sequencer``, ``slots``: follow the slots with the training thread.
-- ``departures``, ``side_passes``: units used otherwise than planned, and passes of the loop for which the plan waits.
+- ``departures``: units used otherwise than planned, and passes of the loop for which the plan waits.
 - ``executor``: all device code (CPU, CUDA).
-- ``unshard``, ``evaluation``, ``state_dict``: whole units between iterations, for evaluation and state dicts.
+- ``unshard``, ``state_dict``: whole units between iterations, for evaluation and state dicts.
 - ``checkpointing``: writes and reads a run's shards.
 - ``validation``: checks before step 1, and during the loop.
 """

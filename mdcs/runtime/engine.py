@@ -31,12 +31,10 @@ from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.context import RunContext
-from mdcs.runtime.departures import Departures, Lending
+from mdcs.runtime.departures import Departures, Lending, SidePasses
 from mdcs.runtime.errors import ErrorContext, RunError
-from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import run_on_comm_stream
-from mdcs.runtime.failure_channel import FailureChannel
-from mdcs.runtime.forks import forget_in_child
+from mdcs.runtime.failure_channel import FailureChannel, forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.handover import Handover
 from mdcs.runtime.initialization import leave_units, shard_units
@@ -47,13 +45,12 @@ from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.parameter_access import ParameterAccess
 from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
-from mdcs.runtime.side_passes import SidePasses
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.units import Units
-from mdcs.runtime.unshard import Unsharder
+from mdcs.runtime.unshard import Evaluation, Unsharder
 from mdcs.runtime.validation import RunOptions, ValidationResult
 from mdcs.runtime.wire import Wire
 from mdcs.torch_compat import mark_stepped, without_autograd

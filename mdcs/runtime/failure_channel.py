@@ -3,17 +3,25 @@
 Published through the store of the process group, because the rank's own connections end when it leaves. A killed rank
 publishes nothing: where a collective fails without a reason, the ranks are called, and ranks that do not answer are
 gone.
+
+A process that is forked from a rank has none of its threads and shares its connections: there a run is over. The process
+may leave the ``with`` block and end as it likes: nothing is sent, and nothing is waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import os
 import re
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -141,3 +149,29 @@ def _answer(
                     if not store.check([_KEY]):
                         store.set(_KEY, f"rank {rank} could not answer another rank: {_words(error)}")
                 del call
+
+
+class Run(Protocol):
+    """A run, which ends in a forked process without a word to the other ranks."""
+
+    def forget(self) -> None:
+        """End without the other ranks, and without threads."""
+
+
+_runs: WeakSet[Run] = WeakSet()
+
+
+def forget_in_child(run: Run) -> None:
+    """Let ``run`` be forgotten in processes that are forked from now on."""
+    _runs.add(run)
+
+
+def _in_child() -> None:
+    for run in list(_runs):
+        run.forget()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(run))  # keeps its process groups: they end by waiting for their threads
+    if dist.is_initialized():
+        gc.freeze()  # nor may the last collection, at the exit, find groups that were used and are garbage
+
+
+os.register_at_fork(after_in_child=_in_child)

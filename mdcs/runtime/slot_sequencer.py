@@ -8,7 +8,7 @@ Compute may depart from the plan. Slots of units that do not come are passed ove
 slot can be passed over; in backward a slot after which a gradient is reduced is once autograd will not come to that
 gradient any more: until then units are used out of their turn, and later messages wait. The end of a pass passes over the
 rest, so each rank sends all messages, whatever the others do. A backward pass is a micro-step, with the forward passes
-before it. In side passes (:mod:`mdcs.runtime.side_passes`) the plan waits.
+before it. In side passes (:mod:`mdcs.runtime.departures`) the plan waits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import nn
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.context import RunContext
+from mdcs.runtime.departures import MORE, TOO_LATE, SidePasses
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.side_passes import MORE, TOO_LATE, SidePasses
 from mdcs.runtime.slots import LATE, PassGradients, SlotPosition, SlotTables
 from mdcs.runtime.wire import Wire
 from mdcs.telemetry.timeline import SlotMemory

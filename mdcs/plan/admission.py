@@ -47,17 +47,17 @@ class Admission:
         The excess is counted as far as waiting can make room for it: if the bytes would not fit beside it with nothing
         in flight, waiting is in vain.
         """
-        now = size + self._in_flight.most(transient)
-        if not self.excess or not self._has(now):
-            return self._has(now)
-        return self._has(now + self.excess) or not self._has(size + transient - self._freeing + self.excess)
+        if self._limit is None:
+            return True
+        room = self._limit - self.reserved - size - self._in_flight.most(transient)
+        if room < 0 or not self.excess or room >= self.excess:
+            return room >= 0
+        return self.reserved + size + transient - self._freeing + self.excess > self._limit
 
     def has_room(self, size: int, transient: int) -> bool:
         """Return whether a message fits as in :meth:`admits`, beside all of the excess."""
-        return self._has(size + self._in_flight.most(transient) + self.excess)
-
-    def _has(self, size: int) -> bool:
-        return self._limit is None or self.reserved + size <= self._limit
+        needed = self.reserved + size + self.excess
+        return self._limit is None or needed + self._in_flight.most(transient) <= self._limit
 
     # -- events ---------------------------------------------------------------------------------------------------
 

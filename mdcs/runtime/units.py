@@ -37,15 +37,18 @@ class Units:
         """Free the full parameters of a sharded unit, if they have memory: after a failed allocation they have none."""
         storage = self.storages[unit]
         with self._account.lock:
-            if storage.strategy.sharded and storage.is_full:
+            if storage.is_full:
                 storage.free_full()
                 self._account.record("full_parameters", -storage.full_bytes)
 
     def begin_gather(self, unit: int) -> None:
         """Allocate for the plan's gather. Of a unit that is outside it writes the same values, and the bytes are the plan's."""
         with self._account.lock:
-            self.outside.discard(unit)
-            self.allocate(unit)
+            if unit in self.outside:
+                self.outside.remove(unit)
+                return
+            self.storages[unit].allocate_full()
+            self._account.record("full_parameters", self.storages[unit].full_bytes)
 
     def take_outside(self, unit: int) -> None:
         """Hold full parameters outside of the plan from now on; allocate them if the plan does not hold them."""

@@ -74,7 +74,7 @@ class Unsharder:
     def reshard(self, unit: int) -> None:
         """Free the memory that :meth:`unshard` took; close the parameters unless they are all there is of the unit."""
         storage = self._storages[unit]
-        if unit not in self._kept:
+        if storage.strategy.sharded and unit not in self._kept:
             self.units.free(unit)
         if not storage.is_open_between_steps:
             storage.guard.close()

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from experiments import flags
-from experiments.job.submission import why_failed
+from experiments.job.submission import settled
 from hydra_plugins import _mdcs_jobs as jobs
 from launch import status
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.log is None:
         states = jobs.states([*found.values()])
         for folder, state, line in zip(found, states, jobs.table(found, states).splitlines(), strict=True):
-            note = why_failed(folder, waited=True) if not state else _step(folder) if state == "running" else ""
+            note = settled(folder, waited=True) if not state else _step(folder) if state == "running" else ""
             print(f"{line}: {note}" if note else line)
         return 0
     run, _, rank = asked.log.partition(":")

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _POLL_SECONDS, _SHOW_SECONDS = 0.5, 30.0
+_KILLED = 128
+"""Exit codes above this are of a signal."""
 
 FILE = "submitted.json"
 COMMAND = "command.txt"
@@ -120,10 +122,10 @@ def failure(folder: Path) -> str:
     if job is None or code == 0:
         return ""
     how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
-    if code is None:  # the controller forgets a job after minutes; there may be no accounting
+    if code is None or code > _KILLED:  # the controller forgets a job after minutes; there may be no accounting
         asked = ("squeue", "-h", "-t", "all", "-o", "%T"), ("sacct", "-n", "-X", "-P", "-o", "State")
         if why := next(filter(None, (said(*each, "-j", job.number) for each in asked)), ""):
-            how = f"has ended: SLURM says {why.strip()}"
+            how = f"{'has ended' if code is None else how}: SLURM says {why.strip()}"
     return f"job {job.number} {how}; the output of its ranks is in {job.logs}"
 
 

@@ -39,6 +39,12 @@ REQUEUE = "MDCS_REQUEUE"
 LOGS = "submitted"
 """Folder in a sweep's folder: per job, its script and the output of each rank."""
 
+TIDY = "tidy"
+_TIDY = """#!/bin/sh
+rm -rf "${TMPDIR:-/tmp}/mdcs-rank-$SLURM_JOB_ID.$SLURM_STEP_ID.$SLURM_PROCID-"*
+"""
+"""Script that SLURM runs on a node when a rank has ended, even if it was killed (`launch.serving`)."""
+
 _GRIDS = ("hydra._internal.core_plugins.basic_sweeper.", "hydra_plugins.mdcs_sweeper.")
 """Sweepers that know all jobs before the first."""
 
@@ -203,6 +209,8 @@ def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], copies: b
     """
     code, logs, made = snapshot(sweep / "code") if copies else None, sweep / LOGS, dict[Path, jobs.Job]()
     logs.mkdir(parents=True, exist_ok=True)
+    (logs / TIDY).write_text(_TIDY, encoding="utf-8")
+    (logs / TIDY).chmod(0o755)
     most = jobs.largest_array() if len(folders) > 1 else 1
     first, running = to_end_before(folders)
     for folder in (*first, *folders):
@@ -280,7 +288,7 @@ def script(
         command = (folder / jobs.COMMAND).read_text(encoding="utf-8")
         lines.append(f"{i}) folder={shlex.quote(str(folder))} command=({command}) ;;")
     launch = [*shlex.split(asked.container or ""), asked.python or sys.executable, "-u"]
-    srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", *(
+    srun = ["srun", f"--task-epilog={logs / TIDY}", "--kill-on-bad-exit=1", "--open-mode=append", *(
         f"--{name.replace('_', '-')}={value}" for name in ("cpus_per_task", "cpu_bind", "gpu_bind")
         if (value := getattr(asked, name)) is not None  # srun does not take over the script's CPUs
     ), *asked.srun_args]  # fmt: skip

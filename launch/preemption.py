@@ -20,6 +20,8 @@ REQUEUE = "MDCS_REQUEUE"
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """sbatch sends the signal of its `--signal`, and a preempted job gets TERM first."""
 
+_ENDING = {"COMPLETING": "was cancelled or is out of time", "": "is over"}
+
 asked = threading.Event()
 """Set in a rank that has received a signal to stop."""
 
@@ -60,7 +62,7 @@ def requeue() -> str:
     try:
         state = _said("squeue", "-h", "-j", job, "-o", "%T").strip()
         if state != "RUNNING":
-            return f"job {job} is {state.lower() or 'over'}"
+            return f"job {job} " + _ENDING.get(state, f"is {state.lower()}")
         _said("scontrol", "requeue", job)
     except (OSError, subprocess.CalledProcessError) as error:
         return f"job {job} cannot be requeued: {getattr(error, 'stderr', '') or error}".strip()

@@ -101,7 +101,7 @@ class Server:
                 time.sleep(_POLL_SECONDS)
             said = json.loads(line.heard[key])
             job = Handed(**said | {"arguments": tuple(said["arguments"])})
-            folder = Path(tempfile.mkdtemp(prefix="mdcs-rank-"))
+            folder = Path(tempfile.mkdtemp(prefix=_prefix()))
             added = dict(prepare(folder, job.payload, self.environment))
             if not is_new or added != self.added:
                 shutil.rmtree(folder)
@@ -111,6 +111,13 @@ class Server:
             if code:
                 self.start_again(added, job.number + 1)  # at once: the other ranks see its connections close
             is_new, key = False, f"{job.number + 1}/job"
+
+
+def _prefix() -> str:
+    """Prefix of the name of this rank's folder. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes what a killed one left.
+    """
+    names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"
+    return f"mdcs-rank-{'.'.join(os.environ.get(name, '') for name in names)}-"
 
 
 def _ignore_signals() -> None:

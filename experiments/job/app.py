@@ -38,7 +38,7 @@ from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
 from experiments.job.arguments import require_one_job, require_own, submits, unused_of
-from experiments.job.submission import config_of, freeze, launcher_of, starts_its_ranks, why_failed
+from experiments.job.submission import config_of, freeze, launcher_of, settled, starts_its_ranks
 from experiments.job.sweep import JobResult, Session, decides, sweep_name, varied
 from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
 from launch import preemption
@@ -187,7 +187,7 @@ class _Call:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             self.session.refuse(str(explain(error, overrides)), overrides)
             return None
-        return self.session.place(config, record.identity_of(config, launcher), overrides, self.program.on_earlier)
+        return self.session.place(config, record.parts_of(config, launcher), overrides, self.program.on_earlier)
 
     def _task(self, composed: DictConfig) -> float | None:
         """Run one job. Return its objective.
@@ -272,7 +272,7 @@ def _failed(overrides: tuple[str, ...], reason: str, folder: Path | None = None)
 def _ended(result: JobResult) -> JobResult:
     """The result of a submitted job, from what is in its folder."""
     assert result.folder is not None
-    reason = why_failed(result.folder, waited=result.reason != record.SUBMITTED)
+    reason = settled(result.folder, waited=result.reason != record.SUBMITTED)
     if reason is None:
         return result
     if reason:

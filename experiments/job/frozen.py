@@ -20,7 +20,7 @@ from experiments.job import checkpoints, record
 from experiments.job import run as jobs
 from experiments.job.app import on_rank_zero
 from experiments.job.profiles import Profiles
-from experiments.job.submission import CONFIG, MEASURE, TRAIN, why_no_profile
+from experiments.job.submission import CONFIG, MEASURE, TRAIN, fail, why_no_profile
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import Occupied
@@ -66,7 +66,7 @@ def _train(config: Config, folder: Path, identity: str | None) -> str:
         refused = preemption.requeue()
         reason += f"; {refused or 'queued again'}"
         if refused:
-            record.write(folder, after.identity, record.FAILED, reason)
+            fail(folder, after.identity, reason)
     return reason
 
 

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.checks import as_mapping
-from experiments.config.identity import code_of
+from experiments.config.identity import code_of, identity, job_identity
 from experiments.config.schema import Config
 from experiments.job import profiles
-from mdcs.planner.recompute import KEEP
 
 FILE = "status.json"
+PARTS = "identity.json"
+"""File in a run's folder: the parts of its identity, by name. It says why a job runs again."""
 SCHEMA = 1
 SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "submitted", "running", "ok", "failed", "interrupted", "preempted"
+
+Parts = dict[str, Any]
+_CONFIG = "config"
 
 _NOT_OF_A_JOB = {
     "tracker": None, "sweep": None, "batch": None, "paths": None, "profile": ("path", "cache", "refresh"),
@@ -50,27 +54,61 @@ class Record:
 
 
 def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> str:
-    """The identity of a job, 20 hexadecimal digits. Runs of one job have the same.
+    """The identity of a job, 20 hexadecimal digits: a hash of its parts. Runs of one job have the same."""
+    return hash_of(parts_of(config, launcher))
 
-    It is a hash of the config without paths and trackers, with the machine's part of the profile's identity, the
-    contents of the model's files, and the code of the chosen classes.
+
+def hash_of(parts: Parts) -> str:
+    """The identity of these parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def parts_of(config: Config, launcher: Mapping[str, Any] | None = None) -> Parts:
+    """The parts of a job's identity, by name: under ``config`` the config without paths and trackers, then the code of the chosen
+    classes, the contents of the model's files, the machine, and the libraries.
 
     launcher: settings of a launcher that submits jobs, as far as measurements depend on them. SLURM's nodes are other
     machines than this one, so this machine's properties are left out then.
     """
-    code = {group: code_of(type(getattr(config, group))) for group in _CODE_OF}
-    told = as_mapping(config) | {"made_of": config.model.made_of, "code": code}
-    if config.recompute == KEEP:  # runs from before have the same identity
-        del told["recompute"]
+    told = as_mapping(config)
     if plan := told["engine"].get("plan"):
         told["engine"]["plan"] = _hash(plan)
     for group, keys in _NOT_OF_A_JOB.items():
         for key in (*told[group],) if keys is None else keys:
             del told[group][key]
-    path, elsewhere = config.profile.path, launcher is not None
-    profile = profiles.key_of(config, elsewhere=elsewhere) if path is None else _hash(path)
-    parts = [told, profile, *([] if launcher is None else [dict(launcher)])]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+    parts: Parts = {_CONFIG: told}
+    parts |= {f"code of the {group}": code_of(type(getattr(config, group))) for group in _CODE_OF}
+    parts |= {f"model.{name}": made for name, made in config.model.made_of.items()}
+    if config.profile.path is None:
+        of_job, elsewhere = job_identity(config), launcher is not None
+        parts |= {name: value for name, value in identity(config, elsewhere=elsewhere).items() if name not in of_job}
+        parts["the way of measuring"] = profiles.key_of(config, elsewhere=elsewhere)
+    else:
+        parts["profile.path"] = _hash(config.profile.path)
+    return parts | {f"hydra.launcher.{name}": value for name, value in (launcher or {}).items()}
+
+
+def changed(before: Parts, now: Parts) -> list[str] | None:
+    """Names of the parts in which the identities of two runs of one config differ; None for other configs."""
+    if before.get(_CONFIG) != now[_CONFIG]:
+        return None
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return [name for name in names if name != "the way of measuring"] or names
+
+
+def write_parts(folder: Path, parts: Parts) -> None:
+    """Write what a run's identity is made of into its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PARTS).write_text(json.dumps(parts, indent=1), encoding="utf-8")
+
+
+def read_parts(folder: Path) -> Parts:
+    """What the identity of the folder's run is made of. Empty if it cannot be read."""
+    try:
+        parts = json.loads((folder / PARTS).read_text(encoding="utf-8"))
+        return parts if isinstance(parts, dict) else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def _hash(path: str) -> str:

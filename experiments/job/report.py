@@ -13,7 +13,8 @@ from experiments.job.tracking import show_sweep
 
 
 def report(session: Session, started: float) -> None:
-    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table.
+    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table: of all its runs but those
+    that a job of other code, on another machine or with other libraries has left.
 
     started: unix time in seconds. A picture that cannot be drawn is only a warning: the runs are complete.
     """
@@ -38,6 +39,9 @@ def report(session: Session, started: float) -> None:
     later = f"; {waiting} of them have not ended: mdcs jobs {folder} shows them" if waiting else ""
     try:
         frame = analysis.load_sweep(folder)
+        frame = frame[~frame["folder"].isin([str(run) for run in session.outdated])].reset_index(drop=True)
+        if frame.empty:
+            raise ValueError("no job has begun: what is there is of other code or another machine")
         for result in session.results:
             if result.status == record.SUBMITTED:  # what is there is of an earlier attempt, perhaps of other code
                 assert result.folder is not None

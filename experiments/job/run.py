@@ -76,9 +76,12 @@ def run(
     if only is not None:
         _require_plan(config)
     checkpoints.require(config, folder)
-    identity = identity or record.identity_of(config)
+    parts = None if identity else record.parts_of(config)
+    identity = identity or record.hash_of(parts or {})
     try:
         with claimed(folder):
+            if parts is not None and only is None:
+                record.write_parts(folder, parts)
             return _run(config, folder.resolve(), console, known, only, kind, worker, start, identity, began)
     except OSError as error:  # the folder cannot be written: no rank has run
         return _failed(error)

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
 from experiments.job.events import command_began
 from experiments.job.resolved import with_absolute_paths
+from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -85,7 +87,9 @@ def freeze(config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Pat
     - sweep: folder that has the profiles' folders.
     """
     _leave(config, folder, TRAIN)
-    record.write(folder, record.identity_of(config, launcher), record.SUBMITTED)
+    parts = record.parts_of(config, launcher)
+    record.write_parts(folder, parts)
+    record.write(folder, record.hash_of(parts), record.SUBMITTED)
     first = [os.path.relpath(_profile(config, launcher, sweep / PROFILES), folder)] if profiles.measures(config) else []
     (folder / submitted.BEFORE).write_text("".join(f"{each}\n" for each in first), encoding="utf-8")
 
@@ -146,6 +150,23 @@ def why_failed(folder: Path, *, waited: bool) -> str | None:
     if said is None or state in (record.SUBMITTED, record.RUNNING):
         return next(filter(None, map(why_no_profile, submitted.before(folder))), "") or submitted.failure(folder)
     return said.reason
+
+
+def fail(folder: Path, identity: str, reason: str) -> None:
+    """Write that the folder's run has failed: into its record, and as the last of its events if it has begun."""
+    if (folder / METRICS).exists():
+        with JsonLines(folder / METRICS) as metrics:
+            metrics.write({"event": "failure", "status": record.FAILED, "reason": reason, "rank": None, "step": None,
+                           "time": time.time()})  # fmt: skip
+    record.write(folder, identity, record.FAILED, reason)
+
+
+def settled(folder: Path, *, waited: bool) -> str | None:
+    """`why_failed`. A job that was ended from outside and could write nothing has failed from now on, in its files too."""
+    reason, said = why_failed(folder, waited=waited), record.read(folder)
+    if reason and said is not None and said.state == record.RUNNING:
+        fail(folder, said.identity, reason)
+    return reason
 
 
 def why_no_profile(folder: Path) -> str:

@@ -72,6 +72,10 @@ class Session:
     claimed: ExitStack = field(default_factory=ExitStack)
     """Holds the lock of the sweep's folder: no other sweep may number jobs there meanwhile."""
     earlier: dict[str, tuple[str, Record]] = field(default_factory=dict)
+    outdated: set[Path] = field(default_factory=set)
+    """Folders of earlier runs of an accepted job's config whose code, machine or libraries were others."""
+    _parts: dict[str, record.Parts] = field(default_factory=dict)
+    """Parts of the identities of earlier runs, by folder in the sweep's folder."""
     _subdir: str = ""
     """The config's pattern for the folders of jobs."""
     _taken: set[str] = field(default_factory=set)
@@ -93,6 +97,7 @@ class Session:
             made = {path: record.read(path) for path in _runs_in(self.sweep)}
             self.earlier = {said.identity: (str(path.relative_to(self.sweep)), said) for path, said in made.items() if said}
             self._taken = {name for name, _ in self.earlier.values()}
+            self._parts = {name: record.read_parts(self.sweep / name) for name in self._taken}
         if found is None:
             return None
         print(f"going on in {found} (sweep.force=true begins anew)", flush=True)
@@ -105,14 +110,15 @@ class Session:
         self.results.append(JobResult("invalid", tuple(overrides), reason))
 
     def place(
-        self, config: Config, identity: str, overrides: Sequence[str], on_earlier: Callable[[Config, Path], object] | None
+        self, config: Config, parts: record.Parts, overrides: Sequence[str], on_earlier: Callable[[Config, Path], object] | None
     ) -> str | None:
         """The job's folder in the sweep's folder; empty for the one that the config gives.
 
         None if the job is not run: it equals another one, or an earlier sweep has run it to its end, or has submitted it
         and it has not ended.
 
-        on_earlier: called for a job that the sweep's folder already has a run of.
+        - parts: of the job's identity.
+        - on_earlier: called for a job that the sweep's folder already has a run of.
         """
         job, asked = " ".join(overrides), tuple(overrides)
         if config in self.accepted:
@@ -123,7 +129,12 @@ class Session:
         self.asked.append(asked)
         if self.sweep is None or on_earlier is None:
             return ""
+        identity = record.hash_of(parts)
+        changes = {n: found for n, old in self._parts.items() if (found := record.changed(old, parts))}
+        self.outdated |= {self.sweep / n for n in changes}
         if identity not in self.earlier:
+            for n, found in list(changes.items())[-1:]:
+                print(f"{n}: another {' and '.join(found)} than then, runs again elsewhere (job {job})", flush=True)
             return self._new_place()
         name, before = self.earlier[identity]
         folder, ended = self.sweep / name, before.state in (record.OK, record.FAILED)

@@ -75,6 +75,18 @@ def test_what_failed_runs_again_unless_told_otherwise(tmp_path):
     assert attempts == [2, 1]
 
 
+def test_after_a_change_of_code_jobs_run_again_it_is_said_why_and_the_table_has_the_new_ones(tmp_path, monkeypatch):
+    jobs = (*SWEEP, "hydra.sweep.dir=out", "run.name=a,b")
+    assert train(tmp_path, *jobs, ranks=False).returncode == 0
+    monkeypatch.setattr(record, "code_of", lambda cls: "of the day after")
+    for folders in (["2", "3"], ["2", "3"]):
+        again = train(tmp_path, *jobs, ranks=False)
+        assert again.returncode == 0 and kept(again.stdout) == ([] if "runs again elsewhere" in again.stdout else folders)
+        with (tmp_path / "out/table.csv").open() as file:
+            assert [row["folder"].rpartition("/")[2] for row in csv.DictReader(file)] == folders
+    assert json.loads((tmp_path / "out/3/identity.json").read_text())["code of the model"] == "of the day after"
+
+
 def test_a_sweep_that_grows_keeps_the_folders_of_its_jobs(tmp_path):
     train(tmp_path, *SWEEP, "hydra.sweep.dir=out", "run.name=a,c", ranks=False)
     more = train(tmp_path, *SWEEP, "hydra.sweep.dir=out", "run.name=a,b,c", "cluster.timeout_s=60", ranks=False)

@@ -52,7 +52,8 @@ def within(folder: Path, *commands: list[str], stub: bool, **pipes: int) -> "sub
     script = " && ".join(map(shlex.join, commands)).replace("PROFILE", '"$(echo sweep/profiles/*/profile.json)"')
     module = "tests.hydra_plugins.slurm_cluster"
     cluster = [unshare, "-nm", sys.executable, "-m", module, str(folder / "slurm"), "sh", "-c", script]
-    own = {"MDCS_WORKER": f"tests.experiments.{'stub' if stub else 'hasty'}_worker"}
+    (folder / "node").mkdir(exist_ok=True)
+    own = {"MDCS_WORKER": f"tests.experiments.{'stub' if stub else 'hasty'}_worker", "TMPDIR": str(folder / "node")}
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return subprocess.Popen(cluster, cwd=folder, env={**os.environ, **own, "PYTHONPATH": paths}, text=True, **pipes)
 
@@ -79,6 +80,7 @@ def test_a_job_that_fails_is_cancelled_or_loses_a_node_fails_and_no_other_does(t
     until(lambda: has_stepped(tmp_path / "sweep/2"), running, 400.0)
     inside(tmp_path, running, "scancel", "2_2")  # 1 is the job that measures their profile
     until(lambda: has_stepped(tmp_path / "sweep/3"), running)
+    assert len(list((tmp_path / "node").glob("mdcs-rank-*"))) == 3  # of this job: those of the killed ranks are gone
     for pid in slurm_cluster.processes_of(tmp_path / "slurm", "n1"):
         os.kill(pid, signal.SIGKILL)
     out, err = running.communicate(timeout=300)
@@ -91,7 +93,9 @@ def test_a_job_that_fails_is_cancelled_or_loses_a_node_fails_and_no_other_does(t
     assert last_event(tmp_path / "sweep/0")["reason"] == reason
     assert last_event(tmp_path / "sweep/1")["event"] == "summary"
     for job in "23":
-        assert f"its logs are in {tmp_path / 'sweep' / job}" in err, err
+        said = record.read(tmp_path / "sweep" / job)
+        assert f"failed: {said.reason} (its logs are in {tmp_path / 'sweep' / job}" in err, err
+        assert said.state == record.FAILED and last_event(tmp_path / "sweep" / job)["reason"] == said.reason
     assert {"2_0", "2_1", "2_2", "2_3"} <= set(out.replace(",", " ").replace(";", " ").split())
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from analysis.load import load_run
 from experiments import compare, jobs, train
-from experiments.job import record
+from experiments.job import record, submission
 from hydra_plugins import _mdcs_jobs
 from hydra_plugins.mdcs_slurm import CODE, MdcsSlurmConf, check, script, snapshot
 from launch import status
@@ -127,6 +128,18 @@ def test_of_a_job_that_was_ended_from_outside_slurm_says_how(tmp_path, monkeypat
     program(tmp_path, monkeypatch, "squeue", "[[ $* = '-h -t all -o %T -j 7_1' ]] && echo CANCELLED")
     _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("7_1", "logs/7_1"))
     assert _mdcs_jobs.failure(tmp_path) == "job 7_1 has ended: SLURM says CANCELLED; the output of its ranks is in logs/7_1"
+    (tmp_path / _mdcs_jobs.EXIT_CODE).write_text("137")
+    assert "has ended with exit code 137: SLURM says CANCELLED; " in _mdcs_jobs.failure(tmp_path)
+
+
+def test_a_job_that_could_say_nothing_has_failed_in_its_files_too(tmp_path, monkeypatch):
+    program(tmp_path, monkeypatch, "squeue", "[[ $* = '-h -t all -o %T -j 7_1' ]] && echo CANCELLED")
+    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("7_1", "logs/7_1"))
+    (tmp_path / "metrics.jsonl").write_text('{"event": "job", "schema": 3}\n{"event": "step", "st')
+    record.write(tmp_path, "of a job", record.RUNNING)
+    said = submission.settled(tmp_path, waited=True)
+    assert said.startswith("job 7_1 has ended: SLURM says CANCELLED; ") and load_run(tmp_path).reason == said
+    assert (record.read(tmp_path).state, record.read(tmp_path).reason) == (record.FAILED, said)
 
 
 def program(folder: Path, monkeypatch, name: str, does: str) -> None:
@@ -195,7 +208,8 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
     assert "0: ok, not run again" in said and there == 2
     for asked in ("hydra.launcher.constraint=a100", "+hydra.launcher.env.NCCL_ALGO=Ring"):
         runs += 1
-        assert submit(tmp_path, "hydra.launcher.nodes=2", asked)[1] == runs
+        said, there = submit(tmp_path, "hydra.launcher.nodes=2", asked)
+        assert there == runs and re.search(r"^\d: another hydra.launcher.\w+ .*than then, runs again elsewhere", said, re.M)
 
 
 @pytest.mark.parametrize(
@@ -318,12 +332,11 @@ def test_jobs_of_a_sweep_are_shown_with_their_output(tmp_path, monkeypatch, capf
         jobs.main([str(tmp_path), "--log", "0:1"])
 
 
-@pytest.mark.parametrize("page", ["slurm", "faq"])
-def test_what_the_documentation_submits_and_shows(tmp_path, monkeypatch, capfd, accepted, page):
-    text = (ROOT / f"docs/{page}.md").read_text().replace("/shared", str(tmp_path)).replace("\\\n", " ")
+def test_what_the_documentation_submits_and_shows(tmp_path, monkeypatch, capfd, accepted):
+    text = (ROOT / "docs/cluster.md").read_text().replace("/shared", str(tmp_path)).replace("\\\n", " ")
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall("^mdcs .*", text, re.M)]
     monkeypatch.setattr(os, "execvp", lambda name, command: sys.exit(command))
-    [submits] = [words for name, *words in commands if name == "train" and any("mdcs_slurm" in word for word in words)]
+    submits, *_ = [words for name, *words in commands if name == "train" and any("mdcs_slurm" in word for word in words)]
     done = one_process.call(train, tmp_path, *submits, "hydra.launcher.wait=false")
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=2" in accepted()[-1]

@@ -21,7 +21,7 @@ exit 0
     [
         ("RUNNING", {}, "", "scontrol requeue 7"),
         ("RUNNING", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "", "scontrol requeue 5_3"),
-        ("COMPLETING", {}, "job 7 is completing", "squeue -h -j 7 -o %T"),
+        ("COMPLETING", {}, "job 7 was cancelled or is out of time", "squeue -h -j 7 -o %T"),
     ],
 )
 def test_a_job_is_requeued_by_its_name_unless_it_is_cancelled(tmp_path, monkeypatch, state, array, why, asked):

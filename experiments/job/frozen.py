@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,14 +17,17 @@ from analysis.events import METRICS
 from experiments.config import checks, rules
 from experiments.config.schema import Config, ConfigError
 from experiments.config.started import adapted
-from experiments.job import checkpoints, record
+from experiments.job import checkpoints, profiles, record
 from experiments.job import run as jobs
 from experiments.job.app import on_rank_zero
 from experiments.job.profiles import Profiles
-from experiments.job.submission import CONFIG, MEASURE, TRAIN, fail, why_no_profile
+from experiments.job.submission import BUDGETS, CONFIG, MEASURE, TRAIN, fail, why_no_profile
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import Occupied
+from mdcs.planner.recompute import AUTO
+from mdcs.profile import cache
+from mdcs.sizes import Budget
 
 
 def run(folder: Path, what: str = TRAIN) -> int:
@@ -34,6 +38,8 @@ def run(folder: Path, what: str = TRAIN) -> int:
         rules.check(config)
         if what == MEASURE:
             reason = jobs.prepare(MEASURE, config, folder, Console())
+            if not reason and _needs_recomputation(config, folder):
+                reason = jobs.prepare(MEASURE, profiles.with_recomputation(config), folder, Console())
             if not reason:
                 (folder / METRICS).unlink(missing_ok=True)  # written by an attempt that failed
         else:
@@ -46,6 +52,15 @@ def run(folder: Path, what: str = TRAIN) -> int:
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr, flush=True)
     return 1 if reason else 0
+
+
+def _needs_recomputation(config: Config, folder: Path) -> bool:
+    """Whether a job that waits for the profile in the folder has a budget that only recomputation keeps."""
+    profile, file = cache.read(folder / "profile.json"), folder / BUDGETS
+    if profile is None or not file.exists():
+        return False
+    budgets = map(Budget.of, {*file.read_text(encoding="utf-8").splitlines()})
+    return profiles.is_short(replace(config, recompute=AUTO), profile, *budgets)
 
 
 def _train(config: Config, folder: Path, identity: str | None) -> str:

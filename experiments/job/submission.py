@@ -27,11 +27,15 @@ from experiments.job.resolved import with_absolute_paths
 from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
+from mdcs.planner.recompute import AUTO
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile import cache
 
 CONFIG = "frozen.yaml"
 """File in a job's folder: its resolved config."""
+BUDGETS = "budgets.txt"
+"""File in the folder of a profile: budgets of the jobs with recompute=auto that wait for it, one a line."""
 PROFILES = "profiles"
 """Folder in a sweep's folder with one folder for each of its profiles."""
 TRAIN, MEASURE = "train", "profile"
@@ -99,7 +103,13 @@ def _profile(config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
     parts = [profiles.key_of(config, elsewhere=True), dict(launcher)]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
     found = folder / f"{key}-{command_began():.0f}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
+    known = cache.read(found / "profile.json")
+    if known is not None and profiles.is_short(config, known):
+        found = folder / f"{key}-{command_began():.0f}"
     found.mkdir(parents=True, exist_ok=True)
+    if config.recompute == AUTO and config.budget.limited:
+        with (found / BUDGETS).open("a", encoding="utf-8") as budgets:
+            budgets.write(f"{config.budget.limit}\n")
     if (found / "profile.json").exists():
         (found / submitted.COMMAND).unlink(missing_ok=True)
     elif not (found / submitted.COMMAND).exists():

@@ -12,6 +12,7 @@ from rich.console import Console
 from analysis.events import METRICS, read_events
 from experiments.config import checks
 from experiments.config.identity import identity
+from experiments.config.schema import BudgetConfig
 from experiments.config.started import Started
 from experiments.job import frozen, record, submission
 from experiments.job import run as jobs
@@ -22,8 +23,11 @@ from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import claim
 from launch.elastic import Outcome
+from mdcs.planner.pipeline import floor_bytes
+from mdcs.planner.recompute import Planned
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
+from tests.mdcs.profiles import recomputable
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 SLURM = {"nodes": 1, "ranks_per_node": 2}
@@ -164,6 +168,29 @@ def test_jobs_of_a_sweep_plan_with_the_profile_that_one_job_has_measured_for_the
     folder, first = sweep
     assert run(first, submission.MEASURE, start) == 0 and not (first / "metrics.jsonl").exists()
     for name in ("0", "1"):
+        run(folder / name, start=start)
+        assert checks.load(folder / name / "config.yaml").profile.path == str(first / "profile.json")
+
+
+def test_recomputation_is_measured_once_for_all_jobs_whose_budgets_need_it(sweep, config):
+    folder, first = sweep
+    plain = Profile.from_json(PROFILE.read_text())
+    measured = []
+
+    def ranks(place, *_, **__):
+        asked = checks.load(place / "config.yaml")
+        measured.append(asked.recompute.name)
+        made = recomputable(plain, freed=8) if asked.recompute == Planned() else plain
+        (place / "profile.json").write_text(dataclasses.replace(made, about=identity(asked)).to_json())
+        return Outcome(True)
+
+    for name, over in (("2", -8), ("3", -16), ("4", 2**20)):
+        (folder / name).mkdir()
+        limit = f"{floor_bytes(plain) + over}"
+        submission.freeze(dataclasses.replace(config, budget=BudgetConfig(limit)), folder / name, SLURM, folder)
+        assert submitted.before(folder / name) == [first]
+    assert run(first, submission.MEASURE, ranks) == 0 and measured == ["auto", "planned"]
+    for name in "01234":
         run(folder / name, start=start)
         assert checks.load(folder / name / "config.yaml").profile.path == str(first / "profile.json")
 

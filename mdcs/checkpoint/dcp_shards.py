@@ -89,10 +89,10 @@ class TensorShards:
             at += n
 
     def to(self, device: str, *, copy: bool) -> TensorShards:
-        """Return a copy on this device, as a tensor's ``to``."""
-        made = TensorShards(self.shape, self.dtype, self._order)
-        made._boxes = [(box, values.to(device, copy=copy)) for box, values in self._boxes]
-        return made
+        """Return the pieces on this device, each as ``Tensor.to`` returns it."""
+        copied = TensorShards(self.shape, self.dtype, self._order)
+        copied._boxes = [(box, values.to(device, copy=copy)) for box, values in self._boxes]
+        return copied
 
     @property
     def nbytes(self) -> int:
@@ -145,8 +145,8 @@ def unflatten(leaves: Mapping[Key, Any]) -> dict[str, Any]:
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, TensorShards) else super().lookup_object(index)
+        leaf = self.state_dict[index.fqn]
+        return leaf.__get_tensor_shard__(index) if isinstance(leaf, TensorShards) else super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -155,8 +155,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, TensorShards) else super().lookup_tensor(index)
+        leaf = self.state_dict[index.fqn]
+        return leaf.__get_tensor_shard__(index) if isinstance(leaf, TensorShards) else super().lookup_tensor(index)
 
 
 class Writer(FileSystemWriter):

@@ -47,9 +47,9 @@ def begin(root: Path, step: int) -> Path:
     """Make the partial folder of a step, empty; delete folders that others left half-written or half-deleted."""
     for left in root.glob(f"step-*{_PARTIAL}"):
         shutil.rmtree(left)
-    made = partial_path(root, step)
-    made.mkdir(parents=True)
-    return made
+    partial = partial_path(root, step)
+    partial.mkdir(parents=True)
+    return partial
 
 
 def write(file: Path, data: bytes) -> None:
@@ -65,7 +65,7 @@ def finish(root: Path, step: int, files: Iterable[str], **about: Any) -> Path:
 
     ``files``: the names of all files. Raises CheckpointError for a file that some rank wrote to another file system.
     """
-    writing, made, sizes = partial_path(root, step), root / step_name(step), {}
+    writing, folder, sizes = partial_path(root, step), root / step_name(step), {}
     for name in sorted(files):
         if not (writing / name).is_file():
             raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
@@ -74,11 +74,11 @@ def finish(root: Path, step: int, files: Iterable[str], **about: Any) -> Path:
     manifest["sha256"] = _sha256(manifest)
     write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
     _sync(writing)
-    if made.exists():
-        _delete(made)
-    writing.rename(made)
+    if folder.exists():
+        _delete(folder)
+    writing.rename(folder)
     _sync(root)
-    return made
+    return folder
 
 
 def keep_last(root: Path, count: int) -> None:

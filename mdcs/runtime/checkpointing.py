@@ -161,23 +161,23 @@ class Checkpoints:
 
     def _to_write(self) -> FlatState:
         """Return what this rank writes. Replicas of a block write an equal share each."""
-        names, found = self._names, _Found()
+        names, leaves = self._names, _Leaves()
         for storage in self._storages:
             for b, section in enumerate(storage.sections):
                 start, values, share = storage.owned_slice(b).start, storage.owned_shard(b), _share(storage, b)
                 for fragment in fragments(storage, section, start, values, share):
                     for name in names[fragment.parameter]:
-                        found.add((MODEL, name), fragment)
+                        leaves.add((MODEL, name), fragment)
         for key, fragment in self._state.fragments(_share):
-            found.add((*STATE, names[fragment.parameter][0], key), fragment)
+            leaves.add((*STATE, names[fragment.parameter][0], key), fragment)
         started = self._state.started()
         if self._rank == 0:
-            found |= {(MODEL, name): value.detach() for name, value in self._buffers().items()}
+            leaves |= {(MODEL, name): value.detach() for name, value in self._buffers().items()}
             for p, (replicated, _) in started.items():
-                found |= {(*STATE, names[p][0], key): _tensor(value) for key, value in replicated.items()}
-            for p, own in self._state.kept.items():
-                found |= {(*STATE, names[p][0], key): value for key, value in own.items() if isinstance(value, Tensor)}
-        return found
+                leaves |= {(*STATE, names[p][0], key): _tensor(value) for key, value in replicated.items()}
+            for p, state in self._state.kept.items():
+                leaves |= {(*STATE, names[p][0], key): value for key, value in state.items() if isinstance(value, Tensor)}
+        return leaves
 
     def _names_by_parameter(self) -> dict[nn.Parameter, list[str]]:
         """Return the names of each parameter in the plain state dict (several for tied ones), the unit's name first."""
@@ -192,7 +192,7 @@ class Checkpoints:
         return {name: value for name, value in self._model.state_dict(keep_vars=True).items() if value not in self._names}
 
     def _group_names(self) -> list[list[str]]:
-        named = {p: name for name, p in self._model.named_parameters()} | {p: own[0] for p, own in self._names.items()}
+        named = {p: name for name, p in self._model.named_parameters()} | {p: names[0] for p, names in self._names.items()}
         return [[named[p] for p in group["params"]] for group in self._optimizers.param_groups]
 
     def _run(self, step: int) -> dict[str, Any]:
@@ -233,26 +233,26 @@ class Checkpoints:
             resumed = self._read(chosen)
         except Exception as error:
             refused = f"{chosen}: {error}"
-        told = next((problem for problem in exchange(refused) if problem), "")
-        if told:
-            raise CheckpointError(told)
+        problem_of_a_rank = next(filter(None, exchange(refused)), "")
+        if problem_of_a_rank:
+            raise CheckpointError(problem_of_a_rank)
         return resumed
 
     def _read(self, chosen: Path) -> ResumeInfo:
         run, saved, names = directory.load(chosen / RUN), dcp_shards.read_shapes(chosen), self._names
         self._compare(run, saved)
         self._begin_optimizer(chosen, run, saved)
-        found = _Found()
+        leaves = _Leaves()
         for storage in self._storages:
             for fragment in fragments_in_memory(storage):
-                found.add((MODEL, names[fragment.parameter][0]), fragment)
+                leaves.add((MODEL, names[fragment.parameter][0]), fragment)
         for key, fragment in self._state.fragments():
-            found.add((*STATE, names[fragment.parameter][0], key), fragment)
-        for p, own in self._state.kept.items():
-            found |= {(*STATE, names[p][0], key): value for key, value in own.items()}
+            leaves.add((*STATE, names[fragment.parameter][0], key), fragment)
+        for p, state in self._state.kept.items():
+            leaves |= {(*STATE, names[p][0], key): value for key, value in state.items()}
         buffers = self._buffers()
         read = {name: value.detach().contiguous() for name, value in buffers.items()}  # DCP cannot read into an expanded tensor
-        dcp_shards.load(chosen, found | {(MODEL, name): value for name, value in read.items()})
+        dcp_shards.load(chosen, leaves | {(MODEL, name): value for name, value in read.items()})
         for name, value in read.items():
             if value.data_ptr() != buffers[name].data_ptr():
                 write(buffers[name], value)
@@ -273,24 +273,24 @@ class Checkpoints:
                 raise ValueError(
                     f"it was saved from another model: {name} is {tuple(described.size)} there, {tuple(p.shape)} here"
                 )
-        ours, theirs = self._group_names(), [group["params"] for group in run["param_groups"]]
-        if ours != theirs:
+        here, there = self._group_names(), [group["params"] for group in run["param_groups"]]
+        if here != there:
             raise ValueError(
-                f"it was saved with other parameter groups: {_in_words(theirs)} there, {_in_words(ours)} here; use the same"
+                f"it was saved with other parameter groups: {_in_words(there)} there, {_in_words(here)} here; use the same"
             )
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape."""
-        named = {own[0]: p for p, own in self._names.items()}
-        ours = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
+        named = {names[0]: p for p, names in self._names.items()}
+        paths = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
         numbers: FlatState = {
             path: torch.zeros(saved[path].size, dtype=saved[path].properties.dtype)
-            for path in ours
+            for path in paths
             if path[-1] in self._state.layout_of(named[path[-2]]).replicated
         }
         dcp_shards.load(chosen, numbers)
         state: dict[Any, dict[str, Any]] = {}
-        for path in ours:
+        for path in paths:
             p, key = named[path[-2]], path[-1]
             empty = torch.empty(saved[path].size, dtype=p.dtype, device="meta")
             state.setdefault(p, {})[key] = numbers.get(path, empty)
@@ -298,7 +298,7 @@ class Checkpoints:
         optimizer_state.load_options(self._optimizers.param_groups, run)
 
 
-class _Found(dict[Key, Any]):
+class _Leaves(dict[Key, Any]):
     """Leaves, of which :meth:`add` makes TensorShards."""
 
     def add(self, path: Key, fragment: Fragment) -> None:
@@ -310,9 +310,9 @@ class _Found(dict[Key, Any]):
 
 def _share(storage: UnitStorage, block: int) -> slice:
     """Return the slice of a block that this rank writes, in the flat buffer of the block's section."""
-    own, (number, replicas) = storage.owned_slice(block), storage.replica
-    n = own.stop - own.start
-    return slice(own.start + number * n // replicas, own.start + (number + 1) * n // replicas)
+    owned, (number, replicas) = storage.owned_slice(block), storage.replica
+    n = owned.stop - owned.start
+    return slice(owned.start + number * n // replicas, owned.start + (number + 1) * n // replicas)
 
 
 def _tensor(value: Any) -> Tensor:

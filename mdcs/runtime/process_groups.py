@@ -79,17 +79,17 @@ class ProcessGroups:
     def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
         """Make a group of each part of the ranks; return the group of the part that has this rank."""
         ranks = dist.get_process_group_ranks(self._group)
-        mine, own = dist.get_rank(self._group), None
+        mine, chosen = dist.get_rank(self._group), None
         everyone = self.world == dist.get_world_size()  # see _new
         for part in parts:
             if mine in part or everyone:
                 group = dist.new_group(
                     [ranks[r] for r in part], timeout=timeout, backend=backend, use_local_synchronization=not everyone
                 )
-                own = group if mine in part else own
-        if everyone and own is not None:
-            self._own.append(own)
-        return own
+                chosen = group if mine in part else chosen
+        if everyone and chosen is not None:
+            self._own.append(chosen)
+        return chosen
 
     def _new(self, group: dist.ProcessGroup | None, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
         if self.world == dist.get_world_size():
@@ -117,17 +117,17 @@ class ProcessGroups:
         if self.world == 1:
             return [numbers]
         words = torch.zeros(self.world, _WORDS, dtype=torch.int64, device="cpu")
-        own = [CALLS.index(call), *numbers, *[0] * (_WORDS - 1 - len(numbers))]
-        words[dist.get_rank(self.host_group)] = torch.tensor(own, device="cpu")
+        padding = [0] * (_WORDS - 1 - len(numbers))
+        words[dist.get_rank(self.host_group)] = torch.tensor([CALLS.index(call), *numbers, *padding], device="cpu")
         try:
             dist.all_reduce(words, group=self.host_group)  # a gather would allocate in the backend's threads
         except RuntimeError as e:
             late = f"did not within {self._timeout.total_seconds():g} s, or is gone"
             if call == SIDE_PASS:
-                told = f"this rank ran one, and another {late}: evaluate on every rank, not under `if rank == 0:`"
+                advice = f"this rank ran one, and another {late}: evaluate on every rank, not under `if rank == 0:`"
             else:
-                told = f"{_RANK_ZERO.get(call, '')}call it on every rank: one {late}"
-            raise RuntimeError(f"{told} ({e})") from e
+                advice = f"{_RANK_ZERO.get(call, '')}call it on every rank: one {late}"
+            raise RuntimeError(f"{advice} ({e})") from e
         answers = [tuple(map(int, w)) for w in words.tolist()]
         for rank, (other, *_) in enumerate(answers):
             if CALLS[other] != call:

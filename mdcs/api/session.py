@@ -23,7 +23,7 @@ from mdcs.runtime import loop_calls, state_dict
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.gradient_scaling import Scaler
-from mdcs.runtime.handover import Handover
+from mdcs.runtime.initialization import Handover
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.telemetry.timeline import Interval

@@ -20,8 +20,7 @@ from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Unit
 from mdcs.profiler.batch_mix import uses
 from mdcs.profiler.progress import Progress
-from mdcs.runtime.errors import ErrorContext, RunError
-from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError
 
 T = TypeVar("T")
 

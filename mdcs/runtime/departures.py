@@ -29,7 +29,7 @@ import torch.distributed as dist
 from mdcs.plan.period import PeriodSlot
 from mdcs.profile.link import Kind
 from mdcs.runtime.context import RunContext
-from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.errors import FailureChannel
 from mdcs.runtime.process_groups import SIDE_PASS, ProcessGroups
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.unshard import Evaluation

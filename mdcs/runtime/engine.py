@@ -32,12 +32,10 @@ from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures, Lending, SidePasses
-from mdcs.runtime.errors import ErrorContext, RunError
+from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forget_in_child
 from mdcs.runtime.executor import run_on_comm_stream
-from mdcs.runtime.failure_channel import FailureChannel, forget_in_child
 from mdcs.runtime.gradient_scaling import UpdateScale
-from mdcs.runtime.handover import Handover
-from mdcs.runtime.initialization import leave_units, shard_units
+from mdcs.runtime.initialization import Handover, leave_units, shard_units
 from mdcs.runtime.message_queue import MessageQueue, queue_for
 from mdcs.runtime.messages import Messages
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from mdcs.emulation import Pacer
 from mdcs.plan.admission import max_in_flight_bytes
 from mdcs.runtime.context import RunContext, named_range
-from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.errors import FailureChannel
 from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.messages import Messages, Transfer, Update
 from mdcs.runtime.thread_transport import LISTEN_SECONDS

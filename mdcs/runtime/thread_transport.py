@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from mdcs.emulation import Pacer
 from mdcs.runtime.context import RunContext, named_range
-from mdcs.runtime.errors import RunError
-from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.errors import FailureChannel, RunError
 from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.messages import Messages, Transfer
 from mdcs.runtime.wire import Wire

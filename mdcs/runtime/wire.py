@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 from mdcs.emulation import Pacer
 from mdcs.runtime.context import RunContext
+from mdcs.runtime.errors import FailureChannel
 from mdcs.runtime.executor import run_on_comm_stream
-from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.messages import Messages
 

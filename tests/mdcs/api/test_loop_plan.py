@@ -22,7 +22,7 @@ from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.profiler.memory_bounds import whole_bytes
 from mdcs.runtime.engine import Engine
-from mdcs.runtime.handover import Handover
+from mdcs.runtime.initialization import Handover
 from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode

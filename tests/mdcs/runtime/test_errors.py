@@ -7,8 +7,7 @@ import weakref
 
 import torch.distributed as dist
 
-from mdcs.runtime.errors import ErrorContext
-from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.errors import ErrorContext, FailureChannel
 from tests.mdcs.runtime.ranks import Ranks
 
 

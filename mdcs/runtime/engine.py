@@ -89,9 +89,7 @@ class Engine:
             group, device, options.timeout_s, needs_control=options.needs_norm,
             per_node=plan.profile.per_node if any(k.in_node for k in plan.strategies) else 0,
         )
-        self.context = RunContext(plan, ErrorContext(self.rank), device, options.timeout_s)
-        self.place, self.meter, self.executor = self.context.place, self.context.meter, self.context.executor
-        self.account, self.recorder = self.context.account, self.context.recorder
+        self.place = ErrorContext(self.rank)
         self._handles: list[Any] = []  # what a run that ends, or cannot begin, removes from model and optimizers
         try:
             validation.agree_on_validation(found, model, plan, self.place, groups)
@@ -103,7 +101,10 @@ class Engine:
 
     def _assemble(self, units: list[ModelUnit], found: ValidationResult, before: Handover | None) -> None:
         model, optimizers, plan, options = self.model, self.optimizers, self.plan, self.options
-        groups, place, world, context = self.groups, self.place, self.groups.world, self.context
+        groups, place, world = self.groups, self.place, self.groups.world
+        self.context = context = RunContext(plan, place, self.device, options.timeout_s)
+        self.meter, self.executor = context.meter, context.executor
+        self.account, self.recorder = context.account, context.recorder
         self.aliases = attributes_over_parameters(model)
 
         # Failure: the other ranks hear why this one leaves.

@@ -53,36 +53,36 @@ TOO_LATE = (
 class Departures:
     """Units that leave the plan in one pass, and the departures of a step in words.
 
-    - ``kept``: units that were once used after the plan had freed them: from now on they are whole until their last use.
-    - ``passed``: units of which a forward slot was passed over in this pass.
-    - ``unreached``: units of which a backward slot was passed over in this pass.
-    - ``inside``: by unit, calls of its modules that have not returned.
-    - ``seen``, ``seconds``: departures of this step.
+    - ``held_until_last_use``: units that were once used after the plan had freed them, which from then on it does not.
+    - ``skipped_forward``: units of which a forward slot was passed over in this pass.
+    - ``skipped_backward``: units of which a backward slot was passed over in this pass.
+    - ``open_calls``: by unit, calls of its modules that have not returned.
+    - ``counts``, ``seconds``: departures of this step, in words.
     """
 
     def __init__(self, context: RunContext, wire: Wire, lending: Lending) -> None:
         self._plan, self._wire, self._units, self._storages = context.plan, wire, wire.units, wire.units.storages
         self._lending = lending
-        self.kept: set[int] = set()
-        self.passed: set[int] = set()
-        self.unreached: set[int] = set()
-        self.inside = [0] * len(self._storages)
-        self.seen: Counter[str] = Counter()
+        self.held_until_last_use: set[int] = set()
+        self.skipped_forward: set[int] = set()
+        self.skipped_backward: set[int] = set()
+        self.open_calls = [0] * len(self._storages)
+        self.counts: Counter[str] = Counter()
         self.seconds = 0.0
 
-    def note(self, unit: int, what: str) -> None:
+    def count(self, unit: int, what: str) -> None:
         """Count a departure: ``what`` names the unit as ``{}``."""
         name = self._storages[unit].name
         if not name.endswith("[frozen]"):  # the rest of the module is a unit that departs as well
-            self.seen[what.format(name)] += 1
+            self.counts[what.format(name)] += 1
 
-    def note_pass(self, has_gradient: Callable[[int], bool]) -> None:
+    def count_skipped(self, has_gradient: Callable[[int], bool]) -> None:
         """Count what did not come in the pass that ends."""
-        for unit in self.passed:
-            self.note(unit, "ran {} less often" if has_gradient(unit) else "left out {}")
-        for unit in self.unreached - self.passed:
+        for unit in self.skipped_forward:
+            self.count(unit, "ran {} less often" if has_gradient(unit) else "left out {}")
+        for unit in self.skipped_backward - self.skipped_forward:
             if self._storages[unit].trainable and not has_gradient(unit):
-                self.note(unit, "ran {} without a gradient")
+                self.count(unit, "ran {} without a gradient")
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -91,24 +91,24 @@ class Departures:
         yield
         self.seconds += time.perf_counter() - begin
 
-    def take(self) -> tuple[dict[str, int], float]:
+    def pop_counts(self) -> tuple[dict[str, int], float]:
         """Return the departures since the last call, and the seconds that they took."""
-        taken = dict(self.seen), self.seconds
-        self.seen, self.seconds = Counter(), 0.0
-        return taken
+        counts = dict(self.counts), self.seconds
+        self.counts, self.seconds = Counter(), 0.0
+        return counts
 
     # -- units that stay whole ------------------------------------------------------------------------------------
 
-    def stays(self, unit: int, phase: str) -> bool:
+    def must_hold(self, unit: int, phase: str) -> bool:
         """Return whether a unit stays whole at the end of a slot after which the plan frees it.
 
         After backward a trainable unit never does: its update may begin.
         """
         if phase == "B":
-            return unit in self.kept and not self._storages[unit].trainable
+            return unit in self.held_until_last_use and not self._storages[unit].trainable
         # A unit that was passed over may still come, in another order. Without a budget there is room to wait for it.
         has_room = self._wire.queue.admission.cap is None
-        return unit in self.kept or self.inside[unit] > 0 or has_room and unit in self.passed
+        return unit in self.held_until_last_use or self.open_calls[unit] > 0 or has_room and unit in self.skipped_forward
 
     def make_whole(self, unit: int, slot: PeriodSlot | None, periods: int) -> None:
         """Make a freed unit whole, and keep it so from the next pass on.
@@ -116,7 +116,7 @@ class Departures:
         ``slot``: where compute is, in the period with this number; None behind the unit's last planned use.
         """
         storage, queue = self._storages[unit], self._wire.queue
-        self.kept.add(unit)
+        self.held_until_last_use.add(unit)
         gathered = None if slot is None else self._gathered(unit, slot, periods)
         if gathered is not None:
             self._wait(gathered)
@@ -158,9 +158,9 @@ class Departures:
 
     def restart(self) -> None:
         """Forget the pass; its memory is freed."""
-        self.passed.clear()
-        self.unreached.clear()
-        self.inside = [0] * len(self._storages)
+        self.skipped_forward.clear()
+        self.skipped_backward.clear()
+        self.open_calls = [0] * len(self._storages)
 
 
 class Lending:
@@ -270,7 +270,7 @@ class SidePasses:
             self._full = [storage.is_full for storage in self._storages]
             self._block.enter_context(self._evaluation.unsharded())
             self.is_open = True
-        self.departures.seen["ran a pass beside the plan"] = 1
+        self.departures.counts["ran a pass beside the plan"] = 1
 
     def use(self, unit: int, in_backward: bool) -> None:
         """Make sure that a unit is whole: in a forward until it returns, in a backward until the plan goes on."""

@@ -253,7 +253,7 @@ class Engine:
         if not sequencer.watches_memory:
             self.excess.read(sequencer.step, self.meter)
         self.recorder.over_budget(sequencer.step, *self.excess.end_step(sequencer.step))
-        self.recorder.departures(sequencer.step, *sequencer.departures.take())
+        self.recorder.departures(sequencer.step, *sequencer.departures.pop_counts())
         self.recorder.step(sequencer.step, self.executor.record_timestamp())
         sequencer.end_step()
         self._hooks.updates += 1
@@ -322,7 +322,7 @@ class Engine:
         if sequencer.side.is_open:
             sequencer.side.end()
         sequencer.leave_forward()
-        answers = self.groups.agree_on_call(call, sequencer.step, sequencer.committed, sequencer.updates_begun)
+        answers = self.groups.agree_on_call(call, sequencer.step, sequencer.agreed_progress, sequencer.updates_begun)
         problem = why_ranks_cannot_continue(answers)
         if problem is not None:
             return problem

@@ -52,12 +52,12 @@ class SlotSequencer(SlotPosition):
         """Enter a forward slot, unless it is a frozen unit's in an evaluation."""
         if self.exported_to is None or torch.is_grad_enabled():
             self._slot(unit, "F")
-            self.departures.inside[unit] += 1
+            self.departures.open_calls[unit] += 1
 
     def forward_end(self, unit: int) -> None:
         """Note that a module has returned; buffers are freed at the end of the slot."""
         if self.exported_to is None or torch.is_grad_enabled():
-            self.departures.inside[unit] -= 1
+            self.departures.open_calls[unit] -= 1
 
     def backward_begin(self, unit: int) -> None:
         """Enter a backward slot."""
@@ -72,7 +72,7 @@ class SlotSequencer(SlotPosition):
         """Let a side pass use a unit. Inside of a forward pass of the plan it is one more use."""
         if self.exported_to is not None:
             return
-        if any(self.departures.inside):
+        if any(self.departures.open_calls):
             self._use_again(unit)
             return
         if not self.side.is_open:
@@ -122,7 +122,7 @@ class SlotSequencer(SlotPosition):
             while self.next_slot != end:
                 self._pass_over(ended=True)
         self._complete(ended=True)
-        self.departures.note_pass(lambda unit: bool(self.gradients.come[unit]))
+        self.departures.count_skipped(lambda unit: bool(self.gradients.come[unit]))
         self.gradients.end_pass()
         self._in_backward = False
         self._arrive()
@@ -178,7 +178,7 @@ class SlotSequencer(SlotPosition):
             self.side.end()
         if self.step_pending:
             raise self._error(f"backward ran again before optimizer.step(), after the last backward pass of the step. {MORE}")
-        self.departures.seen["ran a backward pass without a forward pass of its own"] += 1
+        self.departures.counts["ran a backward pass without a forward pass of its own"] += 1
         while self.period.slots[self.next_slot].phase == "F":
             if not self.arrived:
                 self._arrive()
@@ -195,7 +195,7 @@ class SlotSequencer(SlotPosition):
             self._arrive()
         slot = self.period.slots[self.next_slot]
         if self.plan.profile.slots[slot.place].seconds:  # 0: the profiled step left it out, too
-            (self.departures.passed if slot.phase == "F" else self.departures.unreached).add(slot.unit)
+            (self.departures.skipped_forward if slot.phase == "F" else self.departures.skipped_backward).add(slot.unit)
         self._enter()
         return True
 
@@ -218,8 +218,8 @@ class SlotSequencer(SlotPosition):
                 "use it in forward, or keep a copy there (.clone())"
             )
         if not self._in_backward:
-            departures.note(unit, "ran {} in another order" if unit in departures.passed else "ran {} once more")
-            departures.passed.discard(unit)
+            departures.count(unit, "ran {} in another order" if unit in departures.skipped_forward else "ran {} once more")
+            departures.skipped_forward.discard(unit)
         if not storage.guard.is_open:
             slot = self.period.slots[self.next_slot - 1]
             departures.make_whole(unit, None if self.has_left(unit) else slot, self.periods)
@@ -239,12 +239,12 @@ class SlotSequencer(SlotPosition):
         has_run = self.periods > self.queue.first_period or q > self.period.turn
         phase, departures = self.period.slots[q - 1].phase, self.departures
         for storage in self._tables.closes[q - 1] if has_run else ():
-            if not departures.stays(storage.unit, phase):
+            if not departures.must_hold(storage.unit, phase):
                 storage.guard.close()
         if previous.released and has_run:
             with lock:
                 for u, _ in previous.released:
-                    self.units.take_outside(u) if departures.stays(u, phase) else self.units.free(u)
+                    self.units.take_outside(u) if departures.must_hold(u, phase) else self.units.free(u)
                 self.queue.admission.reserve(-previous.freed)
         with lock:
             self._window((q - 1) % self.period.length, has_run)
@@ -322,8 +322,8 @@ class SlotSequencer(SlotPosition):
     # -- out of the ordinary ------------------------------------------------------------------------------------
 
     @property
-    def committed(self) -> int:
-        """The :attr:`progress` that every rank must reach: messages of a slot that one rank has issued, all send."""
+    def agreed_progress(self) -> int:
+        """The :attr:`progress` that every rank must reach before it gives up: a message issued on one is sent by all."""
         return self.progress + (self._sent_early > 0)
 
     @property

@@ -9,7 +9,9 @@ work in the slot of the peak.
 from __future__ import annotations
 
 import dataclasses
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,8 +24,53 @@ from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.profile.recompute import CHOICES, NONE, RecomputeOption, uniform
 
-_MOST = 400  # sequential schedules tried
+_MOST = 400  # sequential schedules that one descent tries
+_T = TypeVar("_T", tuple[Strategy, ...], Job)
 _SHARPNESS = 24  # power of a slot's bytes, relative to the peak: how little slots below the peak count
+
+
+class _Needs(NamedTuple):
+    """The bytes that each slot of a sequential schedule needs, and the schedule."""
+
+    by_slot: list[int]
+    plan: Plan
+
+    @property
+    def peak(self) -> int:
+        """The largest need."""
+        return max(self.by_slot)
+
+    def units_at_peak(self) -> list[int]:
+        """Return the units that the slot of the peak uses, or that its messages carry."""
+        slot, period = self.by_slot.index(self.peak), self.plan.period
+        found = {u for m in self.plan.messages if m.slot == slot for u, _ in m.parts}
+        for u in range(len(self.plan.profile.units)):
+            for micro in range(period.micro_steps):
+                for span in (period.forward(u, micro), period.backward(u, micro)):
+                    if span is not None and any(q % period.length == slot for q in range(span[0], span[1] + 1)):
+                        found.add(u)
+        return sorted(found)
+
+
+def _needs(job: Job, mix: tuple[Strategy, ...]) -> _Needs:
+    plan = sequential(StrategyAssignment(job, mix))
+    return _Needs([need.bytes for need in worst_case_bytes_by_slot(plan)], plan)
+
+
+def _descended(start: _T, needs: Callable[[_T], _Needs], changed: Callable[[_T, int], list[_T]]) -> _T:
+    """Return ``start`` after changes of one unit at the peak at a time, as long as they lower the peak.
+
+    - ``needs``: those of a choice. ``changed``: the choices that differ in one unit.
+    """
+    tried = 0
+    while tried < _MOST:
+        changes = [each for u in needs(start).units_at_peak() for each in changed(start, u)]
+        tried += len(changes)
+        best = min(changes, key=lambda each: needs(each).peak, default=start)
+        if needs(best).peak >= needs(start).peak:
+            break
+        start = best
+    return start
 
 
 @lru_cache(maxsize=64)
@@ -31,69 +78,43 @@ def min_peak_strategies(job: Job) -> tuple[Strategy, ...]:
     """Return the strategies with the smallest sequential peak found: all fsdp unless other mixes need fewer bytes.
 
     No uniform mix needs fewer bytes. On random jobs of up to four units the result is the minimum over all mixes
-    (tests). With many units it is the result of a search of some hundred schedules at most, the same in every process.
+    (tests). With many units it is the result of a search, the same in every process.
     """
-
-    @cache
-    def judged(mix: tuple[Strategy, ...]) -> tuple[int, int, Plan]:
-        """Return the peak, its first slot, and the sequential schedule."""
-        plan = sequential(StrategyAssignment(job, mix))
-        by_slot = [need.bytes for need in worst_case_bytes_by_slot(plan)]
-        return max(by_slot), by_slot.index(max(by_slot)), plan
+    needs = cache(partial(_needs, job))
 
     def peak(mix: tuple[Strategy, ...]) -> int:
-        return judged(mix)[0]
+        return needs(mix).peak
 
-    def descended(mix: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Return the mix after changes of one unit at a time, as long as they lower its peak."""
-        while judged.cache_info().currsize < _MOST:
-            _, slot, plan = judged(mix)
-            changes = [(u, k) for u in _at_work(plan, slot) for k in choices(job.profile) if k is not mix[u]]
-            best = min(((*mix[:u], k, *mix[u + 1 :]) for u, k in changes), key=peak, default=mix)
-            if peak(best) >= peak(mix):
-                break
-            mix = best
-        return mix
+    def changed(mix: tuple[Strategy, ...], u: int) -> list[tuple[Strategy, ...]]:
+        return [(*mix[:u], k, *mix[u + 1 :]) for k in choices(job.profile) if k is not mix[u]]
 
     alike = [(strategy,) * len(job.profile.units) for strategy in (Strategy.fsdp, *choices(job.profile))]
     starts = alike[0], min(alike, key=peak)
-    return min(map(descended, starts), key=peak)  # ties: all fsdp, the first start
+    return min((_descended(each, needs, changed) for each in starts), key=peak)  # ties: all fsdp, the first start
 
 
 @lru_cache(maxsize=64)
 def min_peak_job(job: Job) -> Job:
     """Return the job with the recomputation of the smallest sequential peak found, with the strategies that need least.
 
-    The search starts from the uniform choices, and changes the choice of units at work in the slot of the peak. The last of
-    the :func:`recompute_steps` is tried, too.
+    The search starts from the uniform choices. The last of the :func:`recompute_steps` is tried, too.
     """
     known = {(option.unit, option.choice) for option in job.profile.recompute}
+
+    def changed(job: Job, u: int) -> list[Job]:
+        now = job.recompute or (NONE,) * len(job.profile.units)
+        found = [c for c in CHOICES if c != now[u] and (c == NONE or (u, c) in known)]
+        return [dataclasses.replace(job, recompute=(*now[:u], c, *now[u + 1 :])) for c in found]
+
+    def floor(job: Job) -> int:
+        """Return the floor of a job whose recomputation is decided, without its reserve."""
+        return _needs(job, min_peak_strategies(job)).peak
+
     alike = dict.fromkeys(uniform(job.profile.recompute, len(job.profile.units), choice) for choice in CHOICES)
-    jobs = [dataclasses.replace(job, recompute=choices) for choices in alike]
-    best = min(jobs, key=_peak)
-    mix = min_peak_strategies(best)
-    needs, plan = _needs(best, mix)
-    for _ in range(_MOST // 4):
-        now = best.recompute or (NONE,) * len(mix)
-        at_work = _at_work(plan, needs.index(max(needs)))
-        changes = [(u, c) for u in at_work for c in CHOICES if c != now[u] and (c == NONE or (u, c) in known)]
-        found = [dataclasses.replace(best, recompute=(*now[:u], c, *now[u + 1 :])) for u, c in changes]
-        lower = min(((*_needs(each, mix), each) for each in found), key=lambda each: max(each[0]), default=None)
-        if lower is None or max(lower[0]) >= max(needs):
-            break
-        needs, plan, best = lower
-    return min(best, recompute_steps(job, mix)[-1], key=_peak)
-
-
-def _peak(job: Job) -> int:
-    """Return the floor of a job whose recomputation is decided, without its reserve."""
-    return max(_needs(job, min_peak_strategies(job))[0])
-
-
-def _needs(job: Job, mix: tuple[Strategy, ...]) -> tuple[list[int], Plan]:
-    """Return the bytes that each slot of the mix's sequential schedule needs, and the schedule."""
-    plan = sequential(StrategyAssignment(job, mix))
-    return [need.bytes for need in worst_case_bytes_by_slot(plan)], plan
+    start = min((dataclasses.replace(job, recompute=choices) for choices in alike), key=floor)
+    mix = min_peak_strategies(start)
+    best = _descended(start, cache(lambda job: _needs(job, mix)), changed)
+    return min(best, recompute_steps(job, mix)[-1], key=floor)
 
 
 def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
@@ -102,7 +123,7 @@ def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
     Needs are those of the sequential schedule of ``mix``, and estimated: :func:`mdcs.plan.recompute.peak_changes` add up.
     """
     profile, plain = job.profile, dataclasses.replace(job, recompute=())
-    needs = np.array(_needs(plain, mix)[0], float) + job.reserve
+    needs = np.array(_needs(plain, mix).by_slot, float) + job.reserve
     places = np.array([slot.place for slot in job.period.slots])
 
     def change(each: RecomputeOption) -> np.ndarray:
@@ -132,15 +153,3 @@ def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
             choices = tuple(chosen[u].choice if u in chosen else NONE for u in range(len(profile.units)))
             steps.append(dataclasses.replace(job, recompute=choices))
     return steps
-
-
-def _at_work(plan: Plan, slot: int) -> list[int]:
-    """Return the units that a slot uses, or that messages of the slot carry."""
-    period = plan.period
-    found = {u for m in plan.messages if m.slot == slot for u, _ in m.parts}
-    for u in range(len(plan.profile.units)):
-        for micro in range(period.micro_steps):
-            for span in (period.forward(u, micro), period.backward(u, micro)):
-                if span is not None and any(q % period.length == slot for q in range(span[0], span[1] + 1)):
-                    found.add(u)
-    return sorted(found)

@@ -33,7 +33,8 @@ class Cost(NamedTuple):
     - ``copy``: summing and unpacking.
     - ``update``: the update.
     - ``idle``: ``transfer`` while nothing computes.
-    - ``lost``: compute time lost when the message completes while something computes.
+    - ``lost``: compute time lost when the message completes while something computes, without that lost to copying and
+      updating.
     """
 
     alpha: float
@@ -147,7 +148,7 @@ class CostModel:
         copy = self.copy_s(payload, parts)
         update = self.update_s(kind, elements, parts) if update is None else update
         transfer = idle if blocking else self.transfer_s(kind, wire)
-        lost = self.lost_s(wire, copy + update)
+        lost = self.lost_s(wire, 0.0)
         cost = self._known[key] = Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
         return cost
 

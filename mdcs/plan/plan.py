@@ -162,10 +162,10 @@ class Plan:
         costs = [
             cost.message(
                 m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m), cost.updates_s(m.kind, self.blocks, m.parts)
-            )._replace(lost=cost.lost_s(self.wire(m), 0.0))
+            )
             for m in self.messages
-        ]  # fmt: skip
-        by_number = MessageSeconds(*map(list, zip(*costs, strict=True))) if costs else MessageSeconds(*([] for _ in range(7)))
+        ]
+        by_number = MessageSeconds(*([each[i] for each in costs] for i in range(len(MessageSeconds._fields))))
         out = MessageSeconds(*([0.0] * n for _ in MessageSeconds._fields))
         fold_seconds(by_number, self.profile.contention.compute_per_work, range(n), self.schedule, out)
         return out

@@ -101,7 +101,9 @@ class MessageTable(NamedTuple):
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds of messages, as in :class:`mdcs.plan.cost.Cost`, by number or in wire order."""
+    """Seconds of messages: by number, as in :class:`mdcs.plan.cost.Cost`; or in wire order, where ``update`` is all updates that
+    its end runs, and ``lost`` includes what copying and updating cost.
+    """
 
     alpha: Numbers
     gap: Numbers
@@ -212,7 +214,7 @@ def arrange(t: MessageTable, turn: int, order: Numbers, slots: Numbers, s: Sched
 def fold_seconds(by_number: MessageSeconds, lost_per_work: float, order: Numbers, s: Schedule, out: MessageSeconds) -> None:
     """Fill the seconds of messages in wire order.
 
-    - ``by_number``: seconds by number, with the compute time that is lost without copying and updating.
+    - ``by_number``: seconds by number (:class:`mdcs.plan.cost.Cost`).
     - ``lost_per_work``: compute seconds lost per second of copying and updating.
     """
     for p in range(len(order)):

@@ -159,9 +159,7 @@ class Candidates:
         values, width = message_values(period, message, blocks), profile.width(blocks, kind, parts[0])
         elements, scratch = values.elements, 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
         sizes = own_bytes(period, kind, elements * width, len(parts), scratch)[1:]
-        seconds = cost.message(
-            kind, elements, len(parts), message.blocking, width, cost.updates_s(kind, blocks, parts)
-        )._replace(lost=cost.lost_s(profile.wire(kind, elements * width), 0.0))  # fmt: skip
+        seconds = cost.message(kind, elements, len(parts), message.blocking, width, cost.updates_s(kind, blocks, parts))
         for name, value in zip(_BY_NUMBER, (*values.row, *seconds, *sizes), strict=True):
             self._columns[name].append(value)
         known = self._block_numbers

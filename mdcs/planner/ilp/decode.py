@@ -62,8 +62,8 @@ class SearchRequest:
         problem, budget = self.problem, self.problem.budget
         if budget is not None:
             mix = problem.mix([Strategy.fsdp] * len(problem.profile.units))
-            sent = [m.transient for m in Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).messages]
-            budget -= min(max_in_flight_bytes(sent, problem.profile.link.depth), max(0, budget - problem.floor) // 2)
+            sizes = Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).folded
+            budget -= min(max_in_flight_bytes(sizes.transient, problem.profile.link.depth), max(0, budget - problem.floor) // 2)
         job = dataclasses.replace(problem.job, profile=linearize_costs(problem.job.profile))
         return dataclasses.replace(problem, job=job, budget=budget)
 

@@ -33,7 +33,7 @@ def linearize_costs(profile: Profile) -> Profile:
         wire = profile.wire(kind, cost.payload(kind, elements))
         each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
         beta.append(each / wire if wire else link.beta_of(kind))
-        lost = max(lost, block.lost / each if each else 0.0)
+        lost = max(lost, cost.lost_s(wire, block.copy + block.update) / each if each else 0.0)
     lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # lost compute time, as a fraction of sending time
     none = (0.0,) * len(beta)
     return dataclasses.replace(

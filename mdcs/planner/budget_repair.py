@@ -18,7 +18,7 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message, buffer_of
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import worst_case_bytes_by_slot
-from mdcs.planner.neighborhood import with_block_sizes
+from mdcs.planner.search import with_block_sizes
 from mdcs.simulator.simulate import replay
 
 _AHEAD = (4, 2, 1)  # slots

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdcs.plan.job import Job
+from mdcs.plan.job import Job, recomputing
 from mdcs.plan.ledger import AssignmentBytes, own_bytes, sizes_of_units
 from mdcs.plan.plan import Plan
-from mdcs.plan.recompute import recomputing
 from mdcs.plan.schedule import (
     Folded,
     Message,
@@ -33,9 +32,9 @@ from mdcs.plan.validity import Blocks
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 from mdcs.simulator import kernel
-from mdcs.simulator.engine import empty_replay, period_arrays
 from mdcs.simulator.kernel import PeriodArrays, ReplayArrays
 from mdcs.simulator.machine_code import compiled_loops, for_loops, numbers
+from mdcs.simulator.simulate import empty_replay, period_arrays
 
 # Penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER.
 _TIGHT, _POWER = 0.05, 4

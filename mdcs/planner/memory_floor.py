@@ -15,9 +15,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from mdcs.plan.job import Job
+from mdcs.plan.job import Job, peak_changes
 from mdcs.plan.plan import Plan
-from mdcs.plan.recompute import peak_changes
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import worst_case_bytes_by_slot
@@ -120,7 +119,7 @@ def min_peak_job(job: Job) -> Job:
 def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
     """Return the job with more and more recomputation, from none. Each frees most in the slots that need most, per second.
 
-    Needs are those of the sequential schedule of ``mix``, and estimated: :func:`mdcs.plan.recompute.peak_changes` add up.
+    Needs are those of the sequential schedule of ``mix``, and estimated: :func:`mdcs.plan.job.peak_changes` add up.
     """
     profile, plain = job.profile, dataclasses.replace(job, recompute=())
     needs = np.array(_needs(plain, mix).by_slot, float) + job.reserve

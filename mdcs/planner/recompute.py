@@ -16,9 +16,8 @@ from functools import cache
 from typing import ClassVar, Protocol
 
 from mdcs.options import Checked, option
-from mdcs.plan.job import Job
+from mdcs.plan.job import Job, chosen_options
 from mdcs.plan.plan import Plan
-from mdcs.plan.recompute import chosen_options
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
 from mdcs.planner.feasibility import PlanningProblem

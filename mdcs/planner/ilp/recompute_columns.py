@@ -1,6 +1,6 @@
 """Recomputation in the integer programs: one binary column per unit and option, and what follows from them.
 
-Of the units' choices (:func:`mdcs.plan.recompute.recomputing`) the bytes of a slot are linear, except that a slot's peak
+Of the units' choices (:func:`mdcs.plan.job.recomputing`) the bytes of a slot are linear, except that a slot's peak
 is the largest of several terms: then there are several rows. For w[u,c], Σ_c w[u,c] <= 1::
 
     live'    = live - Σ freed·w                                    options whose uses span the slot

@@ -10,10 +10,9 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check, min_feasible_budget
-from mdcs.planner.annealing import anneal
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.ilp.portfolio import EvaluatedPlan, evaluate
-from mdcs.planner.neighborhood import merge_adjacent_blocks
+from mdcs.planner.search import anneal, merge_adjacent_blocks
 from mdcs.simulator.simulate import replay
 
 RACING = 6  # plans that a race starts from

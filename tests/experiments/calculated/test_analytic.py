@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.calculated.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
-from mdcs.plan.recompute import recomputing
+from mdcs.plan.job import recomputing
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp

@@ -3,8 +3,7 @@
 import pytest
 
 from experiments.calculated.layers import Layer, Precision, layers_profile
-from mdcs.plan.job import Job
-from mdcs.plan.recompute import recomputing
+from mdcs.plan.job import Job, recomputing
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform

@@ -18,8 +18,8 @@ from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.neighborhood import MOVES, PLAN_MOVES, RECOMPUTE_MOVES
 from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.search import MOVES, PLAN_MOVES, RECOMPUTE_MOVES
 from mdcs.profile.contention import Contention
 from mdcs.profile.schema import Unit
 from mdcs.simulator.simulate import replay

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.plan.recompute import recomputing
+from mdcs.plan.job import recomputing
 from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE
 from mdcs.profiler.consensus import merge_profiles
 from mdcs.profiler.model_profile import _recorded, measure_profile

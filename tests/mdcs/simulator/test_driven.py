@@ -14,7 +14,7 @@ from mdcs.planner.registry import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contention import Contention
 from mdcs.profile.execution import UPDATES, ExecutionModel
-from mdcs.simulator.engine import run
+from mdcs.simulator.simulate import run
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay
 

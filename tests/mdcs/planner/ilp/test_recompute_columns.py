@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mdcs.plan.job import Job
+from mdcs.plan.job import Job, recomputing
 from mdcs.plan.plan import Plan
-from mdcs.plan.recompute import recomputing
 from mdcs.plan.strategy import choices
 from mdcs.plan.validity import PlanError
 from mdcs.planner.budget_repair import repair

@@ -34,7 +34,7 @@ from mdcs.profiler.link_timing import measure_link
 from mdcs.profiler.memory_bounds import require_model_fits, whole_bytes
 from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.progress import tell
-from mdcs.profiler.running_steps import RunningSteps, recorder_of
+from mdcs.profiler.running_steps import RunningSteps, without_passes
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import RunError
@@ -100,7 +100,7 @@ class LoopPlan:
             require_model_fits(self.units, optimizers.members, self.budget.size, world, None)
         backend = backend_of(None, device) if world > 1 else ""
         profile = assembled(
-            self.units, Updates(optimizers), recorder_of(self.units, current_meter(device), device), device,
+            self.units, Updates(optimizers), without_passes(self.units, current_meter(device), device), device,
             world=world, link=Link.uniform(1.0, 50.0),
             collectives=Collectives.default(backend) if backend else Collectives(),
         )  # fmt: skip

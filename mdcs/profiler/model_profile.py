@@ -36,6 +36,7 @@ from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.profiler import host_timing
 from mdcs.profiler.alias_tracker import AliasTracker
+from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
@@ -266,7 +267,13 @@ def _recorded(
             return None
 
         guards = [Guard(unit.parameters, partial(used, u)) for u, unit in enumerate(units)]
-        recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
+        alone = ModelAlone(units, guards, meter, sum(t.numel() * t.element_size() for t in known))
+        recorder = SlotRecorder(units, meter, device, alone, alone.activations)
+
+        def begin(kept: Measures) -> None:
+            alone.begin()
+            recorder.restart(kept)
+
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder, model), _weights(units)
         recomputation = Recomputation(units, selective or {}, recorder.recomputing)
@@ -275,16 +282,16 @@ def _recorded(
         try:
             for kept in _passes(meter, iterations, warmup):
                 same_numbers()
-                recorder.begin(kept)
+                begin(kept)
                 try:
                     loss = step()  # alive until the next step returns, as in a loop
                     loss.backward()
                 except RuntimeError as e:
-                    if not recorder.marks or _CHANGED not in str(e):
+                    if not alone.marks or _CHANGED not in str(e):
                         raise
-                    recorder.marks = False
+                    alone.marks = recorder.takes_early = False
                     same_numbers()
-                    recorder.begin(kept)
+                    begin(kept)
                     loss = step()
                     loss.backward()
                 if agree(_is_enough(recorder.seconds, until)):
@@ -295,11 +302,11 @@ def _recorded(
                 raise alias_refused(alias)
             if watch:
                 same_numbers()
-                _watch(recorder, model, step)
+                _watch(recorder, model, partial(begin, Measures(False, False)), step)
         finally:
             recomputation.remove()
             hooks.remove()
-            for guard in recorder.guards:
+            for guard in guards:
                 guard.open()
         changed = [name for name, weight in _weights(units).items() if weight != before[name]]
         if changed:
@@ -310,12 +317,12 @@ def _recorded(
     return recorder
 
 
-def _watch(recorder: SlotRecorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
+def _watch(recorder: SlotRecorder, model: nn.Module, begin: Callable[[], None], step: Callable[[], Tensor]) -> None:
     """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
     handle = register_module_forward_pre_hook(lambda module, args: _note_rerun(recorder, module))
     try:
         with AliasTracker(recorder.model_units, recorder.used) as watch, UnitTensors(recorder.model_units) as tensors:
-            recorder.begin(Measures(False, False))
+            begin()
             loss = step()
             recorder.shared, recorder.outputs = tensors.shared_inputs(), tensors.outputs()
             loss.backward()

@@ -1,4 +1,7 @@
-"""Listens to the hooks of a model that runs alone, and keeps times, spans and activation bytes per slot."""
+"""The one recorder of slots: listens to the hooks of a model, and keeps times, spans and activation bytes per slot.
+
+The model runs alone (:class:`mdcs.profiler.model_alone.ModelAlone`), or as a run of a plan.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mdcs.model.guard import Guard
+from mdcs.model.hooks import Listener
 from mdcs.model.optimizers import Segment, Updates, in_flat_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.layout import Section
 from mdcs.profile.schema import Slot, Unit
 from mdcs.profiler.timing import DeviceTimestamp
 from mdcs.sizes import aligned
-from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
+from mdcs.telemetry.memory_meter import Meter, Reading
 from mdcs.torch_compat import backward_pass
 
 
@@ -31,21 +34,39 @@ class Measures(NamedTuple):
     bytes: bool
 
 
+class Run(Listener, Protocol):
+    """What the recorder hears, it tells the run, which has the parameters and takes the gradients away.
+
+    ``exported_to``: what the loop has the parameters for instead of training; None: nothing.
+    """
+
+    exported_to: str | None
+
+
 @dataclass
 class SlotRecorder:
-    """Listens to one micro-step after the other and keeps times and bytes per slot."""
+    """Listens to one micro-step after the other and keeps times and bytes per slot. Time in which ``run`` works is left
+    out.
+
+    - ``activations``: returns the bytes of activations in a reading of the meter.
+    - ``aside``: a context for what ``run`` does itself.
+    - ``is_strict``: whether passes of another order than the first are an error. They are left out if not, and every
+      pass is followed by another one.
+    """
 
     model_units: Sequence[ModelUnit]
     meter: Meter
     device: torch.device
-    guards: Sequence[Guard]  # by unit: parameters are open in their module's forward, and in backward
-    known: int  # bytes held all the time that are not activations
+    run: Run
+    activations: Callable[[Reading | None], int]
+    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    is_strict: bool = True
     order: list[tuple[int, str]] = field(default_factory=list)
     spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     seconds: list[list[float]] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
-    marks: bool = True  # bump weights' versions at their gradients; off if backward objects
+    takes_early: bool = True  # whether gradients may leave as they come: nothing uses their weights afterwards
     uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
     aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
     whole: set[int] = field(default_factory=set)  # units that no hook announces: needed from their first use to their last
@@ -57,13 +78,6 @@ class SlotRecorder:
     shared: dict[int, int] = field(default_factory=dict)  # by unit: bytes of inputs that only recomputation would keep
     outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
 
-    def begin(self, kept: Measures) -> None:
-        """Begin a pass over the model, which has no gradients."""
-        for unit in self.model_units:
-            for _, p in unit.parameters:
-                p.grad = None
-        self.restart(kept)
-
     def restart(self, kept: Measures) -> None:
         """Forget the pass under way, and begin another."""
         self._kept = kept
@@ -73,39 +87,28 @@ class SlotRecorder:
         self._lives: list[int] = []
         self._peaks: list[int] = []
         self._highest = 0  # most bytes of activations in this slot so far
-        self._gradients: list[Tensor] = []
         self._arrived: dict[tuple[int, int], tuple[int, DeviceTimestamp]] = {}  # (unit, parameter) -> (slot, time)
         self._recomputed: list[tuple[tuple[int, int, int], DeviceTimestamp, DeviceTimestamp]] = []
         self._spans: dict[tuple[int, str], list[int]] = {}
-        self._inside = [0] * len(self.guards)
-        self._outside: set[int] = set()  # units whose parameters stay open for the rest of the pass
+        self._inside = [0] * len(self.model_units)
         self._side = 0  # forwards and backwards of side passes under way
-        self._ended = False
         self._used = time.process_time()
-        for guard in self.guards:
-            guard.close()
+
+    def give_up(self) -> None:
+        """Forget the pass under way."""
+        self.restart(self._kept)
 
     def _boundary(self) -> None:
         if self._kept.bytes:
             self._look()
             self._peaks.append(self._highest)
             self._highest = 0
-            self._lives.append(self._untagged(self.meter.live()))
+            self._lives.append(self.activations(self.meter.live()))
         self._times.append(DeviceTimestamp(self.device))
 
     def _look(self) -> None:
         """Note the most activation bytes since the last look: no gradient has been added to those held since then."""
-        self._highest = max(self._highest, self._untagged(self.meter.window()))
-
-    def _untagged(self, reading: Reading | None) -> int:
-        """Return the activation bytes. Where only a total is measured: the total without known bytes and gradients."""
-        reading = reading or {}
-        untagged, total = reading.get(UNTAGGED), reading.get(TOTAL)
-        if untagged is not None:
-            return untagged
-        if total is None:
-            return 0
-        return max(0, total - self.known - sum(g.numel() * g.element_size() for g in self._gradients))
+        self._highest = max(self._highest, self.activations(self.meter.window()))
 
     def _slot(self, unit: int, phase: str) -> None:
         self._boundary()
@@ -113,71 +116,95 @@ class SlotRecorder:
         self._now.append((unit, phase))
         self._spans.setdefault((unit, phase), [index, index])[1] = index
 
+    # -- what the run hears, too
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether all passes are side passes now."""
+        return self.run.accumulates
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Leave what the run does out of the slot's time, and out of the uses."""
+        if self._kept.bytes:
+            self._look()
+        begin = DeviceTimestamp(self.device)
+        with self.aside():
+            yield
+        if self._now:
+            self._waits.append((len(self._now) - 1, begin, DeviceTimestamp(self.device)))
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self.run.exported_to is not None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a pass of a step is under way."""
+        return bool(self._now) and not self._leaves_out
+
     def forward_begin(self, unit: int) -> None:
         """Begin a slot."""
-        self._inside[unit] += 1
-        self.guards[unit].open()
-        self._slot(unit, "F")
+        with self._waiting():
+            self.run.forward_begin(unit)
+        if not self._leaves_out:
+            self._inside[unit] += 1
+            self._slot(unit, "F")
 
     def forward_end(self, unit: int) -> None:
         """Extend the unit's span to the present slot."""
-        self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
-        self._inside[unit] -= 1
-        if not self._inside[unit] and unit not in self._outside:
-            self.guards[unit].close()
+        self.run.forward_end(unit)
+        if not self._leaves_out:
+            self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
+            self._inside[unit] -= 1
 
     def backward_begin(self, unit: int) -> None:
         """Begin a slot."""
-        for guard in self.guards:
-            guard.open()
+        with self._waiting():
+            self.run.backward_begin(unit)
         self._slot(unit, "B")
 
     def used_outside(self, unit: int, is_side: bool) -> None:
         """Begin a slot if this is the unit's first use; the unit is whole from now on."""
+        with self._waiting():
+            self.run.used_outside(unit, is_side)
+        if self._leaves_out:
+            return
         self.aliased.add(unit)
-        self.guards[unit].open()
         if not is_side:
             self.whole.add(unit)
-            self._outside.add(unit)
             if (unit, "F") not in self._spans:
                 self._slot(unit, "F")
 
     def recomputed(self, unit: int) -> None:
         """Extend the unit's backward span: checkpointing runs its forward again."""
-        # Its parameters are needed now, before the gradient of its output is ready.
-        self.guards[unit].open()
-        self._extend_backward(unit)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether all passes are side passes."""
-        return False
+        with self._waiting():
+            self.run.recomputed(unit)
+        if not self._leaves_out:
+            self._extend_backward(unit)
 
     def side_begin(self, unit: int, in_backward: bool) -> None:
         """Let a side pass use a unit. The plan will wait meanwhile, unless it is inside of a forward pass."""
+        with self._waiting():
+            self.run.side_begin(unit, in_backward)
+        if self._leaves_out:
+            return
         if any(self._inside):
             slot = sum(phase == "F" for _, phase in self._now) - 1
             self._spans.setdefault((unit, "F"), [slot, slot])[1] = slot
-        elif in_backward:
-            self._side = 1
         else:
-            self._side += 1
-        for guard in self.guards if in_backward else (self.guards[unit],):
-            guard.open()
+            self._side = 1 if in_backward else self._side + 1
 
     def side_end(self, unit: int) -> None:
         """Note that a module has returned in a side pass."""
-        self._end_side(self._side - 1)
+        self.run.side_end(unit)
+        if not self._leaves_out:
+            self._side = max(0, self._side - 1)
 
     def side_backward_end(self) -> None:
         """Note that the backward of a side pass is over."""
-        self._end_side(0)
-
-    def _end_side(self, left: int) -> None:
-        self._side = max(0, left)
-        for unit, guard in enumerate(self.guards):
-            if not (self._side or self._inside[unit] or unit in self._outside or self._ended):
-                guard.close()
+        self.run.side_backward_end()
+        self._side = 0
 
     def recomputing(self, unit: int) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Observe a forward that is computed again (:class:`mdcs.model.recompute.Recomputation`)."""
@@ -200,18 +227,12 @@ class SlotRecorder:
         self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
-        """Note when a gradient is ready, and take it away."""
-        assert parameter.grad is not None
+        """Note when a gradient is ready; the run takes it away."""
         if self._kept.bytes:
             self._look()
-        with self.meter.tag("gradients"):
-            kept = torch.empty_like(parameter.grad)
-        kept.copy_(parameter.grad)
-        self._gradients.append(kept)
-        parameter.grad = None
+        with self.aside():
+            self.run.gradient(unit, index, parameter)
         self._arrived[unit, index] = len(self._now) - 1, DeviceTimestamp(self.device)
-        if self.marks:
-            torch.autograd.graph.increment_version(parameter)
         self._extend_backward(unit)
 
     def used(self, unit: int, index: int) -> None:
@@ -232,14 +253,15 @@ class SlotRecorder:
 
     def backward_end(self) -> None:
         """End the last slot, and keep the measurements of the pass."""
-        if self._ended:
-            raise UnsupportedModel(
-                "step ran more than one backward pass: return the loss of one, without backward, and pass micro_steps= the "
-                "number of backward passes before optimizer.step()"
-            )
-        self._ended = True
         self._boundary()
-        self._gradients.clear()
+        with self.aside():
+            self.run.backward_end()
+        if self.is_strict or not self.order or self._now == self.order:
+            self._keep()
+        if not self.is_strict:
+            self.restart(self._kept)
+
+    def _keep(self) -> None:
         if not any(self._kept):
             return
         if not self.order:
@@ -275,7 +297,8 @@ class SlotRecorder:
 
     @property
     def idle(self) -> tuple[list[int], list[int]]:
-        """Units that the step did not come to, in forward and in backward: they get a slot of no time at the end of each."""
+        """Units that the step did not come to, in forward and in backward: they get a slot of no time at the end of
+        each."""
         forward = [u for u in range(len(self.model_units)) if (u, "F") not in self.spans]
         backward = [u for u, unit in enumerate(self.model_units) if unit.trainable and (u, "B") not in self.spans]
         return forward, backward[::-1]
@@ -329,7 +352,7 @@ class SlotRecorder:
         last = max((slot for i in range(len(ordered)) for slot, _ in self.came.get((unit, i), ())), default=0)
         span = self._span(unit, "B")
         forward_slots = sum(phase == "F" for _, phase in self.order)
-        if not self.marks or unit in self.late or span is None or forward_slots + span[1] > last:
+        if not self.takes_early or unit in self.late or span is None or forward_slots + span[1] > last:
             return ()
         took = statistics.median(seconds[last] for seconds in self.seconds)
         index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}

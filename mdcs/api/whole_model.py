@@ -33,10 +33,8 @@ class WholeModel:
         self.model, self.optimizers, self.options = model, optimizers, options
         self._device = units[0].parameters[0][1].device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.first = FirstStep(
-            model, optimizers.members, options.clip_norm, options.clip_value, loss_scale=options.loss_scale,
-            parts=[module for unit in units for module in unit.modules],
-        )  # fmt: skip
+        modules = [module for unit in units for module in unit.modules]
+        self.first = FirstStep(model, optimizers.members, options, modules)
 
     def evaluate(self, weights: str | None) -> AbstractContextManager[None]:
         """Run without gradients. ``weights``: optimizer state that takes the place of parameters; None: none."""

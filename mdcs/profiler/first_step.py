@@ -23,6 +23,7 @@ from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.parameter_access import WITH_GRADIENTS
+from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
 from mdcs.torch_compat import (
     at_end_of_backward,
@@ -60,6 +61,7 @@ class Call:
 class FirstStep:
     """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from now on. Collective.
 
+    - ``options``: those of the run; clipping and the loss scale are applied.
     - ``parts``: modules whose calls are kept where they are not inside of one of the model, or of another.
     - ``micro_steps``: backward passes so far, without side passes (:class:`mdcs.model.hooks.Listener`).
     - ``accumulates``: the loop is in ``no_sync()``.
@@ -67,11 +69,11 @@ class FirstStep:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None,
-        clip_value: float | None = None, loss_scale: LossScale | None = None, parts: Sequence[nn.Module] = (),
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: RunOptions,
+        parts: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
-        self._model, self._optimizers, self._loss_scale = model, optimizers, loss_scale
-        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._model, self._optimizers, self._loss_scale = model, optimizers, options.loss_scale
+        self._clip_norm, self._clip_value = options.clip_norm, options.clip_value
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
         self._meter = current_meter(self._device)

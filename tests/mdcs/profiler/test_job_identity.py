@@ -14,6 +14,7 @@ import mdcs
 from mdcs.model.optimizers import Optimizers
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
+from mdcs.runtime.validation import RunOptions
 
 
 def key(
@@ -24,7 +25,7 @@ def key(
     if change is not None:
         change(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), **{"lr": 0.1} | options)
-    first = FirstStep(model, [optimizer], None)
+    first = FirstStep(model, [optimizer], RunOptions())
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         model(torch.zeros(batch, 4)).sum().backward()
     first.stop()

@@ -1,6 +1,6 @@
 """Compare jobs that take turns: engines, schedulers, numbers of ranks, or what else conf/compare/ or you let vary.
 
-    mdcs compare strategy=joint 'compare.budgets=[floor+10%,75% of ddp,none]' 'compare.only=[mdcs,ddp,fsdp2]'
+    mdcs compare strategy=joint engine=mdcs,ddp,fsdp2 budget=floor+10%,none
     mdcs compare experiment=bench                         # schedulers beside none (make bench)
     mdcs compare compare=ranks experiment=timed-8         # 2, 3, 4, 6 and 8 ranks
     mdcs compare compare=accuracy experiment=bench        # plans and rates of the link: predicted and measured
@@ -8,9 +8,9 @@
 
 Every candidate of `compare.vary` is the job of the command line with some overrides. A value with commas makes several
 candidates. Every round runs each of them once, and starts with the next one. Candidates with a plan run once under each
-of `compare.budgets`: a budget is 40GiB, 75% of ddp, floor+10% (the candidate's own floor), or none. Other
-engines fit a budget if no rank ever exceeded it, with the floor of the base; overrides of strategy, scheduler,
-collectives and profile do not apply to them.
+of `compare.budgets` (`budget=A,B` is the same): 40GiB, 75% of ddp, floor+10% (the candidate's own floor), or none.
+`engine=A,B` chooses candidates, as `compare.only` does. Other engines fit a budget if no rank ever exceeded it, with the
+floor of the base; overrides of strategy, scheduler, collectives and profile do not apply to them.
 Ratios to `compare.base` are taken within a round. Losses are compared with those of the base. comparison.json,
 comparison.png, step_time.png (over measured memory) and the runs are left in the folder. An interrupted session shows the
 rounds that ended.
@@ -52,6 +52,7 @@ from experiments.config.schema import Config, ConfigError
 from experiments.config.targets import plain
 from experiments.job import app
 from experiments.job import run as jobs
+from experiments.job.arguments import values_of
 from experiments.job.planning import floor_of, job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
@@ -100,7 +101,16 @@ def main() -> int:
         given = [o for o in HydraConfig.get().overrides.task if _group(o) != "compare"]
         return Comparison(config, given, folder).run()
 
-    return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None))
+    return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None, lists=_lists))
+
+
+def _lists(arguments: Sequence[str]) -> list[str]:
+    """Lists of engines and budgets as the keys that hold them."""
+    keys = {"engine": "compare.only", "budget": "compare.budgets"}
+    lists = {argument: values_of(argument) for argument in arguments}
+    return [
+        f"{keys[key]}=[{','.join(values)}]" if values and key in keys else argument for argument, (key, values) in lists.items()
+    ]
 
 
 class Comparison:

@@ -104,16 +104,19 @@ class Axis:
 
 def main() -> int:
     """Run the search of the command line. Return the exit code."""
-    axes = [argument for argument in sys.argv[1:] if _sweeps(argument)]
-    if axes:
-        rest = [argument for argument in sys.argv[1:] if argument not in axes]
-        sys.argv[1:] = [*rest, f"search.over={json.dumps(axes)}"]
 
     def search(config: Config, folder: Path) -> str:
         given = [each for each in HydraConfig.get().overrides.task if not each.startswith("search.")]
         return Search(config, given, folder, HydraConfig.get()).run()
 
-    return app.run(app.Program(search, own=("search",), submits=True))
+    return app.run(app.Program(search, own=("search",), lists=_lists, submits=True))
+
+
+def _lists(arguments: Sequence[str]) -> list[str]:
+    """Overrides with several values as the key that holds them."""
+    axes = [argument for argument in arguments if _sweeps(argument)]
+    rest = [argument for argument in arguments if argument not in axes]
+    return [*rest, f"search.over={json.dumps(axes)}"] if axes else rest
 
 
 def _sweeps(argument: str) -> bool:

@@ -1,7 +1,7 @@
 """The trade-off of a job: step time over the division of one budget, and over budgets, predicted and measured.
 
     mdcs curve strategy=greedy scheduler=priority budget=floor+20% profile.path=outputs/…/profile.json
-    mdcs curve 'tradeoff.strategies=[greedy,zero2]' 'tradeoff.schedulers=[dear,priority]' …
+    mdcs curve strategy=greedy,zero2 scheduler=dear,priority budget=floor+20%
     mdcs curve … tradeoff.measure=stop
     mdcs curve … recompute=planned tradeoff.plane=9 tradeoff.measure=plane
 
@@ -43,6 +43,7 @@ from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
 from experiments.job import run as jobs
+from experiments.job.arguments import values_of
 from experiments.job.events import job_event, start_event
 from experiments.job.profiles import is_short, with_recomputation
 from experiments.job.resolved import resolve
@@ -148,7 +149,18 @@ def main() -> int:
         console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
 
-    return app.run(app.Program(trade, own=("tradeoff",)))
+    return app.run(app.Program(trade, own=("tradeoff",), lists=_lists))
+
+
+def _lists(arguments: Sequence[str]) -> list[str]:
+    """Lists of strategies and schedulers as the keys that hold them; the job has the first of each."""
+    keys = {"strategy": "tradeoff.strategies", "scheduler": "tradeoff.schedulers"}
+    out = []
+    for argument in arguments:
+        key, values = values_of(argument)
+        listed = values and key in keys
+        out += [f"{key}={values[0]}", f"{keys[key]}=[{','.join(values)}]"] if listed else [argument]
+    return out
 
 
 def compared(config: Config) -> list[Config]:

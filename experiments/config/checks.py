@@ -27,6 +27,7 @@ from experiments.config.rules import check
 from experiments.config.schema import NOT_OF_A_JOB, OPTION_GROUPS, Config, ConfigError, register, schema
 from experiments.config.started import adapted
 from experiments.config.targets import TARGET, make, plain
+from experiments.tasks.auto import Auto
 from mdcs.planner.recompute import KEEP
 from mdcs.planner.registry import decides_schedule
 
@@ -94,6 +95,8 @@ def from_composed(
         retargeted = choice != "own" and any(each.lstrip("+").startswith(f"{group}.{TARGET}=") for each in said or ())
         setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, choice, retargeted=retargeted))
     assert isinstance(config, Config)
+    if isinstance(config.data, Auto):
+        config.data = config.data.chosen(config.model.inputs)
     try:
         config.budget.limit = str(config.budget.value)  # one text for equal budgets
     except ValueError as error:

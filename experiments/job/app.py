@@ -66,6 +66,7 @@ class Program:
     - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
     - freezes: the config of a submitted job is resolved now, its profile is shared, and it goes on when it is preempted.
       Otherwise a submitted job is this program with the job's overrides.
+    - lists: overrides in the place of a list of values (KEY=A,B), which the program compares in one job.
     - submits: the program's job runs here and submits others (`experiments.job.submission.run_submitted`).
     """
 
@@ -75,6 +76,7 @@ class Program:
     on_earlier: Callable[[Config, Path], object] | None = None
     objective: Callable[[Path], float] | None = None
     freezes: bool = False
+    lists: Callable[[Sequence[str]], list[str]] | None = None
     submits: bool = False
 
 
@@ -119,6 +121,8 @@ class _Call:
         mdcs_sweeper.MdcsSweeper.judge = staticmethod(self._judge)
         # Hydra takes flags before or after all overrides, but not between them.
         sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+        if self.program.lists and not {"-m", "--multirun"} & {*sys.argv}:
+            sys.argv[1:] = self.program.lists(sys.argv[1:])
         if submits(sys.argv[1:]):
             sys.argv[1:] = ["-m", *sys.argv[1:]]  # one job is a sweep, too
         try:

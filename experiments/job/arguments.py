@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from experiments.config.errors import unknown_key
 from experiments.config.files import groups
 from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
@@ -42,6 +45,19 @@ def require_own(argument: str, own: Sequence[str]) -> None:
     group, dot, _ = key.lstrip("+~").partition(".")
     if dot and "=" in argument and group in OWN and group not in own:
         raise ConfigError(key, f"is for mdcs {OWN[group]}")
+
+
+def values_of(argument: str) -> tuple[str, list[str]]:
+    """The key of an override and its values, if it has several; else no values."""
+    if argument.startswith(("-", "hydra")) or "=" not in argument:
+        return argument, []
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        if override.is_sweep_override() and override.is_choice_sweep():
+            return override.get_key_element(), [*map(str, override.sweep_string_iterator())]
+    except HydraException:  # which Hydra reports
+        pass
+    return argument.partition("=")[0], []
 
 
 def require_one_job(settings: Any, overrides: Sequence[str]) -> None:

@@ -90,21 +90,21 @@ def asked(monkeypatch, *arguments):
 
 def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatch, capsys):
     calls, _ = ranks
-    budgets = "compare.budgets=[floor+50%,none]"
-    assert asked(monkeypatch, "compare.rounds=2", only("ddp", "fsdp2"), budgets, "strategy=greedy") == 0
+    lists = "engine=mdcs,ddp,fsdp2", "budget=floor+50%,none"
+    assert asked(monkeypatch, "compare.rounds=2", *lists, "strategy=greedy") == 0
     names = [(config.engine.name, config.budget.limit) for config in calls]
     first = [("mdcs", "floor+50%"), ("mdcs", "none"), ("ddp", "none"), ("fsdp2", "none")]
     assert names == [*first, *first[1:], first[0]]
     assert {config.strategy.name for config in calls if config.engine.name == "mdcs"} == {"greedy"}
     printed = capsys.readouterr().out
     limited, unlimited = printed.split("no limit")
-    assert "budget 0.0 MiB (floor + 50%)" in limited and "do not fit: mdcs (1.0 MiB), ddp (8.0 MiB), fsdp2 (1.0 MiB)" in limited
+    assert "budget 0.0 MiB (floor+50%)" in limited and "do not fit: mdcs (1.0 MiB), ddp (8.0 MiB), fsdp2 (1.0 MiB)" in limited
     assert "traffic bound" in unlimited and "structural bound" in unlimited
     assert "an ideal DDP: " in unlimited and "mdcs wins 50.0 ms over ddp" in unlimited and "ideal DDP" not in limited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
     assert all(Path("results/compare", name).stat().st_size > 10_000 for name in ("comparison.png", "step_time.png"))
-    [limited] = [line for line in printed.splitlines() if line.startswith("  floor + 50%")]
-    assert limited.split()[3:] == ["–"] * 4 + ["80.0", "–"]
+    [limited] = [line for line in printed.splitlines() if line.startswith("  floor+50%")]
+    assert limited.split()[1:] == ["–"] * 4 + ["80.0", "–"]
     [unlimited] = [line for line in printed.splitlines() if line.startswith("  none")]
     predicted = unlimited.split()[4]
     assert unlimited.split() == ["none", "150.0", "–", "100.0", predicted, "80.0", "1.50"] and float(predicted) > 0

@@ -29,7 +29,7 @@ def points(folder: Path, part: str) -> list[dict]:
 
 
 def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
-    done = tradeoff(tmp_path, "tradeoff.strategies=[greedy,dp]", "tradeoff.schedulers=[wfbp,dear]")
+    done = tradeoff(tmp_path, "strategy=greedy,dp", "scheduler=wfbp,dear")
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(tmp_path.rglob("launch.json"))
     curve, front = points(tmp_path, "curve"), points(tmp_path, "front")

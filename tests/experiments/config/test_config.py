@@ -214,7 +214,7 @@ WRONG = {
     "/no/such/folder",
     "model=llama-tiny model.kv_heads=3": "model.kv_heads: must divide heads=4, got 3",
     "model=vit-tiny model.patch=5 data=synthetic": "model.patch: must divide image=32, got 5",
-    "model=bert-tiny-pairs":
+    "model=bert-tiny-pairs data=stdlib_bytes":
         "data: stdlib_bytes gives tokens, the model reads pairs of sentences; use another source, or synthetic",
     "data=nli": "data: nli gives pairs of sentences, the model reads tokens; use another source, or synthetic",
     "model=bert-tiny-pairs data=nli model.vocab=256": "data: nli needs a vocabulary of 259, the model has 256",
@@ -224,7 +224,7 @@ WRONG = {
     "model=gpt2-tiny data=text": "data.path: is needed: a name on the hub, or a file or folder here",
     "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
-    "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
+    "model=mlp data=stdlib_bytes": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
     "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
     "data=digits": "data: digits gives images, the model reads tokens; use another source, or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
@@ -492,6 +492,15 @@ def test_a_plan_that_was_taken_home_belongs_to_a_runs_identity_by_what_is_in_it(
         (tmp_path / name).write_text(json.dumps(PLAN | {"predicted": step}))
         found.add((identity_of(composed("engine=fsdp2", f"engine.plan={tmp_path / name}")), step))
     assert len(found) == 2 == len({identity for identity, _ in found})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "name"),
+    [("model=mlp", "synthetic"), ("model=timed", "synthetic"), ("model=bert-tiny", "stdlib_bytes")],
+)
+def test_a_model_chooses_its_data_where_the_config_does_not(chosen, name):
+    data = composed(chosen, "data.batch_size=3").data
+    assert (data.name, data.batch_size) == (name, 3)
 
 
 def test_the_warm_up_that_nobody_asked_for_is_shorter_than_the_run():

@@ -225,7 +225,7 @@ WRONG = {
     "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
     "model=mlp data=stdlib_bytes": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
-    "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
+    "model=timed data=stdlib_bytes": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
     "data=digits": "data: digits gives images, the model reads tokens; use another source, or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
     "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",

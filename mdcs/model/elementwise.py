@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options, is_plain, numbers_of, same_options
 from mdcs.model.units import UnsupportedModel
 
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -31,59 +32,8 @@ _MOST = 1 << 16
 _FEWEST = 192  # elements that are cut into pieces
 _RATE = 1e-2  # where a schedule begins with 0
 _ROUNDING = 1e-9  # of float64, in which the trial runs
-_KEEP = "and step() is called for one piece of the parameters after the other: keep it in self.state[p]"
+_KEEP = "in another way for each piece of the parameters: keep it in self.state[p]"
 _REMEDY = " (of one that stacks parameters: put each into a parameter group of its own)"
-
-Options = Mapping[str, Any]
-
-
-def same_options(
-    optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor, beside: Sequence[Tensor] = ()
-) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class for other parameters, with the options of one of its groups.
-
-    Options that the class keeps as attributes are the same, too. ``beside``: parameters of a second group.
-    """
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-    attributes = {k: v for k, v in vars(optimizer).items() if _is_plain(v)}
-    accepted, known = inspect.signature(type(optimizer)).parameters, {**attributes, **optimizer.defaults, **options}
-    required = [k for k, p in accepted.items() if p.default is p.empty and k in known]
-    groups = [{**options, "params": list(own)} for own in (parameters, beside) if own]
-    made: torch.optim.Optimizer = type(optimizer)(groups, **{k: known[k] for k in required})
-    vars(made).update(attributes)
-    return made
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) or isinstance(value, tuple) and all(map(_is_plain, value))
-
-
-class FlatOptimizer:
-    """The class of an optimizer on flat tensors, each of which brings its options and its state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._like = optimizer
-        self.made: torch.optim.Optimizer | None = None
-
-    def first_state(self, options: Options, tensor: Tensor) -> dict[str, Any]:
-        """Return the state that the class makes for a tensor before its first step (Adagrad), if any."""
-        return dict(same_options(self._like, options, tensor).state.get(tensor, {}))
-
-    def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Update a tensor in place; return its state after the step."""
-        if self.made is None:
-            self.made = same_options(self._like, options, tensor)
-        made = self.made
-        made.param_groups = [{**options, "params": [tensor]}]
-        made.state = defaultdict(dict, {tensor: state} if state else {})
-        tensor.grad = gradient
-        try:
-            made.step()
-            return made.state[tensor]
-        finally:
-            tensor.grad = None
-            made.param_groups, made.state = [], defaultdict(dict)  # keep neither memory nor gradients
-
 
 @dataclass(frozen=True)
 class StateLayout:
@@ -95,6 +45,7 @@ class StateLayout:
     - ``plain``: the replicated keys whose values are Python numbers.
     - ``fixed``: bytes of the replicated tensors.
     - ``scratch``: temporary tensors of an update, in copies of the tensor: an estimate for updates that are not measured.
+    - ``counts``: whether a step changes numbers of the optimizer's groups or object (:class:`mdcs.model.flat_optimizer.Counts`).
     """
 
     per_element: Mapping[str, torch.dtype | None] = field(default_factory=dict)
@@ -103,6 +54,7 @@ class StateLayout:
     fixed: int = 0
     scratch: int = 0
     whole: bool = False
+    counts: bool = False
 
     def tensors(self, width: int) -> float:
         """Return the bytes of the state per element, in copies of a tensor of ``width`` bytes per element."""
@@ -114,7 +66,7 @@ class StateLayout:
         per_element = {k: v for k, v in {**self.per_element, **other.per_element}.items() if k not in replicated}
         return StateLayout(
             per_element, replicated, self.plain | other.plain, max(self.fixed, other.fixed), max(self.scratch, other.scratch),
-            self.whole or other.whole,
+            self.whole or other.whole, self.counts or other.counts,
         )  # fmt: skip
 
 
@@ -162,7 +114,7 @@ def _tried(optimizer: torch.optim.Optimizer, group: Options) -> StateLayout:
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     device = torch.device("cpu") if device.type == "meta" else device
     elements = min(_MOST, sum(p.numel() for p in group["params"]))
-    attributes = [(k, v) for k, v in vars(optimizer).items() if _is_plain(v)]
+    attributes = [(k, v) for k, v in vars(optimizer).items() if is_plain(v)]
     key = type(optimizer), *map(repr, (options, optimizer.defaults, attributes, shapes, elements, device))
     if key not in _TRIED:
         random = torch.random.fork_rng(devices=[])  # it may draw random numbers
@@ -250,44 +202,48 @@ class _Trial:
             [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) * scale for shape in own] for scale in _SCALES
         )
         self._parameters = [torch.nn.Parameter(start.clone()) for start in self._start]
-        self._states, self._counters = self._try("on a parameter it raises", self._together)
+        self._states, self._counted = self._try("on a parameter it raises", self._together)
         if all(map(torch.equal, self._parameters, self._start)):
             raise self._refused("its step() does not change the parameters of its groups")
         for key, value in (item for state in self._states for item in state.items()):
             if value is not None and not isinstance(value, (Tensor, int, float)):
                 raise self._refused(f"its state {key} is a {type(value).__name__}, neither a tensor nor a number")
 
-    def _together(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """Update all parameters; return their state, and the numbers that the optimizer's object counts."""
+    def _together(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Update all parameters; return their state, and the numbers of groups and object that have changed."""
         *own, beside = self._parameters
         made = same_options(self._optimizer, self._options, *own, beside=[beside])
-        options, numbers = _options_of(made), dict(_numbers(vars(made)))
+        before = numbers_of(made)
         for gradients in self._gradients:
             for p, gradient in zip(self._parameters, gradients, strict=True):
                 p.grad = gradient.clone()
             made.step()
-        changed = [k for k, v in _options_of(made).items() if options.get(k) != v]
-        if changed:
-            raise self._refused(f"its step() changes {changed[0]} of its parameter groups, {_KEEP}")
-        counters = {k: v for k, v in _numbers(vars(made)) if numbers.get(k) != v}
-        return [dict(made.state.get(p, {})) for p in self._parameters], counters
+        changed = {k: v for k, v in numbers_of(made).items() if before.get(k) != v}
+        return [dict(made.state.get(p, {})) for p in self._parameters], changed
 
     def _apart(self, places: Sequence[Tensor], gradients_of: Callable[[list[Tensor]], Iterable[Tensor]]) -> list[dict[str, Any]]:
         """Update tensors one after the other as the runtime does, with one object for all; return their state.
 
         Gradients are overwritten after the step: no state may be a view of them.
         """
-        made = FlatOptimizer(self._optimizer)
+        like = same_options(self._optimizer, self._options, torch.zeros_like(self._start[0]))
+        counts = Counts(like) if self._counted else None
+        made = FlatOptimizer(like, counts=counts is not None)
         states = [made.first_state(self._options, place) for place in places]
         for gradients in self._gradients:
+            if counts is not None:
+                counts.look_ahead()
+            options = {k: v for k, v in like.param_groups[0].items() if k != "params"}
             for i, gradient in enumerate(gradients_of(gradients)):
                 own = gradient.clone()
-                states[i] = dict(made.step(self._options, places[i], own, states[i]))
+                states[i] = dict(made.step(options, places[i], own, states[i]))
                 own.fill_(torch.nan)
-        numbers = dict(_numbers(vars(made.made)))
-        counted = next((k for k, v in self._counters.items() if numbers.get(k) != v), None)
+            if counts is not None:
+                counts.move_on()
+        found = numbers_of(like)
+        counted = next((k for k, v in self._counted.items() if found.get(k) != v), None)
         if counted is not None:
-            raise self._refused(f"its step() changes its attribute {counted.partition('.')[0]}, {_KEEP}")
+            raise self._refused(f"its step() changes {counted}, {_KEEP}")
         return states
 
     # -- on flat pieces
@@ -329,7 +285,9 @@ class _Trial:
                 raise self._acts_on_whole(f"its {key} is another one on each piece")
         plain = frozenset(key for key, value in replicated.items() if not isinstance(value, Tensor))
         fixed = sum(value.nbytes for value in replicated.values() if isinstance(value, Tensor))
-        return StateLayout(per_element, frozenset(replicated), plain, fixed, len(per_element) + 2)
+        return StateLayout(
+            per_element, frozenset(replicated), plain, fixed, len(per_element) + 2, counts=bool(self._counted)
+        )  # fmt: skip
 
     # -- parameter by parameter
 
@@ -337,7 +295,7 @@ class _Trial:
         """Return the state of a parameter that is updated alone. Raises UnsupportedModel where together and alone differ."""
         alone = [start.clone() for start in self._start]
         states = self._try(f"updated alone, a parameter makes it raise{_REMEDY}", lambda: self._apart(alone, lambda own: own))
-        layout = StateLayout(whole=True)
+        layout = StateLayout(whole=True, counts=bool(self._counted))
         for p, state, q, own in zip(self._parameters, self._states, alone, states, strict=True):
             for key in [*state, *(k for k in own if k not in state)]:
                 if not _alike(state.get(key), own.get(key)):
@@ -368,21 +326,6 @@ class _Trial:
 
     def _refused(self, reason: str, kind: type[UnsupportedModel] = UnsupportedModel) -> UnsupportedModel:
         return _refused(self._optimizer, reason, kind)
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the options of all groups, in words."""
-    return {k: repr(v) for group in optimizer.param_groups for k, v in group.items() if k != "params"}
-
-
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in an optimizer's attributes, and in their containers, by name."""
-    if isinstance(value, (int, float)) or isinstance(value, Tensor) and value.numel() == 1:
-        yield name, float(value)
-    elif isinstance(value, (list, tuple, dict)):
-        for key, own in value.items() if isinstance(value, dict) else enumerate(value):
-            if key not in ("param_groups", "state", "defaults"):
-                yield from _numbers(own, f"{name}.{key}" if name else str(key))
 
 
 def _alike(a: Any, b: Any) -> bool:

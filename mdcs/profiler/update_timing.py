@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdcs.model.elementwise import same_options
+from mdcs.model.flat_optimizer import same_options
 from mdcs.model.optimizers import UpdatePart
 from mdcs.profile.layout import WholeParameter
 from mdcs.profile.schema import Optimizer

@@ -303,6 +303,7 @@ class Engine:
     def _finish(self, period: int) -> None:
         """Finish all issued messages and the updates of a period."""
         self.wire.finish_iteration(period)
+        self.updates.move_on()
         if self.buffers.option is not False:
             with run_on_comm_stream(self.executor):
                 self.buffers.broadcast(self.groups, self.groups.message_group, self.place)

@@ -19,7 +19,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from mdcs.model.elementwise import FUNCTIONAL, FlatOptimizer, StateLayout
+from mdcs.model.elementwise import FUNCTIONAL, StateLayout
+from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options
 from mdcs.model.optimizers import NOT_TRAINED, Updates
 from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy
@@ -34,8 +35,6 @@ Part = tuple[int, int]
 _OF_SGD = ("lr", "weight_decay", "momentum", "nesterov", "maximize", "foreach", "fused")
 _OF_ADAM = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 """Options that torch's functions take by the same names."""
-
-Options = Mapping[str, Any]
 
 
 class UpdateRun:
@@ -166,7 +165,7 @@ class OwnClass:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layout: StateLayout, meter: Meter) -> None:
-        self._flat, self._layout, self._meter = FlatOptimizer(optimizer), layout, meter
+        self._flat, self._layout, self._meter = FlatOptimizer(optimizer, layout.counts), layout, meter
 
     def reserve(self, options: Options, parameter: Tensor) -> dict[str, Any]:
         """Return memory for the state per element. Only the class knows the shapes of a whole parameter's state."""
@@ -207,6 +206,8 @@ class ShardedOptimizer:
         self.runs: dict[Part, list[UpdateRun]] = {}
         self.forget()
         self.captured_gradients: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
+        self._counts = [Counts(o) for o in dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)]
+        self._has_updated = False
         self.freeze_options()
 
     def layout_of(self, run: UpdateRun) -> StateLayout:
@@ -261,9 +262,19 @@ class ShardedOptimizer:
 
     def freeze_options(self) -> None:
         """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
+        self.move_on()
+        for counts in self._counts:
+            with nothing_compiles():
+                counts.look_ahead()
         self._now = [self._options(i) for i in range(self.groups)]
         # A tensor's version counter shows changes without a wait for its device.
         self._versions = [_versions(group) for group in self.optimizers.param_groups]
+
+    def move_on(self) -> None:
+        """Move on what the optimizers count, once the updates of an iteration are done."""
+        for counts in self._counts if self._has_updated else ():
+            counts.move_on()
+        self._has_updated = False
 
     def changed_option(self, of: torch.optim.Optimizer | None = None) -> tuple[int, str] | None:
         """Return (parameter group, name) of an option that changed since the snapshot; None if none did.
@@ -288,7 +299,7 @@ class ShardedOptimizer:
         ``gradients``: (unit, block) -> this rank's part, flat [elements of the part]. They are scaled in place, unless
         the optimizer updates a copy in another precision.
         """
-        together: dict[Any, list[tuple[UpdateRun, Tensor]]] = {}
+        self._has_updated, together = True, dict[Any, list[tuple[UpdateRun, Tensor]]]()
         with nothing_compiles(), self.meter.tag("update_scratch"):
             unused_parts = self._used_by_none(gradients)
             for part, gradient in gradients.items():

@@ -217,15 +217,15 @@ class ScheduleFree(optim.SGD):
 
 
 class Counting(optim.Optimizer):
-    """It counts in its parameter group."""
+    """It counts in its parameter group, with a tensor, as timm's Lamb does."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["k"] += 1
+            group.setdefault("k", torch.zeros(())).add_(1)
             for p in group["params"]:
                 p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
@@ -265,6 +265,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "fused": lambda ps: optim.Adagrad(ps, lr=1e-2, fused=True),
     "maximizing": lambda ps: optim.RMSprop(ps, lr=1e-4, maximize=True),
     "maximizing amsgrad": lambda ps: optim.AdamW(ps, lr=1e-4, maximize=True, amsgrad=True),
+    "counting": lambda ps: Counting(two_groups(ps), lr=1e-2),
     "averaged": lambda ps: Averaged(ps, lr=1e-2),
     "flagged": lambda ps: Flagged(ps, lr=1e-3, decays=False),
 }

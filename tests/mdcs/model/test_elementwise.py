@@ -14,6 +14,7 @@ from mdcs.model.units import UnsupportedModel
 from tests.mdcs.optimizers import (
     OPTIMIZERS,
     Blockwise,
+    ByHand,
     ByRow,
     ByRowOfLarge,
     Counting,
@@ -95,12 +96,35 @@ class Listing(Shampoo):
         self.state[p]["both"] = [self.state[p]["left"], self.state[p]["right"]]
 
 
+class Adapting(Counting):
+    """Its group has an estimate of the distance to go, as that of Prodigy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["d"] = group.get("d", 0.0) + sum(float(p.grad.norm()) for p in group["params"])
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+class ByParameter(ByHand):
+    """It counts the parameters that it has updated."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    def update(self, p: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        self.steps += 1
+        p.sub_(gradient, alpha=group["lr"] / self.steps)
+
+
 REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] = {
     "Joint": (Joint, "a parameter becomes another one where it is updated alone"),
     "LBFGS": (optim.LBFGS, "its step() needs a closure"),
     "SparseAdam": (optim.SparseAdam, "does not support dense gradients"),
-    "Counting": (Counting, "its step() changes k of its parameter groups"),
-    "OwnCount": (OwnCount, "its step() changes its attribute steps"),
+    "Adapting": (Adapting, "its step() changes d of its parameter groups, in another way for each piece"),
+    "ByParameter": (ByParameter, "its step() changes its attribute steps, in another way for each piece"),
     "Stacking": (lambda ps: Stacking([ps[0], nn.Parameter(ps[0].data)]), "put each into a parameter group of its own"),
     "Listing": (lambda ps: Listing([p for p in ps if p.dim() == 2]), "its state both is a list, neither a tensor nor a number"),
     "Remembering": (Remembering, "its last is another one where a parameter is updated alone"),
@@ -177,9 +201,10 @@ def test_limits_of_gradients_are_found_wherever_they_are():
     assert state_layout(Clipped([nn.Parameter(torch.zeros(64))])).whole
 
 
-def test_a_count_that_has_no_effect_yet_is_refused_too():
-    with pytest.raises(UnsupportedModel, match="attribute steps"):
-        state_layout(OwnCount(parameters(), since=1000))
+@pytest.mark.parametrize("make", [OwnCount, lambda ps: OwnCount(ps, since=1000), Counting])
+def test_a_count_of_steps_is_found(make: Any):
+    found = state_layout(make(parameters()))
+    assert found.counts and not found.whole
 
 
 def test_each_matrix_may_have_a_group_of_its_own_where_groups_are_stacked():

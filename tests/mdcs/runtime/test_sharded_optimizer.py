@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdcs.model.elementwise import same_options, state_layouts
+from mdcs.model.elementwise import state_layouts
+from mdcs.model.flat_optimizer import same_options
 from mdcs.model.optimizers import Optimizers, Updates
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy

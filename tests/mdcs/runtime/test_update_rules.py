@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import mdcs
 from mdcs.telemetry.memory_meter import ShimMeter
-from tests.mdcs.optimizers import OPTIMIZERS
+from tests.mdcs.optimizers import OPTIMIZERS, OwnCount
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step
 from tests.mdcs.runtime.test_optimizer_state import differences, of_ddp
@@ -55,6 +56,36 @@ def train_and_resume(name: str, root: str) -> list[Any]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_as_with_ddp_and_resumes_under_another_strategy(two: Ranks, tmp_path: Path, name: str):
     assert two.run(train_and_resume, name, str(tmp_path)) == [[], []]
+
+
+def count_steps(way: How) -> list[Any]:
+    """What an optimizer counts on its object moves on once a step, and not in a step that is dropped."""
+    job, made, plain = Job("tied", 1, "own count", None if way.cross_iteration else math.inf), setup("tied"), setup("tied")
+    ours, theirs = (OwnCount([p for p in m.model.parameters() if p.requires_grad], lr=0.1) for m in (made, plain))
+    ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
+    units = mdcs.partition(made.model, made.policy)
+    plan = plan_for(job, way, profile_of(job, way, made, units, ours))
+    with mdcs.parallelize(made.model, ours, plan, units, clip_norm=job.clip_norm, timeout_s=20) as parallel:
+        for step in range(5):
+            for model, optimizer in ((made.model, ours), (ddp, theirs)):
+                made.loss(model, made.batch(step, 0, dist.get_rank())).backward()
+                if step != 2 or way.cross_iteration:
+                    optimizer.step()
+                optimizer.zero_grad()
+            if step == 3:
+                parallel.drain()
+                assert ours.steps == theirs.steps
+    return [*differing(made.model.state_dict(), plain.model.state_dict()), *[ours.steps] * (ours.steps != theirs.steps)]
+
+
+def count_under_all() -> list[Any]:
+    ways = [How("dp"), How("zero2", "dear"), How("fsdp", "priority"), How("random", "random", seed=4)]
+    ways += [How("fsdp", cross_iteration=False)]
+    return [(way, found) for way in ways if (found := count_steps(way))]
+
+
+def test_an_optimizer_may_count_its_steps_on_its_object(two: Ranks):
+    assert two.run(count_under_all) == [[], []]
 
 
 def measure(name: str, strategy: str) -> list[tuple[int, int]]:

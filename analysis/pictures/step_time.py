@@ -224,7 +224,7 @@ def _draw(
 
 
 def _name_budgets(axes: Axes, points: pd.DataFrame, time: str) -> None:
-    """Write the budget of each line at its end; names that would cover each other are moved up."""
+    """Write the budget of each line at its end, beside the star; names that would cover each other are moved up."""
     ends = points.groupby(["label", "budget_bytes"], dropna=False, sort=False).last().reset_index().sort_values(time)
     low, high = axes.get_ylim()
     floor = -1.0
@@ -232,7 +232,7 @@ def _name_budgets(axes: Axes, points: pd.DataFrame, time: str) -> None:
         at = (end[time] * 1e3 - low) / (high - low)
         floor = max(at, floor + 0.045)  # of the height of the axes: a line of this size
         axes.annotate(
-            ask.budget_words(end["budget_bytes"]), (end["at"], at), (7, (floor - at) * 200), va="center", fontsize=7,
+            ask.budget_words(end["budget_bytes"]), (end["at"], at), (11, (floor - at) * 200), va="center", fontsize=7,
             xycoords=axes.get_xaxis_transform(), textcoords="offset points",
         )  # fmt: skip
 

@@ -28,6 +28,8 @@ _PEER_COLOURS, _PEER_MARKERS = (INK, "#8A8A8A"), ("X", "P", "d", "p", "h")
 """Other engines are black or grey: no two of the first ten have both alike."""
 STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
 REPETITION: dict[str, Any] = {"mfc": GREY, "mec": "none", "ms": 7}
+_FIXED = "\u00a0"
+"""A space at which no line ends."""
 Looks = dict[str, dict[str, str]]
 
 KINDS = {
@@ -68,7 +70,9 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure (inches) that needs no display and is not kept by pyplot."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(textwrap.fill(title, int(width * 9.5)), x=0.01, ha="left")  # letters that an inch holds, bold
+    parts = f"{_FIXED}· ".join(part.replace(" ", _FIXED) for part in title.split(" · "))  # a line begins with a part
+    lines = textwrap.fill(parts, int(width * 9.5))  # letters that an inch holds, bold
+    figure.suptitle(lines.replace(_FIXED, " "), x=0.01, ha="left")
     return figure
 
 

@@ -23,7 +23,7 @@ from analysis.pictures import (
     style,
     tradeoff_curve,
 )
-from analysis.pictures.style import shortened
+from analysis.pictures.style import new_figure, shortened
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
 from mdcs.sizes import MIB
@@ -44,6 +44,12 @@ def drawn(figure):
         warnings.simplefilter("error")
         figure.savefig(io.BytesIO(), format="png", dpi=60)
     return figure
+
+
+def test_a_line_of_a_title_begins_with_a_part_of_it():
+    title = "gpt2-tiny, 4.84 M parameters · 2 ranks · emulated link of 0.5 Gbit/s · greedy · dear · budget 133.6 MiB"
+    first, second = new_figure(8.2, 4, title).get_suptitle().splitlines()
+    assert f"{first} {second}" == title and first.endswith(" ·")
 
 
 def legend_of(figure):
@@ -352,6 +358,8 @@ def test_values_that_are_no_numbers_stand_before_them_and_budgets_apart(run_writ
     [axes] = figure.axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["null", "1", "4"]
     assert sorted(text.get_text() for text in axes.texts) == ["budget 480 MiB", "budget 640 MiB"]
+    [star] = [line for line in axes.lines if line.get_marker() == "*"]
+    assert not any(text.get_window_extent().overlaps(star.get_window_extent()) for text in axes.texts)
     FigureCanvasAgg(figure).draw()
     one, other = (text.get_window_extent(figure.canvas.get_renderer()) for text in axes.texts)
     assert not one.overlaps(other)

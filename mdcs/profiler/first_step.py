@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -166,10 +167,13 @@ class FirstStep:
         for i, tensor in enumerate(outputs):
             tensor.register_hook(self._gradient_of(call, i))
 
-    def _gradient_of(self, call: Call, index: int) -> Callable[[Tensor], None]:
+    def _gradient_of(self, kept: Call, index: int) -> Callable[[Tensor], None]:
+        held = ref(kept)  # weak: the loop may hold the loss, and so these hooks, through the next step
+
         def hook(gradient: Tensor) -> None:
             self._begin_backward()
-            if call in self._calls and not self._in_side_backward:
+            call = held()
+            if call is not None and call in self._calls and not self._in_side_backward:
                 with self._meter.tag("parameters"):  # no part of a step: must not count as activations
                     known = call.gradients[index]
                     call.gradients[index] = gradient.detach().clone() if known is None else known + gradient.detach()

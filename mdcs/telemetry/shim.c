@@ -1,11 +1,11 @@
 /* A byte-exact meter of tensor memory, loaded into a running process.
  *
- * torch's CPU allocator takes every tensor from posix_memalign(…, 64, bytes) and gives it back with free(), both called
- * from torch's own libraries. mdcs_attach makes the global offset tables of those libraries name the two functions of
- * this file, which remember (address -> requested bytes, tag) of every such block, and keep live bytes and peaks per
- * tag and in total. Other alignments, malloc and mmap pass through uncounted; what else in torch's libraries asks for
- * 64-byte alignment (oneDNN's scratchpads) is counted like a tensor, which is what a memory budget wants. Blocks that
- * are older than the meter are counted if mdcs_adopt is told of them, else they pass through.
+ * torch's CPU allocator takes every tensor from posix_memalign(…, 64, bytes), called from libc10, and gives it back
+ * with free(), called from any of torch's libraries. mdcs_attach makes the global offset tables of those libraries name
+ * the two functions of this file, which remember (address -> requested bytes, tag) of every such block, and keep live
+ * bytes and peaks per tag and in total. Other alignments, malloc and mmap pass through uncounted, and so does what
+ * libtorch asks for: oneDNN keeps an object of some 100 KB for each shape of each operator that has run, which no plan
+ * can know. Blocks that are older than the meter are counted if mdcs_adopt is told of them, else they pass through.
  *
  * Exactness: one lock guards the table and all counters, so a total, its peak and the per-tag snapshot at that peak
  * always belong together. Speed: torch's libraries free more than tensors; free() reaches the lock only for 64-byte
@@ -220,13 +220,14 @@ static void counted_free(void *pointer) {
     free(pointer);
 }
 
-static uintptr_t counted(const char *name) {
-    if (strcmp(name, "posix_memalign") == 0) return (uintptr_t)&counted_posix_memalign;
+static uintptr_t counted(const char *name, bool allocates) {
+    if (allocates && strcmp(name, "posix_memalign") == 0) return (uintptr_t)&counted_posix_memalign;
     return strcmp(name, "free") == 0 ? (uintptr_t)&counted_free : 0;
 }
 
 /* A loaded library. The linker makes the pages from sealed to sealed_end read-only after relocation. */
 struct library {
+    bool has_allocator;
     uintptr_t base, page, sealed, sealed_end;
     const ElfW(Sym) *symbols;
     const char *strings;
@@ -239,7 +240,7 @@ static int redirect(const struct library *in, const ElfW(Rela) *entry, size_t by
     for (const ElfW(Rela) *end = entry + bytes / sizeof *entry; entry < end; entry++) {
         uint32_t type = (uint32_t)ELF64_R_TYPE(entry->r_info);
         if (type != JUMP_SLOT && type != GLOB_DAT) continue;
-        uintptr_t ours = counted(in->strings + in->symbols[ELF64_R_SYM(entry->r_info)].st_name);
+        uintptr_t ours = counted(in->strings + in->symbols[ELF64_R_SYM(entry->r_info)].st_name, in->has_allocator);
         if (ours == 0) continue;
         uintptr_t slot = in->base + entry->r_offset;
         void *page = (void *)(slot & -in->page);
@@ -264,6 +265,7 @@ static int attach_library(struct dl_phdr_info *info, size_t size, void *attached
     const ElfW(Rela) *jumps = NULL, *data = NULL;
     size_t jump_bytes = 0, data_bytes = 0;
     (void)size;
+    in.has_allocator = strncmp(name, "libc10.", 7) == 0;
     if (strncmp(name, "libc10", 6) != 0 && strncmp(name, "libtorch", 8) != 0) return 0;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *part = &info->dlpi_phdr[i];
@@ -285,7 +287,7 @@ static int attach_library(struct dl_phdr_info *info, size_t size, void *attached
     /* libc10 has the allocator. Freed without being counted out is worse than not counted: give up at once. */
     int slots = redirect(&in, data, data_bytes), more = slots < 0 ? -1 : redirect(&in, jumps, jump_bytes);
     if (more < 0) return *(int *)attached = -1;
-    if (strncmp(name, "libc10.", 7) == 0) *(int *)attached += slots + more;
+    if (in.has_allocator) *(int *)attached += slots + more;
     return 0;
 }
 

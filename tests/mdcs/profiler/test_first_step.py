@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_the_passes_of_a_step_are_run_again_with_the_same_gradients(passes: Call
     assert first.micro_steps == (2 if passes is two_losses else 1)
     for ours, theirs in zip((p.grad for p in net.parameters()), wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_loss_that_the_loop_holds_does_not_hold_the_batch() -> None:
+    net, _, first = begun()
+    x = batch(0)
+    held, loss = ref(x), net(x)["logits"].square().mean()
+    loss.backward()
+    first.finish()
+    del x
+    assert held() is not None and first.again() is not None
+    first.forget()
+    assert held() is None and loss.requires_grad
 
 
 class Casts(TorchDispatchMode):

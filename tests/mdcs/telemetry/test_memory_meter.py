@@ -94,6 +94,17 @@ def a_view_counts_nothing(change: Change) -> None:
 
 
 @story
+def what_onednn_keeps_for_each_shape_counts_nothing(change: Change) -> None:
+    layer, counted = torch.nn.Conv2d(2, 3, 3), list[dict[str, int]]()
+    with torch.no_grad():
+        for samples in (1, 2, 3):
+            layer(torch.ones(samples, 2, 9, 9))
+            counted.append(change.live())
+    assert counted == [{name: 57 * 4 for name in ("activations", "total")}] * 3, "its weights and bias"
+    assert change.peaks()["total"] >= 3 * 3 * 7 * 7 * 4
+
+
+@story
 def every_category_is_counted_apart(change: Change) -> None:
     tensors = []
     for size, category in enumerate(CATEGORIES, start=1000):

@@ -174,10 +174,7 @@ def test_every_slot_is_exact(measured_in, combination):
     ("job", "how"),
     [
         *((Job("gpt2", half="bf16"), How(s, "wfbp")) for s in ("dp", "zero2", "sdp", "fsdp")),
-        pytest.param(
-            Job("gpt2", 2, half="bf16", wide_gradients=True), How("random", "random", seed=3),
-            marks=pytest.mark.xfail(reason="on some CPUs 61,312 bytes (3 to 5 %) above the prediction: not understood"),
-        ),
+        (Job("gpt2", 2, half="bf16", wide_gradients=True), How("random", "random", seed=3)),
         (Job("resnet", half="bf16", optimizer="sgd"), How("fsdp", "fusion")),
         (Job("bert", half="bf16", optimizer="adamw"), How("greedy", "priority", budget=1.2, bytes=BLOCK)),
         (Job("gpt2", half="bf16", clip_norm=0.1), How("random", "partitioning", seed=4)),

@@ -126,8 +126,8 @@ def choices(plan: Plan) -> list[UnitChoice]:
     out = []
     for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
         about = UnitChoice(
-            unit.name, unit.numel * plan.profile.param_bytes, str(strategy), plan.recompute[u] if plan.recompute else NONE,
-            dict(kinds[u]),
+            unit.name, unit.numel * plan.profile.layouts[u].param_width, str(strategy),
+            plan.recompute[u] if plan.recompute else NONE, dict(kinds[u]),
         )  # fmt: skip
         found = None if (other := _other(mix, u)) is None else _fastest(plan, other, u)
         if other is not None and found is not None:

@@ -54,8 +54,8 @@ def show(profile: Profile, console: Console) -> None:
 def units_table(profile: Profile) -> Table:
     """A row per unit: its bytes, the times of its slots with their spread, its shard's update, its kept activations."""
     rows = [
-        [unit.name, f"{unit.numel * profile.param_bytes / 1e6:.2f}", *(_slots(profile, index, phase) for phase in ("F", "B")),
-         _update(profile, unit), f"{_kept(profile, index) / MIB:.2f}"]
+        [unit.name, f"{unit.numel * profile.layouts[index].param_width / 1e6:.2f}",
+         *(_slots(profile, index, phase) for phase in ("F", "B")), _update(profile, unit), f"{_kept(profile, index) / MIB:.2f}"]
         for index, unit in enumerate(profile.units)
     ]  # fmt: skip
     headings = ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB")
@@ -129,7 +129,7 @@ def _slots(profile: Profile, unit: int, phase: str) -> str:
 def _update(profile: Profile, unit: Unit) -> str:
     if not unit.trainable:
         return "–"
-    optimizer = profile.optimizer
+    optimizer = profile.optimizers[unit.optimizer]
     seconds = unit.numel / profile.world * optimizer.seconds_per_element + len(unit.segments) * optimizer.seconds_per_run
     return f"{seconds * 1e3:.2f}"
 

@@ -183,8 +183,11 @@ def analytic_profile(
     """
     last = model.layers + 1
     units = (
-        Unit("embedding", (model.embedding_parameters,), True, (0, last), (0, last)),
-        *(Unit(f"block.{i}", (model.block_parameters,), True, (i + 1, i + 1), (last - 1 - i,) * 2) for i in range(model.layers)),
+        Unit("embedding", (model.embedding_parameters,), True, (0, last), (0, last), "bfloat16"),
+        *(
+            Unit(f"block.{i}", (model.block_parameters,), True, (i + 1, i + 1), (last - 1 - i,) * 2, "bfloat16")
+            for i in range(model.layers)
+        ),
     )  # fmt: skip
     sharers = network.world // network.group_size(group)
     return Profile(
@@ -195,8 +198,6 @@ def analytic_profile(
         optimizer=Optimizer(
             "adam", _STATE_BYTES / _WIDTH / sharers, seconds_per_element=_UPDATE_TRAFFIC / device.memory_rate / sharers
         ),
-        param_bytes=_WIDTH,
-        grad_bytes=_WIDTH,
         collectives=COLLECTIVES,
         copy_seconds_per_byte=2 / device.memory_rate,
         recompute=() if model.checkpointing else _options(model, device),

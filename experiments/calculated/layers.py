@@ -62,6 +62,10 @@ class Precision:
     master: int = 0
 
 
+_TYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
+"""Types by the bytes of an element."""
+
+
 def layers_profile(
     layers: Sequence[Layer],
     rate: float,
@@ -79,23 +83,22 @@ def layers_profile(
 
     Updates run on a stream of their own. Layers with ``cheap`` bytes have two options of recomputation.
     """
-    last = len(layers) - 1
+    last, (parameter, gradient) = len(layers) - 1, (_TYPES[precision.parameter], _TYPES[precision.gradient])
+    master = _TYPES[precision.master] if precision.master else ""
     names = list(dict.fromkeys(layer.unit for layer in layers))
     units = []
     for name in names:
         places = [i for i, layer in enumerate(layers) if layer.unit == name]
         first, final = places[0], places[-1]
         numel = sum(layers[i].parameters for i in places)
-        units.append(Unit(name, (numel,), True, (first, final), (last - final, last - first)))
+        spans = (first, final), (last - final, last - first)
+        units.append(Unit(name, (numel,), True, *spans, parameter, gradient, master))
     return Profile(
         units=tuple(units),
         slots=_slots(layers, names, rate),
         world=world,
         link=link,
         optimizer=optimizer,
-        param_bytes=precision.parameter,
-        grad_bytes=precision.gradient,
-        master_bytes=precision.master,
         collectives=Collectives.default("nccl"),
         execution=ExecutionModel("stream"),
         interference=interference,

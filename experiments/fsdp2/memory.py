@@ -59,19 +59,16 @@ class GroupBytes:
         sizes = dict.fromkeys(("shards", "full", "optimizer", "scratch", "gradients", "reduced", "kept"), 0)
         for u in group.units:
             unit, layout = profile.units[u], profile.layouts[u]
-            shards = [(size // parts, s.updated_bytes) for s, size in zip(layout.sections, layout.sizes, strict=True)]
-            updated = sum(own * width for own, width in shards)
-            sizes["shards"] += updated
+            own = layout.elements // parts
+            sizes["shards"] += own * layout.updated_width
             sizes["full"] += layout.param_bytes
             if unit.trainable:
-                optimizers = [profile.optimizers[s.optimizer] for s in layout.sections]
-                for (own, width), opt in zip(shards, optimizers, strict=True):
-                    sizes["optimizer"] += int(own * width * opt.state_tensors)
-                    sizes["scratch"] = max(sizes["scratch"], opt.scratch(own, width))
-                sizes["optimizer"] += optimizers[0].state_fixed * len(unit.segments)
+                opt = profile.optimizers[unit.optimizer]
+                sizes["optimizer"] += int(own * layout.updated_width * opt.state_tensors) + opt.state_fixed * len(unit.segments)
+                sizes["scratch"] = max(sizes["scratch"], opt.scratch(own, layout.updated_width))
                 sizes["gradients"] += layout.param_bytes
                 sizes["reduced"] += layout.grad_bytes
-                sizes["kept"] += updated
+                sizes["kept"] += own * layout.updated_width
         return cls(parts, **sizes)
 
 

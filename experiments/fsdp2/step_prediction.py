@@ -109,7 +109,7 @@ def fsdp2_plan(plan: Plan, groups: tuple[Group, ...], forward: PrefetchLists, ba
             else:
                 slot = mix.period.turn if g.backward is None else g.backward[1] + 1
             first, last = max(mix.period.window(op)[0] for op in ops), min(mix.period.window(op)[1] for op in ops)
-            parts = tuple(part for op in ops for part in mix.parts(op.unit))
+            parts = tuple((op.unit, 0) for op in ops)
             waited = backend == "gloo" and not kind.is_gather
             messages.append(Message(kind, parts, max(first, min(slot, last)), waited, micro))
     messages.sort(key=lambda m: m.kind.is_gather)  # at one boundary the reduction comes first

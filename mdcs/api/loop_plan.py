@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mdcs.api.autoplan import SECONDS, autoplan
 from mdcs.api.whole_model import WholeModel
-from mdcs.model.optimizers import Optimizers, Updates
+from mdcs.model.optimizers import Optimizers, Updates, by_optimizer
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
@@ -99,8 +99,10 @@ class LoopPlan:
         if self.budget.size is not None:
             require_model_fits(self.units, optimizers.members, self.budget.size, world, None)
         backend = backend_of(None, device) if world > 1 else ""
+        updates = Updates(optimizers)
+        units = by_optimizer(self.units, updates)
         profile = assembled(
-            self.units, Updates(optimizers), without_passes(self.units, current_meter(device), device), device,
+            units, updates, without_passes(units, current_meter(device), device), device,
             world=world, link=Link.uniform(1.0, 50.0),
             collectives=Collectives.default(backend) if backend else Collectives(),
         )  # fmt: skip

@@ -97,7 +97,7 @@ def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, Pref
             "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them in"
             " optimizer.step(), after backward, and gathers nothing before it"
         ] = []
-    if any(section.master_bytes for layout in plan.profile.layouts for section in layout.sections):
+    if any(unit.master_dtype for unit in plan.profile.units):
         found[
             "has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy"
             " with param_dtype, and with reduce_dtype where gradients are summed in another type"
@@ -124,7 +124,7 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], lists: Mapping[K
         if g.strategy.regathers and uses > len(modules_of(plan, u)):
             yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
         for kind in Kind:
-            if sum(m.kind is kind for m in own) > len(plan.profile.layouts[u].sections):
+            if sum(m.kind is kind for m in own) > 1:
                 yield u, f"is sent in parts ({kind}); FSDP2 sends it whole"
             if together.get((kind, u), {u}) - {*g.units}:
                 yield u, f"shares messages ({kind}) with units that FSDP2 sends by themselves"

@@ -17,8 +17,6 @@ from mdcs.profile.schema import Profile
 Span = tuple[int, int]
 """(first, last) slot, counted in the forward or in the backward slots of a micro-step."""
 
-FROZEN = "[frozen]"
-
 
 @dataclass(frozen=True)
 class Group:
@@ -70,7 +68,7 @@ def fsdp2_strategy(strategy: Strategy) -> Strategy:
 
 def modules_of(plan: Plan, unit: int) -> tuple[str, ...]:
     """Return the names of a unit's modules, taken from the name that :func:`mdcs.partition` gave the unit."""
-    names = [u.name.removesuffix(FROZEN) for u in plan.profile.units]
+    names = [u.modules for u in plan.profile.units]
     inside = any(name.startswith("model.") for name in names)  # then "model" is a module of that name
     return tuple("" if part == "model" and not inside else part for part in names[unit].split("+"))
 

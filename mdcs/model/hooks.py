@@ -90,7 +90,9 @@ class Hooks:
         self._trained = [p for unit in reversed(units) if unit.trainable for _, p in reversed(unit.parameters)]
         self.reentrant = reentrant or ReentrantPasses(self._trained)
         self._handles: list[Any] = []
-        for u, unit in enumerate(units):
+        # Units around one module begin their forward in their own order, and their backward in reverse, as other units do:
+        # the hook that is prepended last runs first, and so does the first of the hooks of outputs.
+        for u, unit in reversed([*enumerate(units)]):
             for module in unit.modules:
                 # prepend: hooks of others may read parameters, as weight_norm's does.
                 before, after = self._before(u, unit), self._after(u, unit)

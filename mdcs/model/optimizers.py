@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from mdcs.model.elementwise import StateLayout, state_layouts
-from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.model.units import ModelUnit, UnsupportedModel, marked
 from mdcs.model.wrappers import without_accelerate
 from mdcs.sizes import aligned
 
@@ -128,6 +129,13 @@ class Updates:
         """Return the index of the part that updates a parameter group; one behind the last if none does."""
         return self._part_of[group]
 
+    def name_of(self, part: int) -> str:
+        """Return the class of the optimizer of a part in words; with a number where several parts are of one class."""
+        if part == len(self.parts):
+            return "no optimizer"
+        names = [type(each.optimizer).__name__ for each in self.parts]
+        return names[part] if names.count(names[part]) == 1 else f"{names[part]} {names[: part + 1].count(names[part])}"
+
     def layout_of(self, p: Any) -> StateLayout:
         """Return the state that is kept for a parameter."""
         return self.parts[min(self._part_of[self.groups.get(p, NOT_TRAINED)], len(self.parts) - 1)].layout
@@ -144,36 +152,43 @@ def parameter_groups(optimizers: Optimizers) -> dict[nn.Parameter, int]:
 
 
 class Segment(NamedTuple):
-    """Neighbours in a unit's flat order with one type and one parameter group (0 for frozen parameters).
+    """Neighbours in a unit's flat order with one parameter group (0 for frozen parameters).
 
     - ``numel``: elements, each parameter with its padding (:func:`mdcs.sizes.aligned`).
-    - ``part``: index of the part that updates them (:class:`Updates`); 0 for frozen parameters.
-    - ``whole``: whether they are updated as wholes.
     """
 
     numel: int
-    dtype: torch.dtype
     group: int
-    part: int = 0
-    whole: bool = False
 
 
 def in_flat_order(unit: ModelUnit, updates: Updates) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
     """Return the unit's (name, parameter) pairs in flat order, and the segments that they form.
 
-    Parameters are sorted by type, then by part, then by parameter group. Types keep the order of the unit's parameters;
-    frozen parameters keep the order of registration.
+    Parameters are sorted by parameter group; frozen parameters keep the order of registration.
     """
-    types = list(dict.fromkeys(p.dtype for _, p in unit.parameters))
-    keyed = []
-    for name, p in unit.parameters:
-        group = updates.groups.get(p, NOT_TRAINED) if unit.trainable else 0
-        part = updates.part_of(group) if unit.trainable else 0
-        keyed.append(((types.index(p.dtype), part, group), (name, p)))
-    keyed.sort(key=lambda item: item[0])
-    segments = []
-    for (t, part, group), members in itertools.groupby(keyed, key=lambda item: item[0]):
-        sizes = [p.numel() for _, (_, p) in members]
-        whole = unit.trainable and part < len(updates.parts) and updates.parts[part].layout.whole
-        segments.append(Segment(sum(map(aligned, sizes)), types[t], group, part, whole))
-    return [pair for _, pair in keyed], tuple(segments)
+    def group_of(pair: tuple[str, nn.Parameter]) -> int:
+        return updates.groups.get(pair[1], NOT_TRAINED) if unit.trainable else 0
+
+    ordered = sorted(unit.parameters, key=group_of)
+    groups = itertools.groupby(ordered, key=group_of)
+    return ordered, tuple(Segment(sum(aligned(p.numel()) for _, p in members), group) for group, members in groups)
+
+
+def by_optimizer(units: Sequence[ModelUnit], updates: Updates) -> list[ModelUnit]:
+    """Return the units of :func:`mdcs.partition`, split where parameters are updated in several ways: a unit has one.
+
+    The part with the most elements keeps the name. Units that are split already stay.
+    """
+    out = []
+    for unit in units:
+        alike: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in unit.parameters if unit.trainable else ():
+            alike.setdefault(updates.part_of(updates.groups.get(p, NOT_TRAINED)), []).append((name, p))
+        if len(alike) < 2:
+            out.append(unit)
+            continue
+        name, _, marks = unit.name.partition("[")
+        for i, part in enumerate(sorted(alike, key=lambda part: -sum(p.numel() for _, p in alike[part]))):
+            own = [mark for mark in (marks.removesuffix("]"), updates.name_of(part) if i else "") if mark]
+            out.append(dataclasses.replace(unit, name=name + marked(own), parameters=tuple(alike[part])))
+    return out

@@ -2,7 +2,8 @@
 
 A wrap policy names the modules that become units. Parameters outside of them form one unit per module that owns
 parameters directly. Parameters shared between modules (tied weights) form a unit of their own, whose uses are the
-forwards of all owners. Frozen parameters are split off: they are gathered, never reduced.
+forwards of all owners. A unit has one type, and is trainable or frozen: what differs is another unit around the same
+modules. So is what another optimizer has (:func:`mdcs.model.optimizers.by_optimizer`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
-    """A unit of a live model: all its parameters are trainable or all frozen, and all are on one device.
+    """A unit of a live model: parameters of one type on one device, all trainable or all frozen.
+
+    Units around the same modules are told apart in brackets: ``blocks.3``, ``blocks.3[float32]``, ``blocks.3[frozen]``.
 
     - ``modules``: modules whose forward uses the parameters.
     - ``parameters``: (name in the model, parameter) pairs.
@@ -113,8 +116,8 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
 
     Every parameter with elements is in one unit. A parameter without elements is in none: there is nothing to train or
     to send. Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse
-    gradients), a unit on several devices, several types of one width, parameters and buffers that share memory, and a
-    model without a trainable parameter.
+    gradients), a unit on several devices, parameters and buffers that share memory, and a model without a trainable
+    parameter.
     """
     roots = block_roots(model) if policy is None else policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -128,7 +131,6 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
     for p in list(owners):
         if not nn.parameter.is_lazy(p) and not p.numel():
             del owners[p]
-    _one_type_per_width((places[0][1], p) for p, places in owners.items())
     for p, places in owners.items():
         _refuse(places[0][1], p)
     refuse_shared_memory(model)
@@ -145,19 +147,33 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
 
     units = []
     for key, members in groups.items():
-        name = "+".join(m or "model" for m in key)
-        for trainable in (True, False):
-            chosen = tuple((n, p) for n, p in members if p.requires_grad is trainable)
-            if chosen:
-                _same_device(name, (p for _, p in chosen))
-                suffix = "" if trainable or len(chosen) == len(members) else "[frozen]"
-                units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
+        name, around = "+".join(m or "model" for m in key), tuple(modules[m] for m in key)
+        alike: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for n, p in members:
+            alike.setdefault((not p.requires_grad, p.dtype), []).append((n, p))
+        # First the one that has the module's plain name: trainable, and the most elements.
+        order = sorted(alike, key=lambda kind: (kind[0], -sum(p.numel() for _, p in alike[kind])))
+        for frozen, dtype in order:
+            _same_device(name, (p for _, p in alike[frozen, dtype]))
+            marks = [dtype_name(dtype)] * (dtype != order[0][1]) + ["frozen"] * (frozen != order[0][0])
+            units.append(ModelUnit(name + marked(marks), around, tuple(alike[frozen, dtype]), not frozen))
     for name, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedModel(f"{name}.weight: sparse gradients are not supported: make the layer with sparse=False")
     if not any(u.trainable for u in units):
         raise UnsupportedModel("the model has no trainable parameter: requires_grad_() those that the optimizer has")
     return units
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the name of a type in torch, as in ``bfloat16``; "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def marked(marks: Iterable[str]) -> str:
+    """Return the end of the name of a unit beside others around the same modules: ``[float32, frozen]``; "" for no marks."""
+    text = ", ".join(marks)
+    return f"[{text}]" if text else ""
 
 
 def _root_of(module: str, roots: Iterable[str]) -> str:
@@ -238,15 +254,3 @@ def _same_device(unit: str, parameters: Iterable[nn.Parameter]) -> None:
             f"unit {unit} is on several devices, {sorted(map(str, devices))}: move it to one, or make units of smaller "
             "modules, mdcs.partition(model, mdcs.ByClass((…)))"
         )
-
-
-def _one_type_per_width(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise UnsupportedModel for two types of one width: sections are distinguished by bytes per element."""
-    seen: dict[int, tuple[str, torch.dtype]] = {}
-    for name, p in parameters:
-        other, dtype = seen.setdefault(p.dtype.itemsize, (name, p.dtype))
-        if p.dtype != dtype:
-            raise UnsupportedModel(
-                f"{name} is {p.dtype} and {other} {dtype}: types of one width in one model are not supported: convert one, "
-                f".to({dtype})"
-            )

@@ -15,11 +15,10 @@ do not replay, and bounds, leave them out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
@@ -54,14 +53,7 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._known: dict[tuple[Kind, int, int, bool, int | None, float | None], Cost] = {}
-
-    def payload(self, kind: Kind, elements: int, width: int | None = None) -> int:
-        """Return the payload bytes of a message with this many elements of ``width`` bytes.
-
-        ``width`` None: the profile's width of parameters (gathers) or gradients (reductions).
-        """
-        return elements * (width or (self.profile.param_bytes if kind.is_gather else self.profile.grad_bytes))
+        self._known: dict[tuple[Kind, tuple[tuple[int, int], ...], bool], Cost] = {}
 
     def link_s(self, kind: Kind, wire: int) -> float:
         """Return α + β·wire: seconds of a message of ``wire`` bytes that is alone on the link."""
@@ -86,40 +78,28 @@ class CostModel:
         """Return the seconds of packing and unpacking a message of several parts: 2·copy_seconds_per_byte·payload."""
         return 2 * self.profile.copy_seconds_per_byte * payload if parts > 1 else 0.0
 
-    def update_s(self, kind: Kind, elements: int, runs: int = 1) -> float:
-        """Return the seconds of the update after a message. 0 for a gather.
+    def update_s(self, kind: Kind, pieces: Iterable[tuple[int, int]]) -> float:
+        """Return the seconds of the updates after a message of these (unit, elements) pairs. 0 for a gather.
 
-        elements/ranks·seconds_per_element + runs·seconds_per_run. ``runs``: runs of one parameter group. ``ranks`` is 1
-        for an all-reduce, the ranks of a node for RS_N, and the world otherwise.
+        For each elementwise optimizer elements/ranks·seconds_per_element + pieces·seconds_per_run. ``ranks`` is 1 for an
+        all-reduce, the ranks of a node for RS_N, and the world otherwise. Ranks have unequal shares of whole parameters:
+        the slowest rank counts.
         """
         if kind.is_gather:
             return 0.0
-        optimizer = self.profile.optimizer
-        return elements / self._sharers(kind) * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
-
-    def _sharers(self, kind: Kind) -> int:
-        """Return the number of ranks that share the update after a reduction."""
-        return 1 if kind is Kind.AR else self.profile.group(kind)
-
-    def section_update_s(self, kind: Kind, section: Section, elements: int) -> float:
-        """Return the seconds of the update of a block of a section, by the section's optimizer; 0 for a gather.
-
-        Ranks have unequal shares of whole parameters: the slowest rank counts.
-        """
-        if kind.is_gather:
-            return 0.0
-        if section.is_whole:
-            return max(sum([p.seconds for p in own]) for own in section.owned(self.profile.world, self._sharers(kind)))
-        optimizer = self.profile.optimizers[section.optimizer]
-        return elements / self._sharers(kind) * optimizer.seconds_per_element + optimizer.seconds_per_run
-
-    def updates_s(
-        self, kind: Kind, blocks: Sequence[tuple[int, ...]], parts: Sequence[tuple[int, int]]
-    ) -> float | None:
-        """Return the seconds of the updates after a message, for :meth:`message`; None where all elements are alike."""
-        if not self.profile.has_several_updates:
-            return None
-        return sum([self.section_update_s(kind, self.profile.section(blocks, part), blocks[part[0]][part[1]]) for part in parts])
+        sharers, seconds = 1 if kind is Kind.AR else self.profile.group(kind), 0.0
+        sums: dict[int, tuple[int, int]] = {}  # optimizer -> elements, runs
+        for u, elements in pieces:
+            layout, optimizer = self.profile.layouts[u], self.profile.units[u].optimizer
+            if layout.is_whole:
+                seconds += max(sum([p.seconds for p in own]) for own in layout.owned(sharers))
+            else:
+                before, runs = sums.get(optimizer, (0, 0))
+                sums[optimizer] = before + elements, runs + 1
+        for optimizer, (elements, runs) in sums.items():
+            of = self.profile.optimizers[optimizer]
+            seconds += elements / sharers * of.seconds_per_element + runs * of.seconds_per_run
+        return seconds
 
     def lost_s(self, wire: int, work: float) -> float:
         """Return the compute seconds lost to a message of ``wire`` bytes.
@@ -130,23 +110,19 @@ class CostModel:
         c = self.profile.contention
         return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
 
-    def message(
-        self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None,
-        update: float | None = None,
-    ) -> Cost:  # fmt: skip
-        """Return the cost of a message. ``elements``, ``width``: as in :meth:`payload`.
+    def message(self, kind: Kind, pieces: tuple[tuple[int, int], ...], blocking: bool = False) -> Cost:
+        """Return the cost of a message.
 
+        - ``pieces``: (unit, elements) of each block that it carries. All are of one type.
         - ``blocking``: compute waits for the message, so compute does not slow it down.
-        - ``update``: seconds of its updates (:meth:`updates_s`); None: those of the profile's one optimizer.
         """
-        key = kind, elements, parts, blocking, width, update
+        key = kind, pieces, blocking
         if key in self._known:
             return self._known[key]
-        payload, link = self.payload(kind, elements, width), self.profile.link
-        wire = self.profile.wire(kind, payload)
+        payload = sum([elements for _, elements in pieces]) * self.profile.layouts[pieces[0][0]].width(kind.is_gather)
+        link, wire = self.profile.link, self.profile.wire(kind, payload)
         idle = link.beta_of(kind) * wire
-        copy = self.copy_s(payload, parts)
-        update = self.update_s(kind, elements, parts) if update is None else update
+        copy, update = self.copy_s(payload, len(pieces)), self.update_s(kind, pieces)
         transfer = idle if blocking else self.transfer_s(kind, wire)
         lost = self.lost_s(wire, 0.0)
         cost = self._known[key] = Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
@@ -157,17 +133,12 @@ class CostModel:
 
         Messages carry whole units, and nothing overlaps. A sharded unit is gathered in every micro-step.
         """
-        u, layout = self.profile.units[unit], self.profile.layouts[unit]
-        seconds = 0.0
+        u, layout, seconds = self.profile.units[unit], self.profile.layouts[unit], 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
             times = micro_steps if kind.is_gather and strategy.sharded else 1
-            parts: dict[tuple[int, bool], list[int]] = {}  # elements of the sections that go together (Profile.by_width)
-            for section, elements in zip(layout.sections, layout.sizes, strict=True):
-                parts.setdefault((section.width(kind.is_gather), section.is_whole), []).append(elements)
-                seconds += self.section_update_s(kind, section, elements)
-            for (width, _), together in parts.items():
-                size = width * sum(together)
-                seconds += times * (self.link_s(kind, self.profile.wire(kind, size)) + self.copy_s(size, len(together)))
+            wire = self.profile.wire(kind, layout.elements * layout.width(kind.is_gather))
+            seconds += self.update_s(kind, [(unit, layout.elements)])
+            seconds += times * self.link_s(kind, wire)
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:

@@ -31,18 +31,19 @@ def gradient_ends(profile: Profile, unit: int) -> tuple[int, ...]:
 
     Empty if the profile does not say when gradients become ready.
     """
-    return profile.layouts[unit].segment_ends([n for n, _ in profile.units[unit].gradients])
+    gradients = profile.units[unit].gradients
+    return profile.layouts[unit].ends([n for n, _ in gradients]) if gradients else ()
 
 
 def ready_fraction_in_slot(profile: Profile, unit: int) -> float:
-    """Return the fraction of a unit's gradient bytes that are ready before its last backward slot ends."""
+    """Return the fraction of a unit's gradients that are ready before its last backward slot ends."""
     layout, gradients = profile.layouts[unit], profile.units[unit].gradients
     begin, within = 0, 0
     for (_, part), end in zip(gradients, gradient_ends(profile, unit), strict=True):
         if part < 1:
-            within += (end - begin) * layout.sections[layout.index(begin)].grad_bytes
+            within += end - begin
         begin = end
-    return within / layout.grad_bytes
+    return within / layout.elements
 
 
 def parameters_in_block(profile: Profile, unit: int, blocks: tuple[int, ...], block: int) -> range:
@@ -51,18 +52,18 @@ def parameters_in_block(profile: Profile, unit: int, blocks: tuple[int, ...], bl
     return _overlapped(gradient_ends(profile, unit), begin, begin + blocks[block])
 
 
-def snap_to_parameter_boundary(profile: Profile, unit: int, element: int, step: int, apart: int, begin: int = 0) -> int:
+def snap_to_parameter_boundary(profile: Profile, unit: int, element: int, step: int, apart: int) -> int:
     """Return where to cut a unit near ``element``, as a flat element offset. Prefers the end of a parameter.
 
-    If a parameter ends within ``apart // 3`` elements, the result is that end, rounded up to a multiple of ``step``
-    counted from ``begin``. Otherwise the result is ``element``. ``apart``: distance to the other cuts. Rounding up
+    If a parameter ends within ``apart // 3`` elements, the result is that end, rounded up to a multiple of ``step``.
+    Otherwise the result is ``element``. ``apart``: distance to the other cuts. Rounding up
     moves the first elements of the next parameter into the block before the cut. This delays nothing: their gradient is
     ready earlier.
     """
     if not profile.units[unit].gradients or apart < 4 * step:
         return element
     near = min(gradient_ends(profile, unit), key=lambda end: abs(end - element))
-    return begin - (begin - near) // step * step if abs(near - element) <= apart // 3 else element
+    return -(-near // step) * step if abs(near - element) <= apart // 3 else element
 
 
 def _overlapped(ends: Sequence[int], begin: int, end: int) -> range:

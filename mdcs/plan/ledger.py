@@ -19,7 +19,6 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.runs import cuts, pieces_of
 from mdcs.plan.schedule import Folded, SizeTable, buffer_of, fold_bytes
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
 
 Effects = tuple[tuple[str, int], ...]
@@ -159,26 +158,20 @@ def _unit_bytes(period: Period, u: int, strategy: Strategy, blocks: tuple[int, .
     parts, resting = strategy.parts(profile), tuple(at_rest(unit_rows(period, u, strategy)).items())
     if not unit.trainable:
         return _UnitBytes(resting, {}, {})
-    fixed, scratch, more = 0, dict[tuple[int, int], int](), Counter[int]()
-    ends, begin, first = layout.segment_ends(unit.segments), 0, 0
-    of = sections_of(layout, blocks)
-    for s, (section, end) in enumerate(zip(layout.sections, layout.ends, strict=True)):
-        opt, own = profile.optimizers[section.optimizer], blocks[first : first + of.count(s)]
-        # A copy of the gradient in the optimizer's precision.
-        copies = section.updated_bytes if section.updated_bytes != section.grad_bytes else 0
-        if section.is_whole:
-            scratch[u, first] = max(p.scratch for p in section.parameters) + own[0] // parts * copies
-        else:
-            found = cuts(tuple([e - begin for e in ends if begin < e <= end]), own, parts)
-            fixed += (len(own) + found.everywhere) * opt.state_fixed
-            for part, count in found.on_rank:
-                more.update(dict.fromkeys(range(part, profile.world, parts), count * opt.state_fixed))
-            for b, largest in enumerate(found.largest, first):
-                if rank is not None:
-                    largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks, b, rank))
-                cast = blocks[b] // parts * copies
-                scratch[u, b] = opt.scratch(largest, section.updated_bytes) + cast
-        begin, first = end, first + len(own)
+    # A copy of the gradient in the optimizer's precision.
+    copies = layout.updated_width if layout.updated_width != layout.grad_width else 0
+    if layout.is_whole:
+        most = max(p.scratch for p in layout.whole) + layout.elements // parts * copies
+        return _UnitBytes(resting, {(u, 0): most}, {})
+    opt, found = profile.optimizers[unit.optimizer], cuts(layout.ends(unit.segments), blocks, parts)
+    fixed, more = (len(blocks) + found.everywhere) * opt.state_fixed, Counter[int]()
+    for part, count in found.on_rank:
+        more.update(dict.fromkeys(range(part, profile.world, parts), count * opt.state_fixed))
+    scratch = {}
+    for b, largest in enumerate(found.largest):
+        if rank is not None:
+            largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks, b, rank))
+        scratch[u, b] = opt.scratch(largest, layout.updated_width) + blocks[b] // parts * copies
     return _UnitBytes((*resting, ("optimizer", fixed)), scratch, more)
 
 

@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
@@ -64,12 +63,13 @@ class Row(NamedTuple):
     unit: int = -1
 
 
-def state_bytes(profile: Profile, section: Section, parts: int) -> int:
-    """Return the optimizer state of a section, on the rank of ``parts`` that has the most."""
-    if section.is_whole:
-        return max(sum([p.state for p in own]) for own in section.owned(profile.world, parts))
-    tensors = profile.optimizers[section.optimizer].state_tensors
-    return int(section.size(profile.world) // parts * (section.updated_bytes * tensors))
+def state_bytes(profile: Profile, unit: int, parts: int) -> int:
+    """Return the optimizer state of a trainable unit, on the rank of ``parts`` that has the most."""
+    layout = profile.layouts[unit]
+    if layout.is_whole:
+        return max(sum([p.state for p in own]) for own in layout.owned(parts))
+    tensors = profile.optimizers[profile.units[unit].optimizer].state_tensors
+    return int(layout.elements // parts * (layout.updated_width * tensors))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -81,13 +81,9 @@ def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
     """
     profile = period.profile
     of, layout, parts = profile.units[unit], profile.layouts[unit], strategy.parts(profile)
-    parameters = optimizer = 0
-    for section, size in zip(layout.sections, layout.sizes, strict=True):
-        if not (strategy.sharded and section.master_bytes):  # else only the master shard is kept at rest
-            parameters += size * section.param_bytes // (parts if strategy.sharded else 1)
-        optimizer += size // parts * section.master_bytes
-        if of.trainable:
-            optimizer += state_bytes(profile, section, parts)
+    size = layout.elements // (parts if strategy.sharded else 1)
+    parameters = 0 if strategy.sharded and layout.master_width else size * layout.param_width  # 0: the master shard is all
+    optimizer = layout.elements // parts * layout.master_width + (state_bytes(profile, unit, parts) if of.trainable else 0)
     rows = [Row("parameters", parameters, None, None, unit), Row("optimizer", optimizer, None, None, unit)]
     for kind in strategy.kinds(of.trainable, of.backward is not None):
         for op in [Op(kind, unit, m) for m in range(period.micro_steps)] if kind.is_gather and strategy.sharded else ():

@@ -125,10 +125,8 @@ class Plan:
         return self.elements(message) * self.width(message)
 
     def width(self, message: Message) -> int:
-        """Return the bytes of an element of the message. All its elements have one width."""
-        if self.profile.is_mixed:
-            return self.profile.width(self.blocks, message.kind, message.parts[0])
-        return self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
+        """Return the bytes of an element of the message. All its elements have one type."""
+        return self.profile.layouts[message.parts[0][0]].width(message.kind.is_gather)
 
     def wire(self, message: Message) -> int:
         """Return the bytes that one rank sends."""
@@ -160,10 +158,7 @@ class Plan:
         """Seconds of the messages."""
         cost, n = self.job.cost, len(self.messages)
         costs = [
-            cost.message(
-                m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m), cost.updates_s(m.kind, self.blocks, m.parts)
-            )
-            for m in self.messages
+            cost.message(m.kind, tuple([(u, self.blocks[u][b]) for u, b in m.parts]), m.blocking) for m in self.messages
         ]
         by_number = MessageSeconds(*([each[i] for each in costs] for i in range(len(MessageSeconds._fields))))
         out = MessageSeconds(*([0.0] * n for _ in MessageSeconds._fields))

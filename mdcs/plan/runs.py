@@ -25,13 +25,13 @@ def pieces_of(
 ) -> list[tuple[int, int, int]]:
     """Return (start, length, segment) of each piece of a block that ``rank`` updates, in flat elements.
 
-    With dp every rank updates the whole block, otherwise its share. Padding belongs to the last segment of its section.
+    With dp every rank updates the whole block, otherwise its share. Padding belongs to the last segment.
     """
     parts = strategy.parts(profile)
     size = blocks[block] // parts
     start = sum(blocks[:block]) + rank % parts * size
     pieces, end = [], 0
-    for s, ends in enumerate(profile.layouts[unit].segment_ends(profile.units[unit].segments)):
+    for s, ends in enumerate(profile.layouts[unit].ends(profile.units[unit].segments)):
         begin, end = end, ends
         low, high = max(begin, start), min(end, start + size)
         if low < high:

@@ -30,7 +30,7 @@ class Message:
     """One collective on the wire.
 
     - ``kind``: the collective.
-    - ``parts``: (unit, block) pairs. All elements have one width. A fused message carries several units, a partitioned
+    - ``parts``: (unit, block) pairs. All elements have one type. A fused message carries several units, a partitioned
       one a block of a unit.
     - ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier if
       its gradients are ready (:attr:`Schedule.ready`).

@@ -73,17 +73,13 @@ class StrategyAssignment:
         return layout.param_bytes if op.kind.is_gather else layout.grad_bytes
 
     def unpartitioned_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Return one block per section of each unit, with all its elements, padding included."""
-        return tuple(layout.sizes for layout in self.profile.layouts)
-
-    def parts(self, unit: int) -> tuple[tuple[int, int], ...]:
-        """Return the (unit, block) pairs of a whole unit, for the blocks of :meth:`unpartitioned_blocks`."""
-        return tuple((unit, b) for b in range(len(self.profile.layouts[unit].sections)))
+        """Return one block for each unit, with all its elements, padding included."""
+        return tuple((layout.elements,) for layout in self.profile.layouts)
 
     def partition(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
         """Return blocks (elements) of about ``block_bytes`` of payload for each unit.
 
-        Cuts are at multiples of 16 elements per rank; a section of whole parameters is one block. If the profile says when
+        Cuts are at multiples of 16 elements per rank; a unit of whole parameters is one block. If the profile says when
         gradients become ready, a cut moves to the end of a nearby parameter. Raises ValueError for less than one byte.
         """
         if block_bytes < 1:
@@ -91,29 +87,23 @@ class StrategyAssignment:
         world = self.profile.world
         out = []
         for u, layout in enumerate(self.profile.layouts):
-            sizes: list[int] = []
-            for section, total in zip(layout.sections, layout.sizes, strict=True):
-                step = max(1, round(block_bytes / section.param_bytes / world / 16)) * 16 * world
-                count = 1 if section.is_whole else max(1, round(total / step))  # avoids a small last block: every message pays α
-                begin = sum(sizes)
-                even = (step * b for b in range(1, count))
-                inner = [
-                    snap_to_parameter_boundary(self.profile, u, begin + e, 16 * world, min(step, total - e), begin) for e in even
-                ]
-                sizes += [b - a for a, b in itertools.pairwise([begin, *inner, begin + total])]
-            out.append(tuple(sizes))
+            total, step = layout.elements, max(1, round(block_bytes / layout.param_width / world / 16)) * 16 * world
+            count = 1 if layout.is_whole else max(1, round(total / step))  # avoids a small last block: every message pays α
+            even = (step * b for b in range(1, count))
+            inner = [snap_to_parameter_boundary(self.profile, u, e, 16 * world, min(step, total - e)) for e in even]
+            out.append(tuple([b - a for a, b in itertools.pairwise([0, *inner, total])]))
         return tuple(out)
 
     def plan(self, name: str, blocks: Sequence[tuple[int, ...]], messages: Iterable[Message]) -> Plan:
         """Return the plan of these blocks (elements) and messages, whose slots may be unrolled, in any order of slots.
 
         Messages of one slot keep their order, but at the barrier reductions come first. A message with parts of several
-        widths becomes one per width. Raises PlanError if the messages make no valid plan.
+        types becomes one per type. Raises PlanError if the messages make no valid plan.
         """
         length = self.period.length
         ordered = tuple(
             Message(m.kind, parts, m.slot % length, m.blocking, m.micro)
             for m in sorted(messages, key=lambda m: self.period.place(m.slot, m.kind))
-            for parts in self.profile.by_width(blocks, m.kind, m.parts)
+            for parts in self.profile.by_type(m.kind, m.parts)
         )
         return Plan(self.job, self.strategies, tuple(blocks), ordered, scheduler=name)

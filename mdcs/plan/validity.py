@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -25,7 +24,6 @@ from mdcs.plan.schedule import (
     empty_schedule,
 )
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
@@ -79,11 +77,8 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
         total = layout.elements
         if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % world for b in sizes)):
             raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
-        if len(layout.ends) > 1 and not set(layout.ends).issubset(itertools.accumulate(sizes)):
-            raise PlanError(f"unit {unit.name}: blocks {sizes} must be cut where its sections end, at {layout.ends}")
-        of = sections_of(layout, sizes)
-        if any(layout.sections[s].is_whole and size != layout.sizes[s] for s, size in zip(of, sizes, strict=True)):
-            raise PlanError(f"unit {unit.name}: blocks {sizes} cut a section of parameters that are updated as wholes")
+        if layout.is_whole and len(sizes) > 1:
+            raise PlanError(f"unit {unit.name}: blocks {sizes} cut parameters that are updated as wholes")
         for kind in strategy.kinds(unit.trainable, unit.backward is not None):
             micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
             out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
@@ -96,9 +91,9 @@ def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, 
     expected = _expected(job.period, strategies, blocks)
     carried = [(m.kind, u, m.micro, b) for m in messages for u, b in m.parts]
     if len(carried) == len(expected) and set(carried) == expected:
-        for i, m in enumerate(messages) if job.profile.is_mixed else ():
-            if len({job.profile.width(blocks, m.kind, part) for part in m.parts}) > 1:
-                raise PlanError(f"{_where(job, messages, i)}: carries elements of several widths")
+        for i, m in enumerate(messages):
+            if len(m.parts) > 1 and len({units[u].dtype_on_wire(m.kind.is_gather) for u, _ in m.parts}) > 1:
+                raise PlanError(f"{_where(job, messages, i)}: carries elements of several types")
         return
     for i, m in enumerate(messages):
         for u, b in m.parts:

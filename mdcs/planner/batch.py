@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot
 
@@ -121,12 +120,11 @@ class BatchScaling:
 
 def _shape(profile: Profile) -> object:
     """Return what profiles of one job have in common: no number that is measured."""
-    units = [(unit.name, unit.segments, tuple(map(_unmeasured, unit.sections))) for unit in profile.units]
+    units = [
+        (u.name, u.segments, u.dtype, u.grad_dtype, u.master_dtype, u.optimizer, [p.numel for p in u.whole])
+        for u in profile.units
+    ]
     return units, [(slot.unit, slot.phase) for slot in profile.slots], profile.world
-
-
-def _unmeasured(section: Section) -> Section:
-    return dataclasses.replace(section, parameters=tuple(WholeParameter(p.numel) for p in section.parameters))
 
 
 def _uses(option: RecomputeOption) -> object:

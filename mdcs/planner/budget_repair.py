@@ -99,7 +99,7 @@ def reduce_when_ready(plan: Plan) -> Plan:
 
 def _tightened(plan: Plan) -> Iterator[Plan]:
     """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole, and
-    last with the blocks of a unit in the sequential schedule's order.
+    last with the messages of each slot in the sequential schedule's order.
 
     A message that is split needs less staging. A unit that is whole needs less optimizer state: each block has its own,
     with a few bytes of overhead. The last block of a unit is reduced beside the shards of the others.
@@ -110,13 +110,12 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
     while (split := _split(plan)) is not None:
         plan = reduce_when_ready(split)
         yield plan
-    whole = [layout.sizes for layout in plan.profile.layouts]
-    for u in sorted(range(len(whole)), key=lambda u: len(whole[u]) - len(plan.blocks[u])):
-        if len(plan.blocks[u]) > len(whole[u]):
-            plan = reduce_when_ready(with_block_sizes(plan, u, whole[u]))
+    for u in sorted(range(len(plan.blocks)), key=lambda u: -len(plan.blocks[u])):
+        if len(plan.blocks[u]) > 1:
+            plan = reduce_when_ready(with_block_sizes(plan, u, (sum(plan.blocks[u]),)))
             yield plan
     messages: list[Message] = []
-    for _, group in itertools.groupby(plan.messages, key=lambda m: (m.slot, m.kind, m.parts[0][0])):
+    for _, group in itertools.groupby(plan.messages, key=lambda m: (m.slot, m.kind.is_gather)):
         messages += sorted(group, key=lambda m: m.parts)
     yield dataclasses.replace(plan, messages=tuple(messages))
 

@@ -155,10 +155,11 @@ class Candidates:
 
     def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
         kind, parts, profile, cost, period = message.kind, message.parts, self.job.profile, self.job.cost, self.job.period
-        values, width = message_values(period, message, blocks), profile.width(blocks, kind, parts[0])
-        elements, scratch = values.elements, 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
-        sizes = own_bytes(period, kind, elements * width, len(parts), scratch)[1:]
-        seconds = cost.message(kind, elements, len(parts), message.blocking, width, cost.updates_s(kind, blocks, parts))
+        pieces, values = tuple([(u, blocks[u][b]) for u, b in parts]), message_values(period, message, blocks)
+        payload = values.elements * profile.layouts[parts[0][0]].width(kind.is_gather)
+        scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
+        sizes = own_bytes(period, kind, payload, len(parts), scratch)[1:]
+        seconds = cost.message(kind, pieces, message.blocking)
         for name, value in zip(_BY_NUMBER, (*values.row, *seconds, *sizes), strict=True):
             self._columns[name].append(value)
         known = self._block_numbers

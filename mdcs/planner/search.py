@@ -30,7 +30,6 @@ from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidate, Candidates, Score
-from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 
@@ -134,8 +133,8 @@ def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random
             continue
         here = [v for v in dict.fromkeys(v for v, _ in m.parts) if at.get(Op(m.kind, v, m.micro)) == place]
         parts = kept + tuple((v, b) for v in here for b in blocks_by_readiness(profile, v, now.blocks[v]))
-        if len(m.parts) > 1 and parts:  # stays fused, in one message per width
-            send(profile.by_width(now.blocks, m.kind, parts), m, slot, len(messages))
+        if len(m.parts) > 1 and parts:  # stays fused, in one message per type
+            send(profile.by_type(m.kind, parts), m, slot, len(messages))
         else:
             send([(part,) for part in parts], m, slot, len(messages))
     for op in ops:
@@ -255,11 +254,10 @@ def merge_adjacent_blocks(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
                 stays = len(m.parts) > 1 or m.blocking
                 sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # negative and even: never next to another number
     parts = block_ready_fractions(plan.profile, unit, plan.blocks[unit])
-    sections = sections_of(plan.profile.layouts[unit], plan.blocks[unit])
     first, b = set[int](), 0  # first block of each pair
     while b + 1 < len(parts):
         neighbours = bool(sent[b]) and all(abs(i - sent[b + 1][op]) == 1 for op, i in sent[b].items())
-        if neighbours and sections[b] == sections[b + 1] and (apart or parts[b] == parts[b + 1]):
+        if neighbours and (apart or parts[b] == parts[b + 1]):
             first.add(b)
             b += 1
         b += 1

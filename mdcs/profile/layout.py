@@ -1,16 +1,25 @@
-"""Layout of a unit's flat buffer: sections of one type each, padded so that the ranks can divide them.
+"""Layout of a unit's flat buffer: elements of one type, padded so that the ranks can divide them.
 
-Ranks divide a section at equal distances. An elementwise optimizer does not mind where the cuts are. For an optimizer that
+Ranks divide the buffer at equal distances. An elementwise optimizer does not mind where the cuts are. For an optimizer that
 needs whole parameters, parameters are ordered by the rank that owns them, and every rank's share is padded to the largest.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+
+@lru_cache(maxsize=64)
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a floating type, by its name in torch ("bfloat16"). Raises ValueError for another."""
+    found = re.match(r"b?float(\d+)(_|$)", dtype)
+    if found is None:
+        raise ValueError(f"a type must be floating, such as float32 or bfloat16, got {dtype!r}")
+    return int(found[1]) // 8
 
 
 def pad(numel: int, world: int) -> int:
@@ -50,121 +59,67 @@ def assign_owners(sizes: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], 
 
 
 @dataclass(frozen=True)
-class Section:
-    """Consecutive elements of a unit that have one type and one optimizer, without the padding at its end.
+class Layout:
+    """Elements and widths of a unit's flat buffer, for ``world`` ranks.
 
     - ``numel``: elements. Each parameter counts with its padding (:func:`mdcs.sizes.aligned`).
-    - ``param_bytes``: bytes of a parameter element in compute.
-    - ``grad_bytes``: bytes of a gradient element on the wire and in shards.
-    - ``master_bytes``: bytes of an element of the copy that the optimizer updates. 0: the optimizer updates the
+    - ``param_width``: bytes of a parameter element in compute.
+    - ``grad_width``: bytes of a gradient element on the wire and in shards.
+    - ``master_width``: bytes of an element of the copy that the optimizer updates. 0: the optimizer updates the
       parameter itself.
-    - ``optimizer``: index into :attr:`mdcs.profile.schema.Profile.optimizers`.
-    - ``parameters``: the parameters in flat order, where the optimizer needs whole ones; empty where it is elementwise.
-
-    Raises ValueError for numbers out of range, and for ``parameters`` with other elements.
+    - ``whole``: the parameters in flat order, where the optimizer needs whole ones; empty where it is elementwise.
     """
 
     numel: int
-    param_bytes: int
-    grad_bytes: int
-    master_bytes: int = 0
-    optimizer: int = 0
-    parameters: tuple[WholeParameter, ...] = ()
-
-    def __post_init__(self) -> None:
-        if min(self.numel, self.param_bytes, self.grad_bytes) < 1 or min(self.master_bytes, self.optimizer) < 0:
-            raise ValueError(f"a section must have elements and bytes, got {self}")
-        if self.parameters and sum(p.numel for p in self.parameters) != self.numel:
-            raise ValueError(f"a section's parameters must have its {self.numel} elements, got {self.parameters}")
+    world: int
+    param_width: int
+    grad_width: int
+    master_width: int = 0
+    whole: tuple[WholeParameter, ...] = ()
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parameters are updated as wholes. Such a section is one block."""
-        return bool(self.parameters)
+        """Whether its parameters are updated as wholes. Such a unit is one block."""
+        return bool(self.whole)
 
-    def offsets(self, world: int) -> tuple[int, ...]:
-        """Return the offset of each whole parameter in the section (elements)."""
-        return assign_owners(tuple([p.numel for p in self.parameters]), world)[0]
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Offset of each whole parameter (elements)."""
+        return assign_owners(tuple([p.numel for p in self.whole]), self.world)[0]
 
-    def size(self, world: int) -> int:
-        """Return the elements, padding included."""
-        if not self.parameters:
-            return pad(self.numel, world)
-        return world * assign_owners(tuple([p.numel for p in self.parameters]), world)[1]
+    @cached_property
+    def elements(self) -> int:
+        """Elements, padding included: a multiple of ``world``."""
+        if not self.whole:
+            return pad(self.numel, self.world)
+        return self.world * assign_owners(tuple([p.numel for p in self.whole]), self.world)[1]
 
-    def owned(self, world: int, parts: int) -> tuple[tuple[WholeParameter, ...], ...]:
-        """Return the whole parameters that each of ``parts`` ranks updates, of a layout for ``world`` ranks."""
-        share, out = self.size(world) // parts, [list[WholeParameter]() for _ in range(parts)]
-        for p, offset in zip(self.parameters, self.offsets(world), strict=True):
+    def owned(self, parts: int) -> tuple[tuple[WholeParameter, ...], ...]:
+        """Return the whole parameters that each of ``parts`` ranks updates."""
+        share, out = self.elements // parts, [list[WholeParameter]() for _ in range(parts)]
+        for p, offset in zip(self.whole, self.offsets, strict=True):
             out[offset // share].append(p)
         return tuple(map(tuple, out))
 
     @property
-    def updated_bytes(self) -> int:
+    def updated_width(self) -> int:
         """Bytes of an element of the copy that the optimizer updates."""
-        return self.master_bytes or self.param_bytes
+        return self.master_width or self.param_width
 
     def width(self, is_gather: bool) -> int:
         """Return the bytes of an element on the wire: parameters are gathered, gradients are reduced."""
-        return self.param_bytes if is_gather else self.grad_bytes
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The sections of a unit, one after the other, with padding: each is a multiple of ``world``."""
-
-    sections: tuple[Section, ...]
-    world: int
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each section, padding included."""
-        return tuple(s.size(self.world) for s in self.sections)
-
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """End of each section, in elements from the start of the flat buffer."""
-        return tuple(itertools.accumulate(self.sizes))
-
-    @cached_property
-    def elements(self) -> int:
-        """Elements of all sections, padding included."""
-        return self.ends[-1]
+        return self.param_width if is_gather else self.grad_width
 
     @cached_property
     def param_bytes(self) -> int:
         """Bytes of the full parameters, padding included."""
-        return sum(size * s.param_bytes for s, size in zip(self.sections, self.sizes, strict=True))
+        return self.elements * self.param_width
 
     @cached_property
     def grad_bytes(self) -> int:
         """Bytes of the full gradient, padding included."""
-        return sum(size * s.grad_bytes for s, size in zip(self.sections, self.sizes, strict=True))
+        return self.elements * self.grad_width
 
-    def index(self, element: int) -> int:
-        """Return the index of the section that contains an element."""
-        return bisect.bisect_right(self.ends, element)
-
-    def segment_ends(self, segments: Sequence[int]) -> tuple[int, ...]:
-        """Return where each segment ends in the flat buffer (elements), given the lengths of the segments.
-
-        Padding belongs to the last segment of its section.
-        """
-        out, shift, counted = [], 0, 0
-        sections = iter(zip(itertools.accumulate(s.numel for s in self.sections), self.ends, strict=True))
-        last, end = next(sections)
-        for length in segments:
-            counted += length
-            out.append(end if counted == last else counted + shift)
-            if counted == last:
-                shift = end - last
-                last, end = next(sections, (last, end))
-        return tuple(out)
-
-
-@lru_cache(maxsize=4096)
-def sections_of(layout: Layout, blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of the section of each block of a unit: a block lies within one section."""
-    if len(layout.sections) == 1:
-        return (0,) * len(blocks)
-    return tuple(layout.index(end - 1) for end in itertools.accumulate(blocks))
+    def ends(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Return where consecutive parts of these lengths end in the flat buffer (elements): the last with the padding."""
+        return (*itertools.accumulate(lengths[:-1]), self.elements)

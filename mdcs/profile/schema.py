@@ -7,9 +7,7 @@ not have). Planners and the simulator read nothing else.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,32 +15,38 @@ from typing import Any
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contention import Contention
 from mdcs.profile.execution import ExecutionModel
-from mdcs.profile.layout import Layout, Section, WholeParameter, sections_of
+from mdcs.profile.layout import Layout, WholeParameter, itemsize
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.recompute import RecomputeOption, check_options
 from mdcs.sizes import MIB
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 @dataclass(frozen=True)
 class Unit:
     """The smallest group of parameters that is sharded, gathered, reduced and updated together.
 
-    - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
-      parameter group. The lengths sum to ``numel``. Each parameter counts with the padding behind it
-      (:func:`mdcs.sizes.aligned`).
-    - ``sections``: consecutive parts of one type and one optimizer. Empty: all elements have the profile's widths and its
-      first optimizer.
+    All its parameters have one type and one optimizer, and all are trainable or all frozen: what differs is another unit
+    around the same modules.
+
+    - ``name``: names of its modules, and in brackets what tells it from another unit around the same modules.
+    - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one parameter group. The
+      lengths sum to ``numel``. Each parameter counts with the padding behind it (:func:`mdcs.sizes.aligned`).
     - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
     - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
       flows through the unit.
+    - ``dtype``: type of the parameters in compute, by its name in torch.
+    - ``grad_dtype``: type of gradients on the wire and in shards. "": that of the parameters.
+    - ``master_dtype``: type of the copy that the optimizer updates. "": it updates the parameters themselves.
+    - ``optimizer``: index into :attr:`Profile.optimizers`.
+    - ``whole``: the parameters in flat order, where the optimizer needs whole ones; empty where it is elementwise.
     - ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of the
       last backward slot is over. Empty: all gradients are ready at the end of the slot.
     - ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
 
-    Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit
-    without ``backward``, and for ``gradients`` with other elements or with a fraction outside 0..1.
+    Raises ValueError for an empty segment, for a type that is not floating, for a trainable unit without ``backward``, for
+    a frozen one with masters, and for ``whole`` or ``gradients`` with other elements or with a fraction outside 0..1.
     """
 
     name: str
@@ -50,23 +54,39 @@ class Unit:
     trainable: bool
     forward: tuple[int, int]
     backward: tuple[int, int] | None
-    sections: tuple[Section, ...] = ()
+    dtype: str = "float32"
+    grad_dtype: str = ""
+    master_dtype: str = ""
+    optimizer: int = 0
+    whole: tuple[WholeParameter, ...] = ()
     gradients: tuple[tuple[int, float], ...] = ()
     aliased: bool = False
 
     def __post_init__(self) -> None:
         if not self.segments or min(self.segments) < 1:
             raise ValueError(f"unit {self.name}: segments must be positive, got {self.segments}")
-        ends = set(itertools.accumulate(self.segments))
-        sections = list(itertools.accumulate(s.numel for s in self.sections)) or [self.numel]
-        if not ends.issuperset(sections) or sections[-1] != self.numel:
-            raise ValueError(f"unit {self.name}: segments {self.segments} do not make sections that end at {sections}")
+        for dtype in (self.dtype, self.grad_dtype, self.master_dtype):
+            if dtype:
+                itemsize(dtype)
         if self.trainable and self.backward is None:
             raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
+        if self.master_dtype and not self.trainable:
+            raise ValueError(f"unit {self.name}: is frozen but has masters")
+        if self.whole and sum(p.numel for p in self.whole) != self.numel:
+            raise ValueError(f"unit {self.name}: whole parameters must have its {self.numel} elements, got {self.whole}")
         if self.gradients and (
             sum(n for n, _ in self.gradients) != self.numel or not all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
         ):
             raise ValueError(f"unit {self.name}: gradients {self.gradients} are not of {self.numel} elements, each within a slot")
+
+    @property
+    def modules(self) -> str:
+        """Names of its modules, joined by "+": the name without what tells it from another unit around them."""
+        return self.name.partition("[")[0]
+
+    def dtype_on_wire(self, is_gather: bool) -> str:
+        """Return the type of its elements in messages: parameters are gathered, gradients are reduced."""
+        return self.dtype if is_gather else self.grad_dtype or self.dtype
 
     @cached_property
     def numel(self) -> int:
@@ -149,10 +169,6 @@ class Profile:
 
     - ``slots``: slots of one micro-step in executed order: all forward slots, then all backward slots.
     - ``collectives``: the algorithms that carry the messages. The link was measured with them.
-    - ``param_bytes``, ``grad_bytes``: bytes of an element in compute and on the wire. Units with ``sections`` have their
-      own widths.
-    - ``master_bytes``: bytes of an element of the copy that the optimizer updates in mixed precision. 0: the optimizer
-      updates the parameters themselves.
     - ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
     - ``contention``: cost of messages by their number and bytes.
     - ``execution``: how the backend executes messages.
@@ -173,9 +189,6 @@ class Profile:
     world: int
     link: Link
     optimizer: Optimizer = Optimizer()
-    param_bytes: int = 4
-    grad_bytes: int = 4
-    master_bytes: int = 0
     collectives: Collectives = Collectives()
     interference: float = 0.0
     contention: Contention = Contention()
@@ -231,16 +244,6 @@ class Profile:
         return f"predictions are off by more than half in calibration runs ({'; '.join(each)})" if self.unreliable_runs else ""
 
     @cached_property
-    def is_mixed(self) -> bool:
-        """Whether some units have their own element widths."""
-        return any(unit.sections for unit in self.units)
-
-    @cached_property
-    def has_several_updates(self) -> bool:
-        """Whether there are several optimizers, or one that needs whole parameters: updates then differ by section."""
-        return any(s.optimizer or s.is_whole for unit in self.units for s in unit.sections)
-
-    @cached_property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers. The last one is none: parameters that it updates stay as they are."""
         return (self.optimizer, *self.more_optimizers, Optimizer("none"))
@@ -252,14 +255,14 @@ class Profile:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each unit's flat buffer: sections and their widths. Frozen units have no masters."""
-        out = []
-        for unit in self.units:
-            sections = unit.sections or (Section(unit.numel, self.param_bytes, self.grad_bytes, self.master_bytes),)
-            if not unit.trainable:
-                sections = tuple(dataclasses.replace(s, master_bytes=0) for s in sections)
-            out.append(Layout(sections, self.world))
-        return tuple(out)
+        """The layout of each unit's flat buffer."""
+        return tuple(
+            Layout(
+                u.numel, self.world, itemsize(u.dtype), itemsize(u.grad_dtype or u.dtype),
+                itemsize(u.master_dtype) if u.master_dtype else 0, u.whole,
+            )
+            for u in self.units
+        )  # fmt: skip
 
     @cached_property
     def block(self) -> int:
@@ -285,28 +288,17 @@ class Profile:
         """
         return self.collectives.buffer(kind, size, self.world, self.per_node)
 
-    def width(self, blocks: Sequence[tuple[int, ...]], kind: Kind, part: tuple[int, int]) -> int:
-        """Return the bytes of an element of a (unit, block) pair on the wire, in a message of this kind."""
-        return self.section(blocks, part).width(kind.is_gather)
+    def by_type(self, kind: Kind, parts: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]]:
+        """Return the (unit, block) pairs grouped by type: a message carries elements of one.
 
-    def section(self, blocks: Sequence[tuple[int, ...]], part: tuple[int, int]) -> Section:
-        """Return the section of a (unit, block) pair."""
-        layout = self.layouts[part[0]]
-        return layout.sections[sections_of(layout, blocks[part[0]])[part[1]]]
-
-    def by_width(
-        self, blocks: Sequence[tuple[int, ...]], kind: Kind, parts: tuple[tuple[int, int], ...]
-    ) -> list[tuple[tuple[int, int], ...]]:
-        """Return the parts grouped by element width: a message carries elements of one width.
-
-        Sections of whole parameters go alone: what is packed with others costs a copy.
+        Units of whole parameters go without others: what is packed with others costs a copy.
         """
-        if not self.is_mixed:
+        if len(parts) == 1:
             return [parts]
-        found: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         for part in parts:
-            section = self.section(blocks, part)
-            found.setdefault((section.width(kind.is_gather), section.is_whole), []).append(part)
+            unit = self.units[part[0]]
+            found.setdefault((unit.dtype_on_wire(kind.is_gather), bool(unit.whole)), []).append(part)
         return [tuple(alike) for alike in found.values()]
 
     @property
@@ -320,7 +312,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain containers. Fields that most profiles do not need are left out where they are empty:
-        ``per_node``, ``gradients``, ``aliased``, ``recompute``, ``more_optimizers``, those of sections, ``execution``.
+        ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, and those of units behind ``dtype``.
         """
         data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.execution == ExecutionModel():
@@ -331,16 +323,7 @@ class Profile:
             del data["recompute"]
         if not self.more_optimizers:
             del data["more_optimizers"]
-        for unit in data["units"]:
-            for section in unit["sections"]:
-                if not section["parameters"]:
-                    del section["parameters"]
-                if not section["optimizer"]:
-                    del section["optimizer"]
-            if not unit["gradients"]:
-                del unit["gradients"]
-            if not unit["aliased"]:
-                del unit["aliased"]
+        data["units"] = [{k: v for k, v in unit.items() if v or k not in _USUALLY_EMPTY} for unit in data["units"]]
         return data
 
     def to_json(self) -> str:
@@ -354,7 +337,7 @@ class Profile:
             _check_schema(data["schema"])  # first: another schema may lack fields that are read below
             d = with_tuples(data)
             return cls(
-                units=tuple(Unit(**u | {"sections": tuple(map(_section, u.get("sections", ())))}) for u in d["units"]),
+                units=tuple(Unit(**u | {"whole": tuple(WholeParameter(**p) for p in u.get("whole", ()))}) for u in d["units"]),
                 slots=tuple(Slot(**s) for s in d["slots"]),
                 link=Link(**d["link"]),
                 optimizer=Optimizer(**d["optimizer"]),
@@ -367,8 +350,7 @@ class Profile:
                 **{
                     k: d[k]
                     for k in (
-                        "world", "param_bytes", "grad_bytes", "master_bytes", "interference",
-                        "copy_seconds_per_byte", "about", "spread", "schema",
+                        "world", "interference", "copy_seconds_per_byte", "about", "spread", "schema",
                     )
                 },
             )  # fmt: skip
@@ -381,10 +363,7 @@ class Profile:
         return cls.from_dict(json.loads(text))
 
 
-def _section(data: dict[str, Any]) -> Section:
-    return Section(**data | {"parameters": tuple(WholeParameter(**p) for p in data.get("parameters", ()))})
-
-
+_USUALLY_EMPTY = ("grad_dtype", "master_dtype", "optimizer", "whole", "gradients", "aliased")
 _KEYS = {"calibration_runs": "rehearsed"}
 """Keys of profile.json that are not the names of their fields."""
 

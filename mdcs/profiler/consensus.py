@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mdcs.checkpoint.directory import random_state, set_random_state
-from mdcs.profile.layout import Section, WholeParameter
+from mdcs.profile.layout import WholeParameter
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Unit
 from mdcs.profiler.batch_mix import uses
@@ -202,17 +202,15 @@ def _merge_units(versions: Sequence[Unit]) -> Unit:
         first,
         forward=_span([u.forward for u in versions]),
         backward=_span(backward) if backward else None,
-        sections=tuple(map(_slowest, zip(*(u.sections for u in versions), strict=True))),
+        whole=tuple(map(_slowest, zip(*(u.whole for u in versions), strict=True))),
         gradients=first.gradients if all(u.gradients and u.backward == first.backward for u in versions) else (),
         aliased=any(u.aliased for u in versions),
     )
 
 
-def _slowest(versions: Sequence[Section]) -> Section:
-    """Return the section with the slowest rank's updates, and the most bytes."""
-    together = zip(*(s.parameters for s in versions), strict=True)
-    most = [WholeParameter(*map(max, zip(*map(dataclasses.astuple, same), strict=True))) for same in together]
-    return dataclasses.replace(versions[0], parameters=tuple(most))
+def _slowest(versions: Sequence[WholeParameter]) -> WholeParameter:
+    """Return the parameter with the slowest rank's update, and the most bytes."""
+    return WholeParameter(*map(max, zip(*map(dataclasses.astuple, versions), strict=True)))
 
 
 def _span(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -87,7 +87,7 @@ _MUCH = 1.25
 
 def warn_padding(profile: Profile) -> None:
     """Warn of the unit that is padded most because ranks own whole parameters, if that is much of the model."""
-    plain = [sum(s.numel * s.param_bytes for s in layout.sections) for layout in profile.layouts]
+    plain = [layout.numel * layout.param_width for layout in profile.layouts]
     padded = [layout.param_bytes for layout in profile.layouts]
     if sum(padded) <= _MUCH * sum(plain):
         return

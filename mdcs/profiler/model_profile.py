@@ -7,15 +7,13 @@ training.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +23,14 @@ from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard, only_reads
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import INPUTS, BatchSizes, in_words
-from mdcs.model.optimizers import GivenOptimizers, Optimizers, Segment, UpdatePart, Updates
+from mdcs.model.optimizers import GivenOptimizers, Optimizers, UpdatePart, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import Recomputation
-from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
+from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused, dtype_name
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.execution import ExecutionModel
-from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import RecomputeOption
-from mdcs.profile.schema import Optimizer, Profile
+from mdcs.profile.schema import Optimizer, Profile, Unit
 from mdcs.profiler import host_timing
 from mdcs.profiler.alias_tracker import AliasTracker
 from mdcs.profiler.model_alone import ModelAlone
@@ -44,7 +41,6 @@ from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.unit_tensors import UnitTensors
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
-from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter, current_meter
 from mdcs.torch_compat import backward_pass
 
@@ -107,6 +103,7 @@ def measure_profile(
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
     updates = Updates(Optimizers(optimizer))
+    units = by_optimizer(units, updates)
     state = [v for of in updates.optimizers.state.values() for v in of.values() if isinstance(v, Tensor)]
     for value in state:  # state of training so far: not activations
         meter.retag(value, "optimizer")
@@ -149,35 +146,26 @@ def assembled(
 
     Of a recorder without passes it has slots of no time, in the order of the units.
     """
-    meter = current_meter(device)
-    weight = min((p for unit in units for _, p in unit.parameters), key=lambda p: p.element_size())
-    updated = weight.dtype if master_dtype is None else master_dtype
-    wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
-    widths = _Widths(
-        weight.element_size(),
-        (grad_dtype or weight.dtype).itemsize,
-        0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
-    )
-    whole = WholeCosts(updated, meter, device)
-
-    def sections(ordered: Sequence[nn.Parameter], segments: Sequence[Segment]) -> tuple[Section, ...]:
-        return widths.sections(ordered, segments, lambda p, s: whole.of(p, updates.parts[s.part], s.group))
-
-    like = torch.empty(0, dtype=updated, device=device)
-    costs = [_optimizer_costs(part, like, wider, meter) for part in updates.parts]
+    meter, weight = current_meter(device), narrowest(p.dtype for unit in units for _, p in unit.parameters)
+    whole = WholeCosts(meter, device)
+    planned = [
+        _with_types(planned, unit, updates, master_dtype, grad_dtype, whole)
+        for unit, planned in zip(units, recorder.units(updates), strict=True)
+    ]
+    costs = []
+    for i, part in enumerate(updates.parts):
+        types = {getattr(torch, u.master_dtype or u.dtype) for u in planned if u.trainable and u.optimizer == i}
+        costs.append(_optimizer_costs(part, types or {weight}, meter, device))
     return Profile(
-        units=recorder.units(updates, sections),
+        units=tuple(planned),
         slots=recorder.slots(),
         world=world,
         link=link,
         optimizer=costs[0],
         more_optimizers=tuple(costs[1:]),
-        param_bytes=widths.param_bytes,
-        grad_bytes=widths.grad_bytes,
-        master_bytes=widths.master_bytes,
         collectives=collectives or Collectives(),
         execution=_execution(device, host),
-        copy_seconds_per_byte=copy_seconds_per_byte(like.to(weight.dtype)),
+        copy_seconds_per_byte=copy_seconds_per_byte(torch.empty(0, dtype=weight, device=device)),
         recompute=recompute,
         about=about or {},
         spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
@@ -202,44 +190,37 @@ def refuse_meta(model: nn.Module) -> None:
             raise UnsupportedModel(f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize")
 
 
-class _Widths(NamedTuple):
-    """Bytes per element of the narrowest parameters: in compute, of gradients, of masters (0: none)."""
-
-    param_bytes: int
-    grad_bytes: int
-    master_bytes: int
-
-    def sections(
-        self, ordered: Sequence[nn.Parameter], segments: Sequence[Segment],
-        whole_costs: Callable[[nn.Parameter, Segment], WholeParameter],
-    ) -> tuple[Section, ...]:  # fmt: skip
-        """Return a unit's sections; () if all of it has the narrowest width, and one elementwise optimizer.
-
-        Gradients are at least as wide as their parameters. There are masters only where they are wider.
-        """
-        sections, rest = [], iter(ordered)
-        for (dtype, part, is_whole), members in itertools.groupby(segments, key=lambda s: (s.dtype, s.part, s.whole)):
-            width, numel, whole = dtype.itemsize, 0, list[WholeParameter]()
-            for segment in members:
-                numel, taken = numel + segment.numel, 0
-                while taken < segment.numel:
-                    p = next(rest)
-                    taken += aligned(p.numel())
-                    if is_whole:
-                        whole.append(whole_costs(p, segment))
-            master = self.master_bytes if self.master_bytes > width else 0
-            sections.append(Section(numel, width, max(self.grad_bytes, width), master, part, tuple(whole)))
-        narrow = Section(sections[0].numel, self.param_bytes, self.grad_bytes, self.master_bytes)
-        return () if sections == [narrow] else tuple(sections)
+def narrowest(types: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the first type of the fewest bytes."""
+    return min(types, key=lambda dtype: dtype.itemsize)
 
 
-def _optimizer_costs(
-    part: UpdatePart, like: Tensor, others: Iterable[torch.dtype], meter: Meter
-) -> Optimizer:
-    """Return the costs of updates in the type of ``like``, and the fixed scratch of ``others``."""
-    costs = optimizer_costs(part, like, meter)
-    fixed = [(dtype.itemsize, optimizer_costs(part, like.to(dtype), meter).scratch_fixed) for dtype in others]
-    return replace(costs, scratch_fixed_of=tuple(sorted(fixed)))
+def _with_types(
+    planned: Unit, unit: ModelUnit, updates: Updates, master: torch.dtype | None, grad: torch.dtype | None, costs: WholeCosts
+) -> Unit:
+    """Return the unit with its types, its optimizer, and the costs of parameters that are updated whole.
+
+    Gradients are at least as wide as their parameters. There are masters only where they are wider.
+    """
+    ordered, segments = in_flat_order(unit, updates)
+    dtype = ordered[0][1].dtype
+    grad_dtype, master_dtype = (other if other and other.itemsize > dtype.itemsize else None for other in (grad, master))
+    master_dtype = master_dtype if unit.trainable else None
+    part, whole = updates.part_of(segments[0].group) if unit.trainable else 0, []
+    if unit.trainable and part < len(updates.parts) and updates.parts[part].layout.whole:
+        whole = [costs.of(p, updates.parts[part], updates.groups[p], master_dtype or dtype) for _, p in ordered]
+    return replace(
+        planned, dtype=dtype_name(dtype), grad_dtype=dtype_name(grad_dtype), master_dtype=dtype_name(master_dtype),
+        optimizer=part, whole=tuple(whole),
+    )  # fmt: skip
+
+
+def _optimizer_costs(part: UpdatePart, types: Collection[torch.dtype], meter: Meter, device: torch.device) -> Optimizer:
+    """Return the costs of updates in the narrowest of these types, and the fixed scratch of wider ones."""
+    like = torch.empty(0, dtype=narrowest(types), device=device)
+    wider = [dtype for dtype in types if dtype.itemsize > like.element_size()]
+    fixed = [(dtype.itemsize, optimizer_costs(part, like.to(dtype), meter).scratch_fixed) for dtype in wider]
+    return replace(optimizer_costs(part, like, meter), scratch_fixed_of=tuple(sorted(fixed)))
 
 
 def time_compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor]) -> tuple[float, float]:

@@ -82,9 +82,12 @@ class RunningSteps:
 
     def profile(self, before: Profile, updates: Updates) -> Profile:
         """Return the profile ``before`` with what was recorded on this rank."""
-        recorder, known = self.recorder, iter(before.units)
+        recorder = self.recorder
         recorder.seconds = recorder.seconds or self._watched or []
-        units = recorder.units(updates, lambda *_: next(known).sections)
+        units = tuple(
+            dataclasses.replace(u, forward=now.forward, backward=now.backward, gradients=now.gradients, aliased=now.aliased)
+            for u, now in zip(before.units, recorder.units(updates), strict=True)
+        )
         sizes = self._batch.sizes
         about = before.about | ({} if sizes is None else {INPUTS: in_words(sizes)})
         spread = {f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))}
@@ -117,7 +120,7 @@ class _Uses(UseTracker):
     def __init__(self, storages: list[UnitStorage], recorder: RunningSteps) -> None:
         super().__init__()
         self._recorder = weakref.ref(recorder)  # weak: a run that the loop drops leaves this behind
-        self._owners = {storage_of(flat): (u, s) for u, unit in enumerate(storages) for s, flat in enumerate(unit.flat_params)}
+        self._owners = {storage_of(unit.flat_param): u for u, unit in enumerate(storages)}
         self._is_off = self._is_on = False
 
     def start(self) -> None:
@@ -149,11 +152,11 @@ class _Uses(UseTracker):
         owner, recorder = self._owners.get(storage_of(tensor)), self._recorder()
         if self._is_off or owner is None or recorder is None or not tensor.numel():
             return
-        storage, offset = recorder.storages[owner[0]], tensor.storage_offset()
+        storage, offset = recorder.storages[owner], tensor.storage_offset()
         if recorder.recorder.is_in_pass or not storage.is_full:
-            before = [(p.offset, i) for i, p in enumerate(storage.places) if p.section == owner[1] and p.offset <= offset]
+            before = [(p.offset, i) for i, p in enumerate(storage.places) if p.offset <= offset]
             with self.off():
-                recorder.used(owner[0], max(before)[1])
+                recorder.used(owner, max(before)[1])
 
 
 def _refuse_kept(storages: list[UnitStorage]) -> None:
@@ -161,8 +164,8 @@ def _refuse_kept(storages: list[UnitStorage]) -> None:
 
     Messages in flight have such tensors, too: slices of the flat buffers, not of parameters.
     """
-    freed = {storage_of(flat): unit for unit in storages if unit.strategy.sharded for flat in unit.flat_params}
-    flats = {id(flat) for unit in storages for flat in unit.flat_params}
+    freed = {storage_of(unit.flat_param): unit for unit in storages if unit.strategy.sharded}
+    flats = {id(unit.flat_param) for unit in storages}
     own = flats | {id(p) for unit in storages for p in unit.parameters}
     with without_torch_function():
         gc.collect()

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from mdcs.model.hooks import Listener
-from mdcs.model.optimizers import Segment, Updates, in_flat_order
+from mdcs.model.optimizers import Updates, in_flat_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.profile.layout import Section
 from mdcs.profile.schema import Slot, Unit
 from mdcs.profiler.timing import DeviceTimestamp
 from mdcs.sizes import aligned
@@ -303,10 +302,8 @@ class SlotRecorder:
         backward = [u for u, unit in enumerate(self.model_units) if unit.trainable and (u, "B") not in self.spans]
         return forward, backward[::-1]
 
-    def units(
-        self, updates: Updates, sections_of: Callable[[Sequence[nn.Parameter], Sequence[Segment]], tuple[Section, ...]]
-    ) -> tuple[Unit, ...]:
-        """Return the profile's units. ``sections_of`` gives the sections of a unit's parameters and their segments."""
+    def units(self, updates: Updates) -> tuple[Unit, ...]:
+        """Return the profile's units, without types and optimizers."""
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
         idle = {
             (u, phase): (slot, slot)
@@ -322,16 +319,23 @@ class SlotRecorder:
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
                 backward = backward[0], max([backward[1], *ends])
             named, segments = in_flat_order(unit, updates)
-            ordered = [p for _, p in named]
-            lengths, sections = tuple(s.numel for s in segments), sections_of(ordered, segments)
-            gradients = self._gradients_of(u, ordered) if unit.trainable else ()
+            lengths = tuple(s.numel for s in segments)
+            gradients = self._gradients_of(u, [p for _, p in named]) if unit.trainable else ()
             aliased = u in self.aliased
-            out.append(Unit(unit.name, lengths, unit.trainable, forward, backward, sections, gradients, aliased))
+            out.append(
+                Unit(unit.name, lengths, unit.trainable, forward, backward, gradients=gradients, aliased=aliased)
+            )
         return tuple(out)
 
     def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
-        """Return first and last slot in which the unit computes, or its memory is used."""
-        slots = [*self.spans.get((unit, phase), ()), *self.uses.get((unit, phase), ())]
+        """Return first and last slot in which the unit or another one around its modules computes, or their memory is used.
+        """
+        modules = self.model_units[unit].modules
+        slots = [
+            slot
+            for u, other in enumerate(self.model_units) if other.modules == modules
+            for slot in (*self.spans.get((u, phase), ()), *self.uses.get((u, phase), ()))
+        ]
         if not slots:
             return None
         if unit not in self.whole:

@@ -18,7 +18,7 @@ class UnitTensors:
     """Context that listens to the forward calls of units."""
 
     def __init__(self, units: Sequence[ModelUnit]) -> None:
-        self._units = {module: u for u, unit in enumerate(units) for module in unit.modules}
+        self._units = {m: u for u, unit in reversed([*enumerate(units)]) for m in unit.modules}  # of several the first
         self._inputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}  # by unit and storage: the storage, its bytes
         self._outputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}
 

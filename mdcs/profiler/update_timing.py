@@ -93,18 +93,16 @@ def _measure(again: Callable[[], object], like: Tensor, meter: Meter, seconds: l
 
 
 class WholeCosts:
-    """Costs of the updates of whole parameters. Parameters of one shape and one group are measured once.
+    """Costs of the updates of whole parameters. Parameters of one shape and one group are measured once."""
 
-    ``dtype``: the type that is updated, unless the parameter's own is wider. Of parameters only shape and type count.
-    """
-
-    def __init__(self, dtype: torch.dtype, meter: Meter, device: torch.device) -> None:
-        self._dtype, self._meter, self._device = dtype, meter, device
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter, self._device = meter, device
         self._known: dict[tuple[torch.Size, torch.dtype, int], WholeParameter] = {}
 
-    def of(self, p: Tensor, part: UpdatePart, group: int) -> WholeParameter:
-        """Return the costs of a parameter in a parameter group of ``part``."""
-        dtype = p.dtype if p.element_size() > self._dtype.itemsize else self._dtype
+    def of(self, p: Tensor, part: UpdatePart, group: int, dtype: torch.dtype) -> WholeParameter:
+        """Return the costs of a parameter in a parameter group of ``part``, which is updated in ``dtype``. Of the parameter
+        only the shape counts.
+        """
         key = p.shape, dtype, group
         if key not in self._known:
             device = self._device

@@ -163,9 +163,9 @@ class Checkpoints:
         """Return what this rank writes. Replicas of a block write an equal share each."""
         names, leaves = self._names, _Leaves()
         for storage in self._storages:
-            for b, section in enumerate(storage.sections):
+            for b in range(len(storage.blocks)):
                 start, values, share = storage.owned_slice(b).start, storage.owned_shard(b), _share(storage, b)
-                for fragment in fragments(storage, section, start, values, share):
+                for fragment in fragments(storage, start, values, share):
                     for name in names[fragment.parameter]:
                         leaves.add((MODEL, name), fragment)
         for key, fragment in self._state.fragments(_share):

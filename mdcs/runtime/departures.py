@@ -73,7 +73,7 @@ class Departures:
     def count(self, unit: int, what: str) -> None:
         """Count a departure: ``what`` names the unit as ``{}``."""
         name = self._storages[unit].name
-        if not name.endswith("[frozen]"):  # the rest of the module is a unit that departs as well
+        if not name.endswith("]"):  # the rest of the module is a unit that departs as well
             self.counts[what.format(name)] += 1
 
     def count_skipped(self, has_gradient: Callable[[int], bool]) -> None:
@@ -210,7 +210,7 @@ class Lending:
             storage = self._storages[unit]
             with torch.no_grad(), self._context.executor.on_comm_stream():  # behind the gather that followed the last update
                 # Copies: memory that numpy has seen cannot be freed by resizing.
-                own = ((storage.owned_shard(b), storage.flat_param(b).dtype) for b in range(len(storage.blocks)))
+                own = ((storage.owned_shard(b), storage.flat_param.dtype) for b in range(len(storage.blocks)))
                 parts = [shard.to("cpu", dtype, copy=True) for shard, dtype in own]
             data = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
             for key, at in zip(_keys(asking, number, self._rank, len(data)), itertools.count(0, _CHUNK)):
@@ -225,7 +225,7 @@ class Lending:
         at = 0
         with torch.no_grad():
             for b, size in enumerate(storage.blocks):
-                full, part = storage.flat_param(b), size // storage.parts
+                full, part = storage.flat_param, size // storage.parts
                 values = torch.frombuffer(bytearray(data[at : at + part * full.element_size()]), dtype=full.dtype)
                 begin = storage.offsets[b] + peer % storage.parts * part
                 full[begin : begin + part].copy_(values)

@@ -94,13 +94,13 @@ class Engine:
         try:
             validation.agree_on_validation(found, model, plan, self.place, groups)
             validation.warn_untrained(found.untrained if rank == 0 else ())
-            self._assemble(units, found, before)
+            self._assemble(found, before)
         except BaseException as error:
             self._disassemble(error)
             raise
 
-    def _assemble(self, units: list[ModelUnit], found: ValidationResult, before: Handover | None) -> None:
-        model, optimizers, plan, options = self.model, self.optimizers, self.plan, self.options
+    def _assemble(self, found: ValidationResult, before: Handover | None) -> None:
+        model, optimizers, plan, options, units = self.model, self.optimizers, self.plan, self.options, found.units
         groups, place, world = self.groups, self.place, self.groups.world
         self.context = context = RunContext(plan, place, self.device, options.timeout_s)
         self.meter, self.executor = context.meter, context.executor

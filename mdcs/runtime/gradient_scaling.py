@@ -123,7 +123,7 @@ class UpdateScale:
         self._clip_norm, self._loss_scale = clip_norm, loss_scale
         self.is_needed = clip_norm is not None or loss_scale is not None
         self.norm: Tensor | None = None
-        wide = any(dtype == torch.float64 for s in storages if s.trainable for dtype in s.gradient_dtypes)
+        wide = any(s.gradient_dtype == torch.float64 for s in storages if s.trainable)
         self._dtype = torch.float64 if wide else torch.float32
         self._may_read = wide or not runs_ahead
 

@@ -108,9 +108,9 @@ def shard_units(
         made = {u: make(u) for u in members}
         is_new = initialisation.units(members)
         for storage in made.values():
-            for flat in storage.flat_params if group is not None else ():
+            if group is not None:
                 with place.during(f"broadcast of {storage.name}"), torch.no_grad():
-                    broadcast(flat, group)
+                    broadcast(storage.flat_param, group)
             storage.init_shards()
             if is_new:
                 storage.guard.close()  # initialisations of other modules must not use it

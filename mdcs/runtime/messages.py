@@ -215,7 +215,7 @@ class Messages:
             storage, shard = self._storages[u], self._waiting.pop((u, b), None)
             if shard is not None:
                 shards.append(shard)
-            gradients[u, b] = storage.gradient(b)[storage.block_slice(b)] if shard is None else shard
+            gradients[u, b] = storage.full_gradient[storage.block_slice(b)] if shard is None else shard
         return Update(transfer, gradients, shards) if gradients else None
 
     def find_scale(self, update: Update) -> None:
@@ -257,26 +257,23 @@ class Messages:
         storage = self._storages[unit]
         for b in range(len(storage.blocks)):
             storage.copy_shard_into_flat(b)
-        return self.unshard_flat(unit, storage.flat_params)
+        return self.unshard_flat(unit, storage.flat_param)
 
-    def unshard_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
-        """Start to gather flat tensors by section, laid out as the unit; return the works. Every rank has its own
-        parts.
-        """
+    def unshard_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
+        """Start to gather a flat tensor that is laid out as the unit; return the works. Every rank has its own parts."""
         storage = self._storages[unit]
         outside = self._out_of_plan_comms.get(storage.strategy.in_node)
         if outside is None:
             return []
-        return [outside.launch(Kind.AG_F, flats[s][storage.block_slice(b)]) for b, s in enumerate(storage.sections)]
+        return [outside.launch(Kind.AG_F, flat[storage.block_slice(b)]) for b in range(len(storage.blocks))]
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
     def _allocate(self, transfer: Transfer) -> None:
         """Allocate staging and gradient shards of a message."""
         message, sizes = transfer.message, self._sizes(transfer.message)
-        unit, block = message.parts[0]  # the others are of its type
-        first, device = self._storages[unit], self.context.device
-        dtype = first.flat_param(block).dtype if message.kind.is_gather else first.gradient_dtypes[first.sections[block]]
+        first, device = self._storages[message.parts[0][0]], self.context.device  # the others are of its type
+        dtype = first.flat_param.dtype if message.kind.is_gather else first.gradient_dtype
         packed = self.plan.world > 1 and len(message.parts) > 1
         if packed or sizes.buffer:
             with self._meter.tag("staging"):
@@ -309,7 +306,7 @@ class Messages:
             return block
         rows = self._rows(buffer, message)
         if message.kind.is_gather:
-            own = [self._storages[u].flat_param(b)[self._storages[u].owned_slice(b)] for u, b in message.parts]
+            own = [self._storages[u].flat_param[self._storages[u].owned_slice(b)] for u, b in message.parts]
             torch.cat(own, out=rows[self.context.rank % len(rows)])
         else:
             torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=rows)
@@ -319,8 +316,8 @@ class Messages:
         """Return the message's blocks, as slices of the flat parameters or gradients."""
         storages = self._storages
         if message.kind.is_gather:
-            return [storages[u].flat_param(b)[storages[u].block_slice(b)] for u, b in message.parts]
-        return [storages[u].gradient(b)[storages[u].block_slice(b)] for u, b in message.parts]
+            return [storages[u].flat_param[storages[u].block_slice(b)] for u, b in message.parts]
+        return [storages[u].full_gradient[storages[u].block_slice(b)] for u, b in message.parts]
 
     def _rows(self, buffer: Tensor, message: Message) -> Tensor:
         """Return ``buffer`` as a matrix [ranks of the message's group, elements per rank]."""

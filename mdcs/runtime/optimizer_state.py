@@ -144,11 +144,11 @@ class OptimizerState:
             found = histories([named], self._updates.updates, state)
             self._prepare(u, {(u, i): history for (_, i), history in found.items()}, state)
             for key in sorted({key for _, keys in own.values() for key in keys}):
-                wholes = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
+                whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
                 for name, fragment in self.fragments(unit=u):
                     if name == key:
                         place = before._storages[u].places[before._places[fragment.parameter][1]]
-                        fragment.load(place.view(wholes))
+                        fragment.load(place.view(whole))
             for _, _, run in before._runs(u):
                 run.clear()
         self._updates.make_state()
@@ -187,7 +187,7 @@ class OptimizerState:
     ) -> Iterator[tuple[str, Fragment]]:
         """Yield (key, fragment) of this rank's state per element, of one ``unit`` or of all.
 
-        ``within``: (unit, block) -> the slice of the section's flat buffer outside of which fragments are left out.
+        ``within``: (unit, block) -> the slice of the flat buffer outside of which fragments are left out.
         """
         for u, b, run in self._runs(unit):
             storage = self._storages[u]
@@ -195,7 +195,7 @@ class OptimizerState:
             layout = self._updates.layout_of(run)
             for key, value in run.saved.items():
                 if key not in layout.replicated:
-                    for fragment in fragments(storage, storage.sections[b], start, run.flat(value), limit):
+                    for fragment in fragments(storage, start, run.flat(value), limit):
                         yield key, fragment
 
     def started(self) -> Started:
@@ -252,13 +252,8 @@ class OptimizerState:
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
         """Return this rank's part of one state of a unit, by block: flat, zeros where there is none."""
         storage = self._storages[u]
-        kept = {storage.places[self._places[p][1]].section: self.layout_of(p) for p in storage.parameters if p in self._groups}
-        parts = {}
-        for b, section in enumerate(storage.sections):
-            dtype = kept[section].per_element.get(key) if section in kept else None
-            own, like = storage.owned_slice(b), storage.shards[section]
-            dtype = dtype or (storage.flat_params[section] if like is None else like).dtype
-            parts[b] = torch.zeros(own.stop - own.start, dtype=dtype, device=storage.device)
+        dtype = self.layout_of(storage.parameters[0]).per_element.get(key)
+        parts = {b: torch.zeros_like(storage.owned_shard(b), dtype=dtype) for b in range(len(storage.blocks))}
         for _, b, run in self._runs(u):
             if key in run.saved and key not in self._updates.layout_of(run).replicated:
                 parts[b][run.place] = run.flat(run.saved[key])
@@ -274,7 +269,7 @@ class OptimizerState:
         """Return the parameters of a run, each with its first element in this rank's part of the block."""
         storage = self._storages[u]
         start = storage.owned_slice(b).start
-        own = fragments(storage, storage.sections[b], start + run.place.start, run.flat(run.parameter))
+        own = fragments(storage, start + run.place.start, run.flat(run.parameter))
         offsets = {p: place.offset for p, place in zip(storage.parameters, storage.places, strict=True)}
         return sorted(
             ((max(offsets[f.parameter] - start, run.place.start), f.parameter) for f in own), key=lambda found: found[0]

@@ -225,7 +225,7 @@ class ShardedOptimizer:
         """Drop all state, and the cuts that it needed. Parameters that are in no optimizer have no runs."""
         for u, storage in enumerate(self.storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                self.runs[u, b] = list(self._whole_runs(storage, b) if storage.is_whole(b) else self._flat_runs(u, b))
+                self.runs[u, b] = list(self._whole_runs(storage, b) if storage.layout.is_whole else self._flat_runs(u, b))
 
     def _flat_runs(self, u: int, b: int) -> Iterator[UpdateRun]:
         pieces, local = runs(self._plan, u, b, self._rank), self.storages[u].owned_shard(b)
@@ -237,7 +237,7 @@ class ShardedOptimizer:
     def _whole_runs(self, storage: UnitStorage, b: int) -> Iterator[UpdateRun]:
         own, local = storage.owned_slice(b), storage.owned_shard(b)
         for p, place in zip(storage.parameters, storage.places, strict=True):
-            if place.section == storage.sections[b] and own.start <= place.offset < own.stop:
+            if own.start <= place.offset < own.stop:
                 start = place.offset - own.start
                 yield UpdateRun(self.updates.groups[p], slice(start, start + place.numel), local, place)
 

@@ -110,7 +110,7 @@ class SlotSequencer(SlotPosition):
         self._in_backward, storage, slot = True, self.storages[unit], self.period.slots[self.next_slot - 1]
         if self.has_left(unit) or index in self.gradients.come[unit] and self._sent_early:
             raise self._error(f"{storage.names[index]} {LATE}")
-        if not storage.gradients:
+        if storage.gradient is None:
             self.units.allocate_gradient(unit)
         self.gradients.take(unit, index, slot.micro)
         if slot.micro == self.plan.micro_steps - 1 and self.next_slot in self._tables.early:

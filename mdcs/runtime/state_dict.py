@@ -36,8 +36,8 @@ class Fragment(NamedTuple):
         self.values.copy_(flat[self.start : self.start + self.values.numel()])
 
 
-def fragments(storage: UnitStorage, section: int, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
-    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the section's flat buffer.
+def fragments(storage: UnitStorage, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
+    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the flat buffer.
 
     Padding is left out, and so is everything outside of ``within``, a slice of that buffer.
     """
@@ -45,19 +45,16 @@ def fragments(storage: UnitStorage, section: int, start: int, values: Tensor, wi
     first, last = (start, stop) if within is None else (max(start, within.start), min(stop, within.stop))
     for p, place in zip(storage.parameters, storage.places, strict=True):
         a, b = max(first, place.offset), min(last, place.offset + place.numel)
-        if place.section == section and a < b:
+        if a < b:
             yield Fragment(p, a - place.offset, values[a - start : b - start], place.order)
 
 
 def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
     """Yield all that a load must set: fragments of the shards, and whole parameters where the unit is whole."""
-    for b, section in enumerate(storage.sections):
-        shard = storage.shard(b)
-        if shard is not None:
-            yield from fragments(storage, section, storage.owned_slice(b).start, shard)
+    for b in range(len(storage.blocks) if storage.shard is not None else 0):
+        yield from fragments(storage, storage.owned_slice(b).start, storage.owned_shard(b))
     if storage.is_full:  # includes units that the plan has gathered for the next forward
-        for section, full in enumerate(storage.flat_params):
-            yield from fragments(storage, section, 0, full)
+        yield from fragments(storage, 0, storage.flat_param)
 
 
 def full_state_dict(
@@ -102,9 +99,9 @@ def full_parameters(
                 storage.move_back(keep_changes=True)
                 moved.remove(u)
             with without_autograd(), unsharder.place.during(f"broadcast of {storage.name}"):
-                for flat in storage.flat_params if group is not None else ():
-                    broadcast(flat, group)
-                storage.update_shards_from_flat()
+                if group is not None:
+                    broadcast(storage.flat_param, group)
+                storage.update_shard_from_flat()
             unsharder.reshard(u)
     finally:
         for u in moved:

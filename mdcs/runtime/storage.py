@@ -1,6 +1,6 @@
 """The flat buffers of one unit: full parameters, the shard at rest, gradients. Freed buffers free their storage.
 
-Each section of the unit has its own buffers, of one dtype. Parameters are views of the full buffer (``p.data = view``);
+Parameters are views of the full buffer (``p.data = view``);
 the views stay valid for autograd while the storage is resized to nothing and back. Parameters are in flat order
 (:func:`mdcs.model.optimizers.in_flat_order`), or by owner where they are updated as wholes. They begin at 16 bytes
 (:func:`mdcs.sizes.aligned`), and keep their strides: a ``channels_last`` weight stays one.
@@ -10,7 +10,7 @@ is the concatenation of its parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -18,19 +18,17 @@ from torch import Tensor, nn
 
 from mdcs.model.guard import Guard, Refuse
 from mdcs.plan.plan import Plan
-from mdcs.profile.layout import sections_of
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter
 from mdcs.torch_compat import without_torch_function
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter lies: ``numel`` elements from ``offset`` on in the buffers of ``section``.
+    """Where a parameter lies: ``numel`` elements from ``offset`` on in the flat buffers.
 
     ``order``: its dimensions, from the one with the largest stride to the one with the smallest.
     """
 
-    section: int
     offset: int
     numel: int
     shape: torch.Size
@@ -40,9 +38,9 @@ class ParameterPlace(NamedTuple):
         """Return a tensor of the parameter's shape as its elements lie in the flat buffers: a view, if it is dense."""
         return tensor.permute(self.order).reshape(-1)
 
-    def view(self, flats: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """Return the parameter's part of flat tensors by section, in its shape and strides."""
-        return self.shaped(flats[self.section][self.offset : self.offset + self.numel])
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of a flat buffer, in its shape and strides."""
+        return self.shaped(flat[self.offset : self.offset + self.numel])
 
     def shaped(self, flat: Tensor) -> Tensor:
         """Return the parameter's elements [flat] in its shape and strides."""
@@ -65,8 +63,8 @@ def dense_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 class UnitStorage:
-    """Flat tensors per section: ``flat_params`` [elements with padding], ``shards`` [elements / parts], ``gradients`` as
-    ``flat_params``.
+    """Flat tensors: ``flat_param`` [elements with padding], ``shard`` [elements / parts] and ``gradient`` as ``flat_param``,
+    both None where there is none.
 
     All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
     the meta device get memory on ``device``, filled with NaN. :meth:`init_shards` then keeps only what the strategy keeps at
@@ -85,56 +83,44 @@ class UnitStorage:
         self.is_aliased = plan.profile.units[unit].aliased
         self.strategy = plan.strategies[unit]
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
-        self.sections = sections_of(self.layout, self.blocks)  # by block
-        begins = (0, *self.layout.ends)
-        self.offsets = [o - begins[s] for o, s in zip(plan.offsets[unit], self.sections, strict=True)]  # in the section
+        self.offsets = plan.offsets[unit]
         first = self.parameters[0]
         self.device = device if device is not None and first.is_meta else first.device
-        self.places, self._gaps = self._lay_out()
-        dtypes = {place.section: p.dtype for place, p in zip(self.places, self.parameters, strict=True)}
-        self.gradient_dtypes = [dtype_of(s.grad_bytes, dtypes[i]) for i, s in enumerate(self.layout.sections)]
+        self.places = self._lay_out()
+        planned = plan.profile.units[unit]
+        self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
+        self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
-            self.flat_params = [torch.zeros(n, dtype=dtypes[i], device=self.device) for i, n in enumerate(self.layout.sizes)]
+            self.flat_param = torch.zeros(self.layout.elements, dtype=first.dtype, device=self.device)
         with torch.no_grad():
             for p, place in zip(self.parameters, self.places, strict=True):
-                view = place.view(self.flat_params)
+                view = place.view(self.flat_param)
                 if p.is_meta:
                     leave_meta(p, view.fill_(torch.nan))
                 else:
                     view.copy_(p.detach())
                     p.data = view
-        self.shards: list[Tensor | None] = [None] * len(self.flat_params)
-        self.gradients: list[Tensor] = []
+        self.shard: Tensor | None = None
+        self.gradient: Tensor | None = None
         self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
         self.guard = Guard(parameters, refuse)
 
-    def _lay_out(self) -> tuple[list[ParameterPlace], list[tuple[int, slice]]]:
-        """Return the places of the parameters, and the (section, slice) pairs that no parameter has."""
-        places, section, offset, count = [], 0, 0, 0
-        for p in self.parameters:
-            size = aligned(p.numel())
-            if offset + size > self.layout.sections[section].numel:
-                section, offset, count = section + 1, 0, 0
-            of = self.layout.sections[section]
-            begin = of.offsets(self.plan.world)[count] if of.is_whole else offset
-            places.append(ParameterPlace(section, begin, p.numel(), p.shape, dense_order(p)))
-            offset, count = offset + size, count + 1
-        gaps = []
-        for s, end in enumerate(self.layout.sizes):
-            own = sorted((place.offset, place.offset + place.numel) for place in places if place.section == s)
-            begins = [*(begin for begin, _ in own[1:]), end]
-            gaps += [(s, slice(stop, begin)) for (_, stop), begin in zip(own, begins, strict=True) if stop < begin]
-        return places, gaps
+    def _lay_out(self) -> list[ParameterPlace]:
+        """Return the places of the parameters."""
+        sizes = [aligned(p.numel()) for p in self.parameters]
+        offsets = self.layout.offsets if self.layout.is_whole else (0, *itertools.accumulate(sizes[:-1]))
+        return [
+            ParameterPlace(offset, p.numel(), p.shape, dense_order(p))
+            for p, offset in zip(self.parameters, offsets, strict=True)
+        ]
 
     def init_shards(self) -> None:
         """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
-        for s, section in enumerate(self.layout.sections):
-            if self.strategy.sharded or section.master_bytes:
-                size = self.layout.sizes[s] // self.parts
-                with self.meter.tag("optimizer" if section.master_bytes else "parameters"):
-                    dtype = dtype_of(section.master_bytes, self.flat_params[s].dtype)
-                    self.shards[s] = torch.empty(size, dtype=dtype, device=self.device)
-        self.shard_from(self.flat_params)
+        if self.strategy.sharded or self.master_dtype is not None:
+            with self.meter.tag("parameters" if self.master_dtype is None else "optimizer"):
+                size, dtype = self.layout.elements // self.parts, self.master_dtype or self.flat_param.dtype
+                self.shard = torch.empty(size, dtype=dtype, device=self.device)
+        self.shard_from(self.flat_param)
         if self.strategy.sharded:
             self.free_full()
 
@@ -156,27 +142,23 @@ class UnitStorage:
 
         They are all there is of it, and no use of them begins a slot, which only a closed guard would tell.
         """
-        return not (self.strategy.sharded or self.is_aliased) and all(shard is None for shard in self.shards)
+        return not (self.strategy.sharded or self.is_aliased) and self.shard is None
 
     def find_rebound_param(self) -> str | None:
         """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None if there is none.
         """
+        full = self.flat_param
         for name, p, place in zip(self.names, self.parameters, self.places, strict=True):
-            full = self.flat_params[place.section]
             if p.data_ptr() != full.data_ptr() + place.offset * full.element_size():
                 return name
         return None
 
-    def is_whole(self, block: int) -> bool:
-        """Whether the parameters of a block are updated as wholes."""
-        return self.layout.sections[self.sections[block]].is_whole
-
     def block_slice(self, block: int) -> slice:
-        """Return the slice of a block in the flat buffers of its section."""
+        """Return the slice of a block in the flat buffers."""
         return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
 
     def owned_slice(self, block: int) -> slice:
-        """Return the slice of the block's part that this rank updates, in the flat buffers of its section."""
+        """Return the slice of the block's part that this rank updates, in the flat buffers."""
         size = self.blocks[block] // self.parts
         start = self.offsets[block] + self.rank % self.parts * size
         return slice(start, start + size)
@@ -185,37 +167,24 @@ class UnitStorage:
         """Return the slice of the block's part in this rank's shard."""
         return slice(self.offsets[block] // self.parts, (self.offsets[block] + self.blocks[block]) // self.parts)
 
-    def flat_param(self, block: int) -> Tensor:
-        """Return the full parameters of the block's section (flat)."""
-        return self.flat_params[self.sections[block]]
-
-    def shard(self, block: int) -> Tensor | None:
-        """Return this rank's part of a block in the shard; None if the full parameters hold it."""
-        shard = self.shards[self.sections[block]]
-        return None if shard is None else shard[self.slice_in_shard(block)]
-
     def owned_shard(self, block: int) -> Tensor:
-        """Return the part of a block that this rank updates: of the shard, or of the full parameters."""
-        shard = self.shard(block)
-        return self.flat_param(block)[self.owned_slice(block)] if shard is None else shard
+        """Return the part of a block that this rank updates: of the shard, or of the full parameters where there is none."""
+        return self.flat_param[self.owned_slice(block)] if self.shard is None else self.shard[self.slice_in_shard(block)]
 
     def allocate_full(self) -> None:
         """Allocate the full parameters; their values are undefined."""
         with self.meter.tag("full_parameters"):
-            for full in self.flat_params:
-                full.untyped_storage().resize_(full.numel() * full.element_size())
+            self.flat_param.untyped_storage().resize_(self.full_bytes)
 
     def free_full(self) -> None:
         """Free the memory of the full parameters."""
-        for full in self.flat_params:
-            full.untyped_storage().resize_(0)
+        self.flat_param.untyped_storage().resize_(0)
 
     def release(self) -> None:
         """Free all parameters, whole and in shards, for good."""
         self.free_full()
-        for shard in self.shards:
-            if shard is not None:
-                shard.untyped_storage().resize_(0)
+        if self.shard is not None:
+            self.shard.untyped_storage().resize_(0)
 
     @property
     def full_bytes(self) -> int:
@@ -225,28 +194,23 @@ class UnitStorage:
     @property
     def is_full(self) -> bool:
         """Whether the full parameters have memory."""
-        return self.flat_params[0].untyped_storage().nbytes() > 0
+        return self.flat_param.untyped_storage().nbytes() > 0
 
     def copy_shard_into_flat(self, block: int) -> None:
         """Copy this rank's updated part of a block into the full parameters, for the gather or for compute."""
-        shard = self.shard(block)
-        if shard is not None:
-            self.flat_param(block)[self.owned_slice(block)].copy_(shard)
+        if self.shard is not None:
+            self.flat_param[self.owned_slice(block)].copy_(self.owned_shard(block))
 
-    def shard_from(self, wholes: list[Tensor]) -> None:
-        """Copy this rank's parts into the shards, from whole flat tensors by section."""
-        for b, section in enumerate(self.sections):
-            shard = self.shard(b)
-            if shard is not None:
-                shard.copy_(wholes[section][self.owned_slice(b)])
+    def shard_from(self, whole: Tensor) -> None:
+        """Copy this rank's parts into the shard, from a whole flat tensor."""
+        for b in range(len(self.blocks) if self.shard is not None else 0):
+            self.owned_shard(b).copy_(whole[self.owned_slice(b)])
 
-    def update_shards_from_flat(self) -> None:
-        """Update the shards from changed full parameters. Masters keep their precision where nothing changed."""
-        for b in range(len(self.blocks)):
-            mine = self.shard(b)
-            if mine is not None:
-                now = self.flat_param(b)[self.owned_slice(b)]
-                mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
+    def update_shard_from_flat(self) -> None:
+        """Update the shard from changed full parameters. Masters keep their precision where nothing changed."""
+        for b in range(len(self.blocks) if self.shard is not None else 0):
+            mine, now = self.owned_shard(b), self.flat_param[self.owned_slice(b)]
+            mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
 
     def move(self, device: torch.device) -> None:
         """Give the parameters memory of their own on ``device``, with their values."""
@@ -258,17 +222,20 @@ class UnitStorage:
         """Make the parameters views of the full buffers again; copy their values there if ``keep_changes``."""
         with without_torch_function(), torch.no_grad():
             for p, place in zip(self.parameters, self.places, strict=True):
-                view = place.view(self.flat_params)
+                view = place.view(self.flat_param)
                 if keep_changes:
                     view.copy_(p)
                 p.data = view
             if keep_changes:
-                self.zero_padding(self.flat_params)
+                self.zero_padding(self.flat_param)
 
-    def zero_padding(self, flats: list[Tensor]) -> None:
-        """Zero the padding of flat tensors by section."""
-        for section, gap in self._gaps:
-            flats[section][gap].zero_()
+    def zero_padding(self, flat: Tensor) -> None:
+        """Zero the padding of a flat tensor."""
+        begin = 0
+        for place in sorted(self.places, key=lambda place: place.offset):
+            flat[begin : place.offset].zero_()
+            begin = place.offset + place.numel
+        flat[begin:].zero_()
 
     def detach_plain_params(self) -> None:
         """Make the parameters plain ones with memory of their own. They must be whole."""
@@ -280,25 +247,18 @@ class UnitStorage:
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
-    def gradient(self, block: int) -> Tensor:
-        """Return the full gradient of the block's section (flat)."""
-        return self.gradients[self.sections[block]]
-
     def allocate_gradient(self) -> None:
         """Allocate the full gradient; only the padding is set, to zero."""
         with self.meter.tag("gradients"):
-            self.gradients = [
-                torch.empty(size, dtype=dtype, device=self.device)
-                for size, dtype in zip(self.layout.sizes, self.gradient_dtypes, strict=True)
-            ]
-        self.zero_padding(self.gradients)
+            self.gradient = torch.empty(self.layout.elements, dtype=self.gradient_dtype, device=self.device)
+        self.zero_padding(self.gradient)
 
     def free_gradient(self) -> None:
         """Free the memory of the full gradient."""
         # Resize instead of dropping references: a backend's thread may hold one a little longer.
-        for gradient in self.gradients:
-            gradient.untyped_storage().resize_(0)
-        self.gradients = []
+        if self.gradient is not None:
+            self.gradient.untyped_storage().resize_(0)
+        self.gradient = None
 
     def reset_iteration(self) -> None:
         """Free gradients and gathered parameters; only the parts at rest stay."""
@@ -316,8 +276,7 @@ class UnitStorage:
 
         ``scale`` (1/world, on the last micro-step) averages over ranks before the reduction, as DDP does.
         """
-        p = self.parameters[index]
-        view = self.places[index].view(self.gradients)
+        p, view = self.parameters[index], self._gradient_of(index)
         assert p.grad is not None
         if first and scale is not None and view.dtype == p.dtype:
             _average(p.grad, scale, view)
@@ -333,23 +292,31 @@ class UnitStorage:
 
     def leave_out(self, index: int) -> None:
         """Set the gradient of a parameter that has none yet in this iteration."""
-        self.places[index].view(self.gradients).fill_(-0.0)
+        self._gradient_of(index).fill_(-0.0)
 
     def average(self, index: int, scale: float) -> None:
         """Scale the gradient of a parameter that got none in the last micro-step, but in an earlier one."""
-        view = self.places[index].view(self.gradients)
+        view = self._gradient_of(index)
         _average(view, scale, view)
+
+    @property
+    def full_gradient(self) -> Tensor:
+        """The full gradient, which is allocated."""
+        assert self.gradient is not None
+        return self.gradient
+
+    def _gradient_of(self, index: int) -> Tensor:
+        return self.places[index].view(self.full_gradient)
 
     def unused_on_this_rank(self, block: int, reduced: Tensor) -> list[tuple[slice, Tensor]]:
         """Return slices of this rank's part of a block, by parameter that this rank has not used, and on the device whether
         no rank has. ``reduced``: the part's gradient.
         """
-        out = []
-        own, section = self.owned_slice(block), self.sections[block]
+        out, own = [], self.owned_slice(block)
         for i in self.unused:
             place = self.places[i]
             begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)
-            if place.section == section and begin < end:
+            if begin < end:
                 piece = reduced[begin - own.start : end - own.start]
                 out.append((slice(begin - own.start, end - own.start), (torch.signbit(piece) & (piece == 0)).all()))
         return out
@@ -365,11 +332,6 @@ def _average(gradient: Tensor, scale: float, out: Tensor) -> None:
         out.add_(0.0)
     else:
         torch.add(_ZERO, gradient, alpha=scale, out=out)  # as fast as the product, and as exact
-
-
-def dtype_of(width: int, like: torch.dtype) -> torch.dtype:
-    """Return ``like`` if it has this width in bytes (or 0), else the IEEE type of this width."""
-    return like if width in (0, like.itemsize) else {2: torch.float16, 4: torch.float32, 8: torch.float64}[width]
 
 
 def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:

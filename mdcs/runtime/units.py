@@ -75,7 +75,7 @@ class Units:
         """Allocate the full gradient, if it has no memory; only the padding is set."""
         storage = self.storages[unit]
         with self._account.lock:
-            if not storage.gradients:
+            if storage.gradient is None:
                 storage.allocate_gradient()
                 self._account.record("gradients", storage.layout.grad_bytes)
 

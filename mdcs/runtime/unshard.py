@@ -81,23 +81,22 @@ class Unsharder:
 
     def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
         """Return whole tensors by parameter name, gathered as by :meth:`gather_flat`."""
-        wholes, storage = self.gather_flat(unit, blocks, what), self._storages[unit]
-        return {name: place.view(wholes).clone() for name, place in zip(storage.names, storage.places, strict=True)}
+        whole, storage = self.gather_flat(unit, blocks, what), self._storages[unit]
+        return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
 
-    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> list[Tensor]:
-        """Return whole flat tensors by section, gathered from this rank's part of each block.
+    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> Tensor:
+        """Return a whole flat tensor, gathered from this rank's part of each block.
 
-        ``blocks``: block -> this rank's part, flat [elements of the block / parts].
+        ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type.
         """
         storage = self._storages[unit]
-        dtypes = {storage.sections[b]: part.dtype for b, part in blocks.items()}
-        wholes = [torch.zeros(n, dtype=dtypes[s], device=storage.device) for s, n in enumerate(storage.layout.sizes)]
+        whole = torch.zeros(storage.layout.elements, dtype=next(iter(blocks.values())).dtype, device=storage.device)
         for b, part in blocks.items():
-            wholes[storage.sections[b]][storage.owned_slice(b)] = part
+            whole[storage.owned_slice(b)] = part
         if storage.strategy.value != "dp":
             with run_on_comm_stream(self._context.executor), self._context.during(f"gather of {storage.name}'s {what}"):
-                self._context.executor.wait_works(self._wire.messages.unshard_flat(unit, wholes))
-        return wholes
+                self._context.executor.wait_works(self._wire.messages.unshard_flat(unit, whole))
+        return whole
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""

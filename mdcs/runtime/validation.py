@@ -17,9 +17,9 @@ from torch import nn
 from mdcs.emulation import Emulation
 from mdcs.model.guard import GuardedParameter
 from mdcs.model.hooks import ModuleHook
-from mdcs.model.optimizers import Optimizers, Updates, in_flat_order
+from mdcs.model.optimizers import Optimizers, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import refuse_recomputation
-from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
+from mdcs.model.units import ModelUnit, UnsupportedModel, dtype_name, refuse_shared_memory
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
@@ -75,6 +75,7 @@ class RunOptions:
 class ValidationResult:
     """Results of the checks, and the ``problem`` if something does not. No rank raises its problem before all ranks know of it.
 
+    - ``units``: those of the plan (:func:`mdcs.model.optimizers.by_optimizer`).
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.
     - ``group_of``: by unit, the optimizer's parameter group of each segment.
     - ``untrained``: names of trainable parameters that are in no optimizer.
@@ -82,6 +83,7 @@ class ValidationResult:
     """
 
     problem: Exception | None = None
+    units: list[ModelUnit] = field(default_factory=list)
     ordered: list[list[tuple[str, nn.Parameter]]] = field(default_factory=list)
     group_of: list[list[int]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
@@ -102,6 +104,7 @@ def validate(
         keeps_order(model, backend)
         check_buffers(model)
         found.updates = updates = Updates(optimizers)
+        found.units = units = by_optimizer(units, updates)
         _fits_job(plan, options, updates)
         check(plan)
         found.ordered, found.group_of = _match(plan, units, updates)
@@ -166,8 +169,10 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     if len(updates.parts) != len(planned):
         made_for = " and ".join(o.name for o in planned)
         raise ValueError(f"the plan was made for {made_for}, and you pass {updates.optimizers.name}: {_another(made_for)}")
-    for part, theirs in zip(updates.parts, planned, strict=True):
-        state = part.layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
+    for i, (part, theirs) in enumerate(zip(updates.parts, planned, strict=True)):
+        units = zip(plan.profile.units, plan.profile.layouts, strict=True)
+        widths = [layout.updated_width for unit, layout in units if unit.trainable and unit.optimizer == i]
+        state = part.layout.tensors(min(widths)) if widths else theirs.state_tensors
         if not part.layout.whole and (state, part.layout.fixed) != (theirs.state_tensors, theirs.state_fixed):
             raise ValueError(
                 f"the plan was made for {theirs.name} with {theirs.state_tensors:g} state tensors per parameter, and you pass "
@@ -236,25 +241,20 @@ def _match(
     if len(units) != len(plan.profile.units):
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}: {_ANEW}")
     parameters, group_of = [], []
-    for unit, planned, flat in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
+    for unit, planned in zip(units, plan.profile.units, strict=True):
         ordered, found = in_flat_order(unit, updates)
-        segments = tuple(s.numel for s in found)
+        segments, dtype = tuple(s.numel for s in found), dtype_name(ordered[0][1].dtype)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
                 f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}: {_ANEW}"
             )
-        together: dict[tuple[torch.dtype, int, bool], int] = {}
-        for s, n in zip(found, segments, strict=True):
-            together[s.dtype, s.part, s.whole] = together.get((s.dtype, s.part, s.whole), 0) + n
-        wanted = [(s.numel, s.param_bytes) for s in flat.sections]
-        if [(n, dtype.itemsize) for (dtype, *_), n in together.items()] != wanted:
-            has = ", ".join(f"{n} {dtype}" for (dtype, *_), n in together.items())
-            planned_for = ", ".join(f"{n} of {width} bytes" for n, width in wanted)
-            raise ValueError(f"unit {unit.name} has {has}; the plan is for {planned_for}: {_ANEW}")
-        if [(part, whole) for _, part, whole in together] != [(s.optimizer, s.is_whole) for s in flat.sections]:
+        if dtype != planned.dtype:
+            raise ValueError(f"unit {unit.name} is {dtype}; the plan is for {planned.dtype}: {_ANEW}")
+        part = updates.part_of(found[0].group) if unit.trainable else 0
+        if part != planned.optimizer:
             raise ValueError(
-                f"unit {unit.name}: other optimizers have its parameters than when the plan was made: "
+                f"unit {unit.name}: another optimizer has its parameters than when the plan was made: "
                 f"{_another('each parameter to the same optimizer')}"
             )
         parameters.append(ordered)

@@ -34,7 +34,6 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
-from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
@@ -87,11 +86,18 @@ def chain(
     backward_s: float = 2.0,
     live: int = 0,
     frozen: Sequence[int] = (),
+    types: tuple[str, str, str] = ("float32", "", ""),
     **more: Any,
 ) -> Profile:
-    """Units a, b, c … of ``sizes`` elements of 4 bytes, one after the other; every slot holds ``live`` bytes."""
-    count = len(sizes)
-    units = tuple(Unit("abcdefgh"[i], (n,), i not in frozen, (i, i), (count - 1 - i,) * 2) for i, n in enumerate(sizes))
+    """Units a, b, c … of ``sizes`` elements, one after the other; every slot holds ``live`` bytes.
+
+    ``types``: of parameters, gradients and masters, which frozen units do not have.
+    """
+    count, (dtype, grad, master) = len(sizes), types
+    units = tuple(
+        Unit("abcdefgh"[i], (n,), i not in frozen, (i, i), (count - 1 - i,) * 2, dtype, grad, "" if i in frozen else master)
+        for i, n in enumerate(sizes)
+    )
     forward = [Slot(i, "F", forward_s, live, live) for i in range(count)]
     backward = [Slot(i, "B", backward_s, live, live) for i in reversed(range(count))]
     return Profile(units, (*forward, *backward), world, link, **more)
@@ -152,20 +158,24 @@ def of_job(plan: Plan, **settings: Any) -> Plan:
 
 @st.composite
 def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
-    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen or of two types."""
+    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen.
+
+    There may be two types: then a module may have a second unit around it, of the wider one.
+    """
     count = draw(st.integers(1, max_units))
     again = count > 1 and draw(st.booleans())
     uses = [*range(count), *([0] if again else [])]
     world = draw(st.sampled_from([1, 2, 2, 3, 4]))
     segments = st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple)
-    narrow = draw(st.sampled_from([(4, 4, 0), (4, 2, 0), (2, 4, 4), (2, 2, 0), (2, 2, 4)]))
-    is_mixed, wider = draw(st.booleans()), (8, 8, 0) if narrow[0] == 4 else (4, 4, 0)
+    half, full, double = "bfloat16", "float32", "float64"
+    narrow = draw(st.sampled_from([(full, "", ""), (full, half, ""), (half, full, full), (half, "", ""), (half, "", full)]))
+    is_mixed, wider = draw(st.booleans()), (double if narrow[0] == full else full, "", "")
     frozen = st.booleans() if draw(st.booleans()) else st.just(False)
     trained_from = draw(st.integers(0, 1)) if count > 1 and not again else 0  # what is before gets no gradient
     used = [[i for i, u in enumerate(uses) if u == unit] for unit in range(count)]
     first_backward = trained_from
     comes = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]) if draw(st.booleans()) else None
-    units = []
+    units, around = [], []
     for u in range(count):
         spans = used[u]
         backward = None
@@ -174,13 +184,20 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         trainable = backward is not None and not draw(frozen)
         lengths = draw(segments)
         wide = draw(st.integers(0, len(lengths))) if is_mixed else 0  # segments, from the first on
-        sections = [Section(sum(part), *widths) for part, widths in ((lengths[:wide], wider), (lengths[wide:], narrow)) if part]
-        gradients = []
-        for length in lengths if trainable and comes is not None else ():
+        gradients: list[list[tuple[int, float]]] = [[], []]
+        for i, length in enumerate(lengths) if trainable and comes is not None else ():
             cut = draw(st.integers(0, length))
-            gradients += [(n, draw(comes)) for n in (cut, length - cut) if n]
-        unit = Unit(f"u{u}", lengths, trainable, (spans[0], spans[-1]), backward, tuple(sections) if wide else ())
-        units.append(replace(unit, gradients=tuple(gradients)))
+            gradients[i < wide] += [(n, draw(comes)) for n in (cut, length - cut) if n]
+        for is_wide, own in ((False, lengths[wide:]), (True, lengths[:wide])):
+            dtype, grad, master = wider if is_wide else narrow
+            if own:
+                first = is_wide is (wide == len(lengths))
+                (units if first else around).append(
+                    Unit(
+                        f"u{u}" if first else f"u{u}[{dtype}]", own, trainable, (spans[0], spans[-1]), backward, dtype, grad,
+                        master if trainable else "", gradients=tuple(gradients[is_wide]),
+                    )
+                )  # fmt: skip
     seconds = st.integers(0, 30).map(lambda n: n * 1e-4)
     sizes = st.integers(0, 4000)
     order = [(u, "F") for u in uses] + [(u, "B") for u in reversed(uses) if u >= first_backward]
@@ -207,12 +224,11 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         link_ = in_nodes(link_, world, 2, draw(st.sampled_from([0.1, 1.0])))
     timed = replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5)
     return Profile(
-        tuple(units),
+        (*units, *around),
         slots,
         world,
         link_,
         draw(st.sampled_from([Optimizer(), timed, replace(timed, scratch_fixed=64)])),
-        *narrow,
         collectives=Collectives(draw(st.sampled_from(ALGORITHMS["gloo"]))),
         interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
         copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),

@@ -26,11 +26,12 @@ def linearize_costs(profile: Profile) -> Profile:
     link, cost = profile.link, CostModel(profile)
     if not any(link.gap) and profile.contention == Contention():
         return profile
-    elements = max(profile.world, profile.block // profile.grad_bytes)
+    largest = max(range(len(profile.units)), key=lambda u: profile.layouts[u].grad_bytes)
+    elements = max(profile.world, profile.block // profile.layouts[largest].grad_width)
     beta, lost = [], 0.0
     for kind in link.kinds:
-        block = cost.message(kind, elements)
-        wire = profile.wire(kind, cost.payload(kind, elements))
+        block = cost.message(kind, ((largest, elements),))
+        wire = profile.wire(kind, elements * profile.layouts[largest].width(kind.is_gather))
         each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
         beta.append(each / wire if wire else link.beta_of(kind))
         lost = max(lost, cost.lost_s(wire, block.copy + block.update) / each if each else 0.0)

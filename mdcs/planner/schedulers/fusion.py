@@ -46,7 +46,7 @@ def fuse(mix: StrategyAssignment, name: str, grouping: Grouping) -> Plan:
                     slot = max([slot, *(reduced.get(op.unit, 0) for op in group)])
             else:
                 reduced |= {op.unit: slot for op in group}
-            drafts.append(Message(kind, tuple(part for op in group for part in mix.parts(op.unit)), slot, micro=micro))
+            drafts.append(Message(kind, tuple((op.unit, 0) for op in group), slot, micro=micro))
     drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
     return mix.plan(name, mix.unpartitioned_blocks(), drafts)
 
@@ -68,7 +68,10 @@ def fuse_neighbours(plan: Plan, most: int) -> Plan:
             both = dataclasses.replace(message, parts=before.parts + message.parts)
             first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
             slot = message.slot if message.slot >= first_of_both else message.slot + length
-            alike = [(m.kind, m.micro, m.blocking, plan.width(m)) for m in (before, message)]
+            alike = [
+                (m.kind, m.micro, m.blocking, plan.profile.units[m.parts[0][0]].dtype_on_wire(m.kind.is_gather))
+                for m in (before, message)
+            ]
             payloads = sorted((plan.payload(before), plan.payload(message)))
             is_small = sum(payloads) <= most or _TINY * payloads[0] <= payloads[1]
             if alike[0] == alike[1] and not message.blocking and is_small and first_of_both <= slot <= last_of_both:

@@ -96,12 +96,9 @@ def nearest_deadline_first(
     """
     length, job, depth = mix.period.length, mix.job, mix.profile.link.depth
     costs = {
-        (op, b): job.cost.message(
-            op.kind, size, width=mix.profile.width(blocks, op.kind, (op.unit, b)),
-            update=job.cost.updates_s(op.kind, blocks, [(op.unit, b)]),
-        )
+        (op, b): job.cost.message(op.kind, ((op.unit, size),))
         for op in mix.ops for b, size in enumerate(blocks[op.unit])
-    }  # fmt: skip
+    }
     orders = [blocks_by_readiness(mix.profile, u, own) for u, own in enumerate(blocks)]
     opening: dict[int, list[tuple[float, _Block]]] = {}  # slot -> blocks whose window begins there, and when they are ready
     needed: dict[int, list[_Block]] = {}  # slot -> blocks that it waits for

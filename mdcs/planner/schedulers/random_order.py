@@ -32,8 +32,7 @@ class RandomOrder(Checked):
         for layout in mix.profile.layouts:
             total = layout.elements
             cuts = [rng.randint(0, total // world) * world for _ in range(rng.randrange(self.max_blocks))]
-            cuts = [cut for cut in cuts if not layout.sections[layout.index(min(cut, total - 1))].is_whole]
-            edges = sorted([0, *cuts, *layout.ends])
+            edges = [0, total] if layout.is_whole else sorted([0, *cuts, total])
             blocks.append(tuple(b - a for a, b in itertools.pairwise(edges) if b > a))
         slots: dict[tuple[Kind, int, int, int], int] = {}
         for op in sorted(mix.ops, key=lambda o: o.kind.is_gather):  # reductions first: gathers follow them

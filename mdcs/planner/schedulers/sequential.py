@@ -16,7 +16,7 @@ def sequential(mix: StrategyAssignment) -> Plan:
     # Reductions come first, so that gradients are freed before the next unit is gathered.
     for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):
         slot = mix.period.window(op)[1 if op.kind.is_gather else 0]
-        messages.append(Message(op.kind, mix.parts(op.unit), slot, blocking=True, micro=op.micro))
+        messages.append(Message(op.kind, ((op.unit, 0),), slot, blocking=True, micro=op.micro))
     return mix.plan("sequential", mix.unpartitioned_blocks(), messages)
 
 

@@ -103,6 +103,15 @@ def test_a_chain_runs_forward_and_back() -> None:
     assert log.take() == "c* c+ b* b+ a* a+ end"
 
 
+def test_units_around_one_module_run_in_their_order_and_back() -> None:
+    """As others do: so a plan of slots in the order of the units, made before a pass has run, is followed."""
+    model = nn.Sequential(linear(), nn.LayerNorm(3), linear())
+    model[1].bias.requires_grad_(False)
+    log, _ = hooked(model)
+    loss_of(model).backward()
+    assert log.take() == "0( ) 1( 1[frozen]( ) ) 2( ) 2* 2+ 1[frozen]* 1* 1+ 0* 0+ end"
+
+
 def test_a_module_called_twice_has_two_slots_and_one_gradient() -> None:
     model = Net("aba")
     log, _ = hooked(model)

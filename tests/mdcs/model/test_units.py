@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from mdcs.model.optimizers import Optimizers, Updates, by_optimizer
 from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, WrapPolicy, partition
 
 
@@ -159,6 +160,32 @@ def test_frozen_parameters_are_split_off() -> None:
     assert units["blocks.0"].modules == units["blocks.0[frozen]"].modules == (model.blocks[0],)
 
 
+def test_each_type_is_a_unit_and_the_largest_has_the_name() -> None:
+    model = Model()
+    block = model.blocks[0]
+    block.up.to(torch.bfloat16)
+    block.down.to(torch.float16)
+    block.down.bias.requires_grad_(False)
+    units = {u.name: u for u in partition(model, ByClass(("Block",)))}
+    assert {n: (u.numel, u.parameters[0][1].dtype, u.trainable) for n, u in units.items() if u.modules == (block,)} == {
+        "blocks.0": (40, torch.bfloat16, True),
+        "blocks.0[float16]": (32, torch.float16, True),
+        "blocks.0[float32]": (8, torch.float32, True),
+        "blocks.0[float16, frozen]": (4, torch.float16, False),
+    }
+
+
+def test_each_optimizer_has_units_of_its_own() -> None:
+    model = Model()
+    biases = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    model.head.requires_grad_(False)
+    updates = Updates(Optimizers([torch.optim.SGD(matrices), torch.optim.Adam(biases)]))
+    units = by_optimizer(partition(model, ByClass(("Block",))), updates)
+    assert sizes(units) == {"model": 4, "blocks.0": 64, "blocks.0[Adam]": 20, "blocks.1": 64, "blocks.1[Adam]": 20, "head": 10}
+    assert by_optimizer(units, updates) == units
+
+
 @pytest.mark.parametrize("policy", [ByLeaf(), ByClass(("Block",)), BySize(30), BySize(84), BySize(1)])
 @pytest.mark.parametrize("make", [Model, Language])
 def test_every_parameter_is_in_exactly_one_unit(make: Any, policy: WrapPolicy) -> None:
@@ -281,12 +308,6 @@ def test_the_line_that_the_refusal_says_works() -> None:
 # ---- refused
 
 
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16))
-
-
 class Elsewhere(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +341,6 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Halves, "b is torch.bfloat16 and a torch.float16: types of one width in one model are not supported: convert one"),
         (Elsewhere, r"unit model is on several devices, \['cpu', 'meta'\]"),
         (Whole, "table: torch.int64 parameters are not supported: register_buffer"),
         (Sparse, r"table: torch.sparse_coo parameters are not supported: make it dense"),

@@ -19,7 +19,7 @@ PROFILE = chain(MB, link=link(2e-9, 1e-3), optimizer=ADAM, copy_seconds_per_byte
 
 
 def test_a_reduce_scatter_is_sent_and_updates_its_part() -> None:
-    cost = CostModel(PROFILE).message(Kind.RS, MB)
+    cost = CostModel(PROFILE).message(Kind.RS, ((0, MB),))
     # Half of 4 MB is sent; this rank updates half of the elements.
     assert cost == pytest.approx(Cost(1e-3, 0.0, 4e-3, 0.0, 5e-3 + 1e-3, 4e-3, 0.0))
 
@@ -27,18 +27,18 @@ def test_a_reduce_scatter_is_sent_and_updates_its_part() -> None:
 def test_a_fused_message_is_packed_and_unpacked() -> None:
     model = CostModel(PROFILE)
     assert model.copy_s(4 * MB, 2) == pytest.approx(8e-3) and model.copy_s(4 * MB, 1) == 0
-    assert model.update_s(Kind.RS, MB, runs=2) == pytest.approx(5e-3 + 2e-3)
+    assert model.update_s(Kind.RS, [(0, MB // 2)] * 2) == pytest.approx(5e-3 + 2e-3)
 
 
 def test_an_all_reduce_updates_all_and_a_gather_nothing() -> None:
     model = CostModel(PROFILE)
-    assert model.update_s(Kind.AR, MB) == pytest.approx(10e-3 + 1e-3)
-    assert model.update_s(Kind.AG_F, MB) == model.update_s(Kind.AG_B, MB) == 0
+    assert model.update_s(Kind.AR, [(0, MB)]) == pytest.approx(10e-3 + 1e-3)
+    assert model.update_s(Kind.AG_F, [(0, MB)]) == model.update_s(Kind.AG_B, [(0, MB)]) == 0
 
 
 def test_a_message_beside_computing_takes_at_least_what_was_measured() -> None:
     slow = replace(PROFILE, contention=Contention(message_seconds=5e-3, seconds_per_byte=1e-9))
-    beside, waited_for = (CostModel(slow).message(Kind.AG_F, MB, blocking=b) for b in (False, True))
+    beside, waited_for = (CostModel(slow).message(Kind.AG_F, ((0, MB),), blocking=b) for b in (False, True))
     assert (beside.transfer, beside.idle) == pytest.approx((5e-3 + 2e-3, 4e-3))
     assert waited_for.transfer == waited_for.idle == pytest.approx(4e-3)
 
@@ -47,7 +47,7 @@ def test_a_message_beside_computing_takes_at_least_what_was_measured() -> None:
 def test_the_gap_is_in_what_a_message_takes_beside_computing(gap_ms: int, transfer_ms: int) -> None:
     contention = Contention(message_seconds=5e-3, seconds_per_byte=1e-9)  # 7 ms for 2 MB
     slow = replace(PROFILE, link=link(2e-9, 1e-3, gap=gap_ms * 1e-3), contention=contention)
-    cost = CostModel(slow).message(Kind.AG_F, MB)
+    cost = CostModel(slow).message(Kind.AG_F, ((0, MB),))
     assert (cost.gap, cost.transfer) == pytest.approx((gap_ms * 1e-3, transfer_ms * 1e-3))
 
 

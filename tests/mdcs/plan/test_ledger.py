@@ -101,8 +101,13 @@ def test_three_ranks_pad(strategy: str, parameters: int, optimizer: int) -> None
     assert max(by_slot(plan, "gradients")) == (36,)
 
 
+def in_types(dtype: str, grad: str, master: str) -> Profile:
+    units = [replace(unit, dtype=dtype, grad_dtype=grad, master_dtype=master) for unit in PROFILE.units]
+    return replace(PROFILE, units=tuple(units))
+
+
 def test_half_precision_parameters_with_whole_gradients() -> None:
-    plan = planned(replace(PROFILE, param_bytes=2, grad_bytes=4), "sdp")
+    plan = planned(in_types("bfloat16", "float32", ""), "sdp")
     assert max(by_slot(plan, "full_parameters")) == (24,)
     assert max(by_slot(plan, "gradients")) == (32,)
     assert max(by_slot(plan, "gradient_shards", "staging")) == (16, 16)
@@ -114,10 +119,11 @@ def test_half_precision_parameters_with_whole_gradients() -> None:
 )
 def test_masters(strategy: str, parameters: int, optimizer: int, scratch: int) -> None:
     """2 bytes in compute and on the wire, 4 in the optimizer: masters are with its state, a cast gradient is scratch."""
-    plan = planned(replace(PROFILE, param_bytes=2, grad_bytes=2, master_bytes=4), strategy)
+    plan = planned(in_types("bfloat16", "", "float32"), strategy)
     assert Ledger(plan).at_rest == {"parameters": parameters, "optimizer": optimizer}
     assert max(by_slot(plan, "update_scratch")) == (scratch + ADAM.scratch_tensors * scratch,)
-    frozen = replace(plan.profile, units=(replace(PROFILE.units[0], trainable=False), PROFILE.units[1]))
+    a, b = plan.profile.units
+    frozen = replace(plan.profile, units=(replace(a, trainable=False, master_dtype=""), b))
     assert Ledger(planned(frozen, strategy)).at_rest["parameters"] == (8 if parameters == 0 else 24)
 
 

@@ -179,7 +179,7 @@ def test_the_prologue_gathers_what_the_first_forward_pass_and_its_backward_need(
 
 
 def test_bytes_of_a_message() -> None:
-    profile = chain(8, 4, world=2, param_bytes=2, grad_bytes=4)
+    profile = chain(8, 4, world=2, types=("bfloat16", "float32", ""))
     plan = planned(profile, "zero2")
     fused = Message(RS, ((0, 0), (1, 0)), slot=2)
     assert plan.elements(fused) == 12

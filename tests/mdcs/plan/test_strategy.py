@@ -39,7 +39,7 @@ def test_at_rest_a_rank_holds_what_it_would_in_a_world_of_its_node(strategy: str
 def test_a_reduction_goes_through_the_node_and_then_across() -> None:
     # Of 64 bytes half is sent within; of the shard of 32 an all-reduce of two ranks sends 32 across.
     assert PROFILE.wire(Kind.RS_N, 64) == 32 + 32 and PROFILE.wire(Kind.AG_F_N, 64) == 32
-    cost = CostModel(PROFILE).message(Kind.RS_N, 16)
+    cost = CostModel(PROFILE).message(Kind.RS_N, ((0, 16),))
     assert cost.transfer == pytest.approx(32 * 0.1 / 16 + 32 / 16)
 
 

@@ -1,4 +1,4 @@
-"""Plans of units of two types, by hand: blocks end where sections do, messages have one width, and the ledger adds both up."""
+"""Plans of units of two types around one module, by hand: messages have one type, and the ledger adds both up."""
 
 from __future__ import annotations
 
@@ -13,39 +13,44 @@ from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
+from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.sequential import sequential
-from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, chain
 
 AR, RS, AG_F, AG_B, *_ = Kind
 
 
-def plan_of(*strategies: str) -> Plan:
-    """Unit a: 5 narrow elements with masters and 3 wide ones; unit b, if any: 8 narrow ones. Two ranks."""
-    plain = chain(*[8] * len(strategies), optimizer=ADAM, param_bytes=2, grad_bytes=2, master_bytes=4)
+def profile_of(*more: int) -> Profile:
+    """Module a has 5 narrow elements with masters, and 3 wide ones; module b, if any, 8 narrow ones. Two ranks."""
+    plain = chain(5, *more, optimizer=ADAM, types=("bfloat16", "", "float32"))
     a, *others = plain.units
-    a = replace(a, segments=(5, 3), sections=(Section(5, 2, 2, 4), Section(3, 4, 4)))
-    return sequential(StrategyAssignment(Job(replace(plain, units=(a, *others))), tuple(map(Strategy, strategies))))
+    wide = replace(a, name="a[float32]", segments=(3,), dtype="float32", master_dtype="")
+    return replace(plain, units=(a, *others, wide))
 
 
-def test_a_whole_unit_is_a_message_per_width() -> None:
-    plan = plan_of("dp", "zero2")
-    assert plan.blocks == ((6, 4), (8,))
+def plan_of(*strategies: str) -> Plan:
+    job = Job(profile_of(*[8] * (len(strategies) - 2)))
+    return sequential(StrategyAssignment(job, tuple(map(Strategy, strategies))))
+
+
+def test_each_type_has_messages_of_its_own() -> None:
+    plan = plan_of("dp", "zero2", "dp")
+    assert plan.blocks == ((6,), (8,), (4,))
     assert [(m.kind, m.parts, plan.width(m), plan.payload(m)) for m in plan.messages] == [
-        (RS, ((1, 0),), 2, 16), (AR, ((0, 0),), 2, 12), (AR, ((0, 1),), 4, 16), (AG_F, ((1, 0),), 2, 16),
+        (RS, ((1, 0),), 2, 16), (AR, ((0, 0),), 2, 12), (AR, ((2, 0),), 4, 16), (AG_F, ((1, 0),), 2, 16),
     ]  # fmt: skip
-    assert StrategyAssignment(plan.job, plan.strategies).partition(64) == ((6, 4), (8,))
     assert Plan.from_json(plan.to_json()) == plan
+    fused = Fusion(1.0).schedule(StrategyAssignment(plan.job, (Strategy.dp,) * 3))
+    assert {m.parts for m in fused.messages} == {((1, 0), (0, 0)), ((2, 0),)}
 
 
-def test_blocks_and_messages_of_two_widths_are_refused() -> None:
-    plan = plan_of("dp", "zero2")
-    with pytest.raises(PlanError, match=r"unit a: blocks \(10,\) must be cut where its sections end, at \(6, 10\)"):
-        replace(plan, blocks=((10,), (8,)))
+def test_a_message_of_two_types_is_refused() -> None:
+    plan = plan_of("dp", "zero2", "dp")
     first, *rest = plan.messages
-    both = Message(AR, ((0, 0), (0, 1)), plan.messages[1].slot, blocking=True)
-    with pytest.raises(PlanError, match=r"message 1 \(AR of a, a\): carries elements of several widths"):
+    both = Message(AR, ((0, 0), (2, 0)), plan.messages[1].slot, blocking=True)
+    with pytest.raises(PlanError, match=r"message 1 \(AR of a, a\[float32\]\): carries elements of several types"):
         replace(plan, messages=(first, both, rest[-1]))
 
 
@@ -59,5 +64,5 @@ def test_blocks_and_messages_of_two_widths_are_refused() -> None:
     ],
 )
 def test_what_is_at_rest(strategy: str, parameters: int, optimizer: int) -> None:
-    ledger = Ledger(plan_of(strategy))
+    ledger = Ledger(plan_of(strategy, strategy))
     assert ledger.at_rest == {"parameters": parameters, "optimizer": optimizer}

@@ -13,7 +13,7 @@ from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned, RecomputeRule
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.profile.layout import Section, WholeParameter
+from mdcs.profile.layout import WholeParameter
 from mdcs.profile.schema import Profile, Slot, Unit
 from tests.mdcs.profiles import FREE, chain, recomputable
 
@@ -114,7 +114,7 @@ def test_a_slot_never_peaks_below_the_bytes_that_it_begins_with() -> None:
 def test_profiles_may_differ_in_what_is_measured_of_updates_of_whole_parameters() -> None:
     def of(batch: int, numel: int = 10) -> Profile:
         units = [
-            replace(unit, segments=(numel,), sections=(Section(numel, 4, 4, parameters=(WholeParameter(numel, seconds=batch),)),))
+            replace(unit, segments=(numel,), whole=(WholeParameter(numel, seconds=batch),))
             for unit in of_batch(batch).units
         ]
         return replace(of_batch(batch), units=tuple(units))

@@ -124,11 +124,13 @@ def test_below_the_sequential_peak_nothing_fits(scheduler: Scheduler) -> None:
 def test_the_prologue_issues_at_the_turn_what_later_periods_issue_before() -> None:
     """There what is held beside a gather differs: a fused one that fits in slot 3 may not fit at the turn."""
     spans = [("a", 1, (0, 3), (0, 3)), ("b", 1, (1, 1), (2, 2)), ("c", 511, (2, 2), (1, 1))]
-    units = tuple(Unit(name, (elements,), True, forward, backward) for name, elements, forward, backward in spans)
+    units = tuple(
+        Unit(name, (elements,), True, forward, backward, grad_dtype="bfloat16") for name, elements, forward, backward in spans
+    )
     forward = [(unit, "F", 5, 5) for unit in (0, 1, 2, 0)]
     backward = [(0, "B", 5, 5), (2, "B", 0, 1032), (1, "B", 0, 0), (0, "B", 0, 5)]
     slots = tuple(Slot(unit, phase, 0.0, live, top) for unit, phase, live, top in forward + backward)
-    profile = Profile(units, slots, 2, Link((0.0,) * 4, (0.0,) * 4, 1, 400), Optimizer(), 4, 2)
+    profile = Profile(units, slots, 2, Link((0.0,) * 4, (0.0,) * 4, 1, 400), Optimizer())
     mix = PlanningProblem(Job(profile), None).mix([Strategy.dp, Strategy.zero2, Strategy.sdp])
     plan = repair(Fusion().schedule(mix), min_feasible_budget(Sequential().schedule(mix)))
     assert [len(m.parts) for m in plan.messages if m.kind is AG_F] == [1, 1]

@@ -21,7 +21,6 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay
@@ -44,11 +43,11 @@ def job(seed: int) -> Profile:
         for i in range(layers)
     )  # fmt: skip
     if seed % 3 == 2:  # units of two types
-        units = tuple(
-            dataclasses.replace(u, sections=(Section(u.segments[0], 8, 8), Section(u.segments[1], 4, 4)))
-            if len(u.segments) == 2 else u
-            for u in units
-        )  # fmt: skip
+        around = [
+            dataclasses.replace(u, name=f"{u.name}[float64]", segments=u.segments[:1], dtype="float64")
+            for u in units if len(u.segments) == 2
+        ]  # fmt: skip
+        units = (*(dataclasses.replace(u, segments=u.segments[-1:]) for u in units), *around)
     slots, live = [], 0
     for u in forward:
         slots.append(Slot(u, "F", rng.uniform(5e-4, 2e-3), live, live + rng.randint(100, 4000)))

@@ -1,50 +1,38 @@
-"""Where elements lie: two sections of a unit, computed by hand."""
+"""Where elements lie, computed by hand: padding, types and what they come to in bytes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from mdcs.profile.layout import Layout, Section
+from mdcs.profile.layout import Layout, itemsize
+from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, Unit
-
-NARROW, WIDE = Section(5, 2, 2, 4), Section(3, 4, 4)
-
-
-def test_each_section_is_padded_for_itself() -> None:
-    layout = Layout((NARROW, WIDE), world=2)
-    assert (layout.sizes, layout.ends, layout.elements) == ((6, 4), (6, 10), 10)
-    assert (layout.param_bytes, layout.grad_bytes) == (6 * 2 + 4 * 4, 6 * 2 + 4 * 4)
-    assert [layout.index(e) for e in (0, 5, 6, 9)] == [0, 0, 1, 1]
-    # Padding belongs to the last segment of its section.
-    assert layout.segment_ends((2, 3, 1, 2)) == (2, 6, 7, 10)
-    assert (NARROW.updated_bytes, WIDE.updated_bytes) == (4, 4)
-    assert (NARROW.width(True), Section(1, 2, 4).width(False)) == (2, 4)
+from tests.mdcs.profiles import chain
 
 
-def test_sections_are_of_whole_segments() -> None:
-    unit = Unit("u", (2, 3, 3), True, (0, 0), (0, 0), (NARROW, WIDE))
-    assert unit.numel == 8
-    with pytest.raises(ValueError, match=r"segments \(4, 4\) do not make sections that end at \[5, 8\]"):
-        Unit("u", (4, 4), True, (0, 0), (0, 0), (NARROW, WIDE))
-    with pytest.raises(ValueError, match=r"do not make sections that end at \[5\]"):
-        Unit("u", (5, 3), True, (0, 0), (0, 0), (NARROW,))
-    with pytest.raises(ValueError, match="a section must have elements and bytes"):
-        Section(0, 4, 4)
+def test_a_buffer_is_padded_for_the_ranks() -> None:
+    layout = Layout(5, 2, param_width=2, grad_width=4, master_width=4)
+    assert (layout.elements, layout.param_bytes, layout.grad_bytes, layout.updated_width) == (6, 12, 24, 4)
+    assert (layout.width(True), layout.width(False)) == (2, 4)
+    assert layout.ends((2, 3)) == (2, 6)  # padding belongs to the last part
+    assert Layout(3, 2, 4, 4).updated_width == 4
 
 
-def test_what_says_nothing_has_the_widths_of_the_profile_and_frozen_units_no_masters(profile: Profile) -> None:
-    whole, mixed, frozen = profile.layouts
-    assert whole.sections == (Section(7, 2, 2, 4),) and mixed.sections == (NARROW, WIDE)
-    assert frozen.sections == (Section(5, 2, 2), WIDE)
-    assert profile.is_mixed
+def test_types_are_known_by_name() -> None:
+    assert [itemsize(name) for name in ("float64", "float32", "bfloat16", "float8_e4m3fn")] == [8, 4, 2, 1]
+    with pytest.raises(ValueError, match="'int64'"):
+        Unit("u", (8,), True, (0, 0), (0, 0), "int64")
+    with pytest.raises(ValueError, match="frozen but has masters"):
+        Unit("u", (8,), False, (0, 0), None, "bfloat16", master_dtype="float32")
+
+
+def test_messages_carry_one_type() -> None:
+    units = chain(7, 8, 8, types=("bfloat16", "float32", "float32")).units
+    profile = chain(7, 8, 8)
+    profile = replace(profile, units=(units[0], replace(units[1], dtype="float32", grad_dtype="", master_dtype=""), units[2]))
+    parts = ((0, 0), (1, 0), (2, 0))
+    assert profile.by_type(Kind.AG_F, parts) == [((0, 0), (2, 0)), ((1, 0),)]
+    assert profile.by_type(Kind.RS, parts) == [parts]  # gradients of all are float32
     assert Profile.from_json(profile.to_json()) == profile
-
-
-@pytest.fixture
-def profile() -> Profile:
-    from tests.mdcs.profiles import chain
-
-    plain = chain(7, 8, 8, frozen=[2], param_bytes=2, grad_bytes=2, master_bytes=4)
-    a, b, c = plain.units
-    units = (a, *(Unit(u.name, (5, 3), u.trainable, u.forward, u.backward, (NARROW, WIDE)) for u in (b, c)))
-    return Profile(units, plain.slots, 2, plain.link, param_bytes=2, grad_bytes=2, master_bytes=4)

@@ -80,7 +80,7 @@ def test_slots_have_a_phase_and_no_negative_cost(values: tuple[int, str, float, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 1}, "profile schema 1 is not the supported 6"),
+        ({"schema": 1}, "profile schema 1 is not the supported 7"),
         ({"world": 0}, "world must be >= 1, got 0"),
         ({"interference": -0.1}, "interference must be >= 0, got -0.1"),
         ({"slots": ()}, "all forward slots followed by all backward slots"),

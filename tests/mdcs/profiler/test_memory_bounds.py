@@ -12,7 +12,7 @@ from torch import nn
 import mdcs
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.registry import scheduler_named, strategy_named
-from mdcs.profile.layout import Section, WholeParameter
+from mdcs.profile.layout import WholeParameter
 from mdcs.profiler import contention_fit, memory_bounds
 from mdcs.profiler.link_timing import MeasuredLink
 from tests.mdcs.profiles import chain
@@ -97,7 +97,7 @@ def test_plans_in_calibration_runs_keep_a_budget() -> None:
 def test_padding_of_whole_parameters_is_said() -> None:
     matrices = tuple(WholeParameter(n) for n in (8 << 18, 1 << 18, 1 << 18))
     plain = chain(10 << 18, 10 << 18)
-    first = replace(plain.units[0], sections=(Section(10 << 18, 4, 4, parameters=matrices),))
+    first = replace(plain.units[0], whole=matrices)
     padded = replace(plain, units=(first, plain.units[1]))
     with pytest.warns(UserWarning, match=r"a: .* by one of 2 ranks, so 10.0 MiB take 16.0 .*\(20.0 and 26.0 in all\)"):
         memory_bounds.warn_padding(padded)

@@ -274,6 +274,6 @@ def emulated_run(
         in_order = len(sent)  # draining sends reductions ahead of their turn
         parallel.drain()
         slots = [(s.slot, dict(s.predicted), dict(s.measured or {})) for s in parallel.memory_by_slot()]
-        shards = sum(shard.numel() for s in parallel._engine.storages for shard in s.shards if shard is not None)
+        shards = sum(s.shard.numel() for s in parallel._engine.storages if s.shard is not None)
         records = parallel.records(flush=True)
         return Emulated(plan, parallel.memory(), slots, shards, records[2:-1], sent[:in_order])

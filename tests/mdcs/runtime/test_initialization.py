@@ -171,8 +171,7 @@ def start_bytes(plan: mdcs.Plan, together: list[list[int]]) -> int:
             strategy, layout = plan.strategies[u], profile.layouts[u]
             held -= 0 if strategy.sharded else layout.param_bytes
             held += at_rest(unit_rows(plan.period, u, strategy))["parameters"]
-            sections = zip(layout.sections, layout.sizes, strict=True)
-            held += sum(size // strategy.parts(profile) * section.master_bytes for section, size in sections)
+            held += layout.elements // strategy.parts(profile) * layout.master_width
             most = max(most, held)
             held -= layout.param_bytes if strategy.sharded else 0
     return most

@@ -320,7 +320,7 @@ def storages_between_forward_and_backward() -> dict[str, dict[str, int]]:
         with parallel_for(job, How(strategy, "sequential")) as (made, parallel, _):
             loss = made.loss(made.model, made.batch(0, 0, 0))
             found[strategy] = {
-                storage.name: storage.flat_params[0].untyped_storage().nbytes() for storage in parallel._engine.storages
+                storage.name: storage.flat_param.untyped_storage().nbytes() for storage in parallel._engine.storages
             }
             loss.backward()
             parallel.step()

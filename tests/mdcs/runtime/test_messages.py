@@ -59,13 +59,13 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     for storage in storages:
         if not storage.is_full:
             storage.allocate_full()
-        mine = [storage.flat_param(b)[storage.owned_slice(b)].clone() for b in range(len(storage.blocks))]
-        storage.flat_params[0].fill_(-1)
-        if storage.shards[0] is None:
+        mine = [storage.flat_param[storage.owned_slice(b)].clone() for b in range(len(storage.blocks))]
+        storage.flat_param.fill_(-1)
+        if storage.shard is None:
             for b, part in enumerate(mine):
-                storage.flat_param(b)[storage.owned_slice(b)].copy_(part)
+                storage.flat_param[storage.owned_slice(b)].copy_(part)
         storage.allocate_gradient()
-        storage.gradients[0].copy_(torch.arange(float(storage.flat_params[0].numel())) * (rank + 1))
+        storage.full_gradient.copy_(torch.arange(float(storage.flat_param.numel())) * (rank + 1))
     in_flight: deque[Transfer] = deque()
     for group in [parts] if fused else [[p] for p in parts]:
         in_flight.append(Transfer(0, 0, 1, Message(Kind(kind), tuple(group), 0), MessageBytes((), (), (), 0, 0, 0)))
@@ -76,16 +76,16 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
         reduced |= finish(messages, in_flight.popleft())
     factor = sum(r + 1 for r in range(world))
     for u, storage in enumerate(storages):
-        summed = torch.arange(float(storage.flat_params[0].numel())) * factor
-        whole = torch.zeros(storage.flat_params[0].numel())
+        summed = torch.arange(float(storage.flat_param.numel())) * factor
+        whole = torch.zeros(storage.flat_param.numel())
         whole[: SIZES[u]] = torch.arange(float(SIZES[u])) + 100 * u
         for b in range(len(storage.blocks)):
             if kind == "AR":
-                found, wanted = storage.gradient(b)[storage.block_slice(b)], summed[storage.block_slice(b)]
+                found, wanted = storage.full_gradient[storage.block_slice(b)], summed[storage.block_slice(b)]
             elif kind == "RS":
                 found, wanted = reduced[u, b], summed[storage.owned_slice(b)]
             else:
-                found, wanted = storage.flat_param(b)[storage.block_slice(b)], whole[storage.block_slice(b)]
+                found, wanted = storage.flat_param[storage.block_slice(b)], whole[storage.block_slice(b)]
             if not torch.equal(found, wanted):
                 wrong.append((u, b, found.tolist(), wanted.tolist()))
     return {"wrong": wrong, "blocks": len(parts)}

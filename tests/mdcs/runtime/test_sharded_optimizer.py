@@ -141,14 +141,14 @@ class Reads(TorchDispatchMode):
 def test_parameters_that_no_rank_has_used_are_left_without_a_read_of_each(unused: tuple[int, ...]):
     """Gradients that underflow when they are scaled are gradients."""
     updates, storage, *_ = job("sgd", "dp", 0, 0)
-    before, storage.unused = storage.flat_params[0].clone(), (0, 1, 2)
+    before, storage.unused = storage.flat_param.clone(), (0, 1, 2)
     flat = torch.full((sum(SIZES),), -1e-30)
     for i in unused:
-        storage.places[i].view([flat]).fill_(-0.0)
+        storage.places[i].view(flat).fill_(-0.0)
     updates.freeze_options()
     with Reads() as reads:
         updates.step({(0, b): flat[storage.block_slice(b)].clone() for b in range(len(storage.blocks))}, scale=1e-30)
-    changed = [not torch.equal(place.view([before]), place.view(storage.flat_params)) for place in storage.places]
+    changed = [not torch.equal(place.view(before), place.view(storage.flat_param)) for place in storage.places]
     assert changed == [i not in unused and i < 2 for i in range(3)]  # by weight decay, which the third has not
     assert not reads.count
 
@@ -181,18 +181,18 @@ def test_a_step_that_is_timed_is_one(optimizer: str):
 def test_a_schedule_acts_from_the_next_snapshot_on():
     """An update in the next forward still belongs to the iteration before."""
     updates, storage, mine, _, _ = job("sgd", "dp", 0, 0)
-    before = storage.flat_params[0].clone()
+    before = storage.flat_param.clone()
     updates.freeze_options()
     for group in mine.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
     for b in range(len(storage.blocks)):
         updates.step({(0, b): torch.ones(storage.blocks[b])})
-    assert (storage.flat_params[0] != before).all()
-    before = storage.flat_params[0].clone()
+    assert (storage.flat_param != before).all()
+    before = storage.flat_param.clone()
     updates.freeze_options()
     for b in range(len(storage.blocks)):
         updates.step({(0, b): torch.ones(storage.blocks[b])})
-    assert torch.equal(storage.flat_params[0], before)
+    assert torch.equal(storage.flat_param, before)
 
 
 def test_an_update_waits_for_a_compilation():

@@ -58,7 +58,7 @@ def evaluate(model: str, how: How) -> dict[str, bool]:
 
 
 def storage_sizes(parallel: mdcs.Session) -> list[int]:
-    return [s.flat_params[0].untyped_storage().nbytes() for s in parallel._engine.storages]
+    return [s.flat_param.untyped_storage().nbytes() for s in parallel._engine.storages]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def drain() -> dict[str, Any]:
         parallel.drain()
         again = len(launched) - count
         state = parallel.state_dict()
-        gradients = [u for u, s in enumerate(parallel._engine.storages) if s.gradients]
+        gradients = [u for u, s in enumerate(parallel._engine.storages) if s.gradient is not None]
     return {"late": len(late), "state": differing(state, wanted), "again": again, "gradients": gradients}
 
 

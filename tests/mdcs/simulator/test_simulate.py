@@ -399,7 +399,7 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
             ready = period.window(Op(m.kind, u, m.micro))[0]
             if ready == q and plan.profile.units[u].gradients:
                 begin, at = sum(plan.blocks[u][:b]), 0
-                ends = plan.profile.layouts[u].segment_ends([n for n, _ in plan.profile.units[u].gradients])
+                ends = plan.profile.layouts[u].ends([n for n, _ in plan.profile.units[u].gradients])
                 for (_, part), end in zip(plan.profile.units[u].gradients, ends, strict=True):
                     if at < begin + plan.blocks[u][b] and end > begin:
                         parts.append(part)

@@ -40,5 +40,5 @@ class Late(Checked):
         for op in mix.ops:
             first, last = mix.period.window(op)
             slot = max(first, last - self.ahead) if op.kind.is_gather else first
-            drafts.append(Message(op.kind, mix.parts(op.unit), slot, micro=op.micro))
+            drafts.append(Message(op.kind, ((op.unit, 0),), slot, micro=op.micro))
         return mix.plan(self.name, mix.unpartitioned_blocks(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))

@@ -150,10 +150,13 @@ def _other(mix: StrategyAssignment, unit: int) -> StrategyAssignment | None:
 
 
 def _fastest(plan: Plan, mix: StrategyAssignment, unit: int) -> tuple[int, Plan | None] | None:
-    """Return the fastest changed plan within the budget, and the smallest budget of it, else of one that does not fit."""
+    """Return the smallest budget of the fastest changed plan that fits what the plan may take, and that plan.
+
+    Where none fits: the smallest budget of all, and None. Where there is no changed plan: None.
+    """
     made = [(min_feasible_budget(each), each) for each in _changed(plan, mix, unit)]
-    within = [(needs, dataclasses.replace(each, budget=plan.budget)) for needs, each in made
-              if plan.budget is None or needs <= plan.budget]  # fmt: skip
+    within = [(needs, dataclasses.replace(each, budget=plan.budget, limit=plan.limit)) for needs, each in made
+              if plan.admissible is None or needs - plan.reserve <= plan.admissible]  # fmt: skip
     if within:
         return min(within, key=lambda fitting: replay(fitting[1]).period_s)
     return (min(needs for needs, _ in made), None) if made else None

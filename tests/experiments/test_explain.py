@@ -15,7 +15,6 @@ from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.simulator.simulate import replay
@@ -51,12 +50,12 @@ def test_what_does_not_fit_is_no_better_plan() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("scheduler", [Priority(), Wfbp(), Sequential(), Fusion()])
-def test_a_row_is_what_a_plan_with_only_this_unit_changed_takes(seed: int, scheduler: Scheduler) -> None:
+@pytest.mark.parametrize(("scheduler", "share"), [(Priority(), None), (Priority(), 0.5), (Wfbp(), 0.2), (Fusion(), None)])
+def test_a_row_is_what_a_plan_with_only_this_unit_changed_takes(seed: int, scheduler: Scheduler, share: float | None) -> None:
     """The other units' messages are those of the plan, so the order of others never makes the difference."""
     profile = job(seed)
     budget = int(1.3 * floor_bytes(profile))
-    plan = make_plan(profile, Greedy(), scheduler, budget=budget)
+    plan = make_plan(profile, Greedy(), scheduler, budget=budget, schedule_share=share)
     assert plan.prediction is not None
     for u, choice in enumerate(choices(plan)):
         if choice.instead is None:
@@ -70,7 +69,8 @@ def test_a_row_is_what_a_plan_with_only_this_unit_changed_takes(seed: int, sched
                 parts for m in plan.messages if (parts := tuple(part for part in m.parts if part[0] != u))
             ]
         if choice.step_s is not None:
-            within = [replace(each, budget=budget) for each in made if min_feasible_budget(each) <= budget]
+            least = plan.limit or budget
+            within = [replace(each, budget=budget, limit=plan.limit) for each in made if min_feasible_budget(each) <= least]
             assert plan.prediction.step_s + choice.step_s == pytest.approx(min(replay(each).period_s for each in within))
 
 

@@ -141,7 +141,7 @@ class Session(ModelState):
             self._recorded = None
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        """Return the loss [scalar] to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
         return self.scaler.scale(loss)
 
     @property

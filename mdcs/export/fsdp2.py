@@ -112,7 +112,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip gradients as torch.nn.utils.clip_grad_norm_ does, for parameters on several meshes; return their 2-norm."""
+    """Clip gradients as torch.nn.utils.clip_grad_norm_ does, for parameters on several meshes; return their 2-norm [scalar]."""
     meshes = _by_mesh(p for p in parameters if p.grad is not None)
     norms = [get_total_norm([p.grad for p in members if p.grad is not None]) for members in meshes]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]

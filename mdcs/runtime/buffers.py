@@ -142,7 +142,7 @@ def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values to all ranks, in place, whatever the memory layout."""
+    """Broadcast rank 0's values to all ranks, in place: a tensor of any shape and memory layout."""
     tensor = unexpanded(tensor)
     if tensor.is_inference():
         tensor = tensor.clone()  # made in an evaluation: cannot be written here, and training does not read it

@@ -127,7 +127,7 @@ class Ring:
         self._tags = itertools.count() if tags is None else tags
 
     def all_reduce(self, buffer: Tensor, scratch: Tensor | None) -> Iterator[Sequence[Waitable]]:
-        """Sum ``buffer`` over ranks, in place: a reduce-scatter, then an all-gather."""
+        """Sum ``buffer`` [flat] over ranks, in place: a reduce-scatter, then an all-gather."""
         tag, parts = next(self._tags) % _TAGS, buffer.chunk(self.world)
         yield from self._reduce_scatter(parts, scratch, parts[self.rank], tag)
         yield from self._all_gather(parts, tag)
@@ -137,7 +137,7 @@ class Ring:
         return self._reduce_scatter(buffer.chunk(self.world), scratch, out, next(self._tags) % _TAGS)
 
     def all_gather(self, buffer: Tensor) -> Iterator[Sequence[Waitable]]:
-        """Send every rank's part of ``buffer`` to all, in place."""
+        """Send every rank's part of ``buffer`` [flat] to all, in place."""
         return self._all_gather(buffer.chunk(self.world), next(self._tags) % _TAGS)
 
     # Both post a receive before the send. gloo announces a posted receive on the same connection as its own data: behind

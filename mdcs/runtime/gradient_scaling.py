@@ -76,7 +76,7 @@ class Scaler:
         self._scale, self._step = scale, step
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        """Return the loss [scalar] to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
         return loss if self._scale is None else loss * self._scale.value
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -128,14 +128,14 @@ class UpdateScale:
         self._may_read = wide or not runs_ahead
 
     def workspace(self, gradients: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """Return the scratch memory that :meth:`factor` takes."""
+        """Return the scratch memory [elements] of :meth:`factor`, in float64."""
         return norm.workspace(self._counted(gradients), self._storages[0].device)
 
     def factor(self, gradients: Mapping[tuple[int, int], Tensor], work: Tensor) -> tuple[bool, Tensor | None]:
         """Return (all gradients are finite, factor on the gradients). A GPU's norm is read only for a loss scale.
 
-        ``gradients``: (unit, block) -> this rank's part. Of the ranks that have the same part only the first counts it
-        (rank 0 for a whole dp gradient).
+        ``gradients``: (unit, block) -> this rank's part, flat. Of the ranks that have the same part only the first
+        counts it (rank 0 for a whole dp gradient). ``work``: of :meth:`workspace`.
         """
         counted = self._counted(gradients)
         least, total, largest = norm.with_bounds(self._reduced(norm.sum_squares(counted, work)), self._dtype)

@@ -168,7 +168,7 @@ class UnitStorage:
         return slice(self.offsets[block] // self.parts, (self.offsets[block] + self.blocks[block]) // self.parts)
 
     def owned_shard(self, block: int) -> Tensor:
-        """Return the part of a block that this rank updates: of the shard, or of the full parameters where there is none."""
+        """Return the part of a block that this rank updates [flat]: of the shard, or else of the full parameters."""
         return self.flat_param[self.owned_slice(block)] if self.shard is None else self.shard[self.slice_in_shard(block)]
 
     def allocate_full(self) -> None:

@@ -37,7 +37,8 @@ def test_the_glossary_has_every_strategy_and_scheduler():
 
 
 def test_every_line_of_what_loops_may_do_names_tests_that_there_are():
-    tables = re.findall(r"^\|.*\| test \|\n\|[-|]+\|\n((?:\|.*\n)+)", (ROOT / "docs/loops.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/dev/loop-behaviours.md").read_text()
+    tables = re.findall(r"^\|.*\| test \|\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     rows = [row for table in tables for row in table.splitlines()]
     assert len(rows) > 60
     files = {"models": "loops_models", "habits": "loops_habits", "aliases": "random_aliases", "calls": "optimizer_calls"}

@@ -1,6 +1,6 @@
 """Habits of others' loops: each works as with DistributedDataParallel, or is refused in a sentence that says what to do.
 
-One test per line of docs/loops.md.
+One test per line of docs/dev/loop-behaviours.md.
 """
 
 from __future__ import annotations

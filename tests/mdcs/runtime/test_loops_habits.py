@@ -1,4 +1,4 @@
-"""Habits of loops: what stands around the steps, and what goes wrong in them. Lines of docs/loops.md, several to a call."""
+"""Habits of loops: what stands around the steps, and what goes wrong in them. Several to a call."""
 
 from __future__ import annotations
 

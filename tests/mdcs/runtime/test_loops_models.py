@@ -1,6 +1,6 @@
 """Models of others, and ways to run them: they train as with DistributedDataParallel, or a sentence says why they do not.
 
-Every group below is a line of docs/loops.md, and runs in one call to the ranks.
+Every group below is a line of docs/dev/loop-behaviours.md, and runs in one call to the ranks.
 """
 
 from __future__ import annotations

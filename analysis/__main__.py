@@ -21,9 +21,9 @@ from analysis.wandb_report import write_report as write_wandb_report
 
 _SOURCE = "a sweep's or a run's folder (runs are found at any depth), or wandb:ENTITY/PROJECT[/GROUP]"
 _COMMANDS = {
-    "": "Print the table of a sweep (or a run) and write it as table.csv; write its pictures, report.html (table and pictures on "
-    "one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev.",
-    "notebooks": "Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files.",
+    "": "Print the table of a sweep (or a run) and write it as table.csv; write its pictures, report.html (table and "
+    "pictures on one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev.",
+    "notebooks": "Run the notebooks of analysis/notebooks on these runs and write them, with output, as .ipynb files.",
     "layers": "Print the memory of each layer for all runs of a sweep side by side, and draw it.",
     "wandb": "Write a sweep's report on W&B's server, with predictions beside measurements, and print its address.",
 }
@@ -53,7 +53,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.epilog = "Other commands. " + " ".join(others)
     source, output = {
         "": (_SOURCE, "the folder to write (default: the source; of W&B's runs, here)"),
-        "notebooks": (f"{_SOURCE}; default: a small sweep of the tests", "the folder to write (default: results/notebooks)"),
+        "notebooks": (
+            f"{_SOURCE}; default: a small sweep of the tests",
+            "the folder to write (default: results/notebooks)",
+        ),
         "layers": ("the folder of a sweep or a run", ""),
         "wandb": ("a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
     }[command]

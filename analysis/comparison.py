@@ -1,7 +1,8 @@
 """Engines side by side: runs that took turns, put in relation to one of them, to a budget and to bounds.
 
-A *round* is one run of every engine, one after the other. Figures are medians over rounds; a ratio is taken within a round
-and then its median, so that what slows a machine for a while slows both sides. What an engine does not tell is None.
+A *round* is one run of every engine, one after the other. Figures are medians over rounds; a ratio is taken within a
+round and then its median, so that what slows a machine for a while slows both sides. What an engine does not tell is
+None.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ _MEDIANS |= {"predicted_s": "predicted_step_s", "sent_bytes": "bytes_total", "me
 
 
 def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """Lines of comparison.json, one per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing.
+    """Lines of comparison.json, one per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may
+    be missing.
 
     limits: the budget of each engine in bytes; None, or no entry: no limit.
 
-    Beside medians of columns of the rows, of which `bound_s` says that no plan of the job, budget and recomputation is faster:
+    Beside medians of columns of the rows, of which `bound_s` says that no plan of the job, budget and recomputation is
+    faster:
 
     - step_s: spread of its step times; ratio: that of its step times as multiples of the base's.
     - fits: whether no rank of any run held more than the budget; None where memory was not measured.
@@ -67,8 +70,8 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
 
 
 def loss_differences(curves: Mapping[str, Sequence[Sequence[float]]], base: str) -> dict[str, float]:
-    """The greatest relative difference of any loss of an engine from that of the first run of ``base`` at the same step;
-    infinite for another number of steps, and for a loss that is not finite.
+    """The greatest relative difference of any loss of an engine from that of the first run of ``base`` at the same
+    step; infinite for another number of steps, and for a loss that is not finite.
     """
     wanted = curves[base][0]
     return {engine: max(_difference(curve, wanted) for curve in of) for engine, of in curves.items()}

@@ -1,7 +1,8 @@
 """metrics.jsonl, the events of a run: a JSON object per line, appended and flushed as they happen.
 
-`job` comes first, written before any process starts: what was asked for. Then `start` (the plan and its prediction), a `step`
-each, `eval`s, `checkpoint`s, and a `summary` or a `failure`. A run that was killed leaves what it had, perhaps half a last line.
+`job` comes first, written before any process starts: what was asked for. Then `start` (the plan and its prediction), a
+`step` each, `eval`s, `checkpoint`s, and a `summary` or a `failure`. A run that was killed leaves what it had, perhaps
+half a last line.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ TIMEOUT_S = 600  # of a cell
 
 
 def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
-    """Run each notebook on `source` (:func:`analysis.runs`; None: the example it names) and write it into `out` with its output.
+    """Run each notebook on `source` (:func:`analysis.runs`; None: the example it names) and write it into `out` with
+    its output.
 
-    Yields each path with an empty string, or with the reason why these runs are not for that notebook (a ValueError in it).
-    Raises ModuleNotFoundError without the packages of the extra `notebooks`, RuntimeError for a notebook that fails otherwise.
+    Yields each path with an empty string, or with the reason why these runs are not for that notebook (a ValueError in
+    it). Raises ModuleNotFoundError without the packages of the extra `notebooks`, RuntimeError for a notebook that
+    fails otherwise.
     """
     try:
         import jupytext
@@ -27,7 +29,9 @@ def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
         raise ModuleNotFoundError(f"{error}: notebooks need pip install jupytext nbclient ipykernel") from error
 
     out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+    }
     if source is not None:
         environment["RUNS"] = source
     with TemporaryDirectory() as sockets:  # which others on the machine cannot reach

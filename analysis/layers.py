@@ -73,4 +73,6 @@ def show(frame: pd.DataFrame) -> None:
     lines = [*frame.iterrows(), ("peak", frame.max())]
     rows = [(str(unit), *(f"{value:.1f}" for value in row)) for unit, row in lines]
     headings = ("unit", *map(str, frame.columns))
-    new_console(highlight=False, markup=False).print(new_table("memory by layer, MiB per rank", headings, ("unit",), rows=rows))
+    new_console(highlight=False, markup=False).print(
+        new_table("memory by layer, MiB per rank", headings, ("unit",), rows=rows)
+    )

@@ -1,7 +1,7 @@
 """Read the folders of runs and sweeps into dataframes.
 
-A run's folder has the file of :mod:`analysis.events`. A sweep's folder has one such folder per job, at any depth. A run that
-was killed leaves what it had: reading never needs the summary.
+A run's folder has the file of :mod:`analysis.events`. A sweep's folder has one such folder per job, at any depth. A run
+that was killed leaves what it had: reading never needs the summary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,17 @@ COLUMNS: tuple[str, ...] = (
 WORKLOAD = ("model", "world", "emulated", "emulated_ranks", "shaped_gbit")
 """Columns of what must be equal for step times to be comparable."""
 _TEXT = (
-    *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "execution_hash"),
+    *(
+        "name",
+        "model",
+        "strategy",
+        "scheduler",
+        "congestion_control",
+        "status",
+        "reason",
+        "plan_hash",
+        "execution_hash",
+    ),
     *("folder", "engine", *PROVENANCE[1:]),
 )
 _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
@@ -54,8 +64,8 @@ _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 class Run:
     """One run as its folder tells it.
 
-    `start` is what its job and start events say, `summary` and `failure` are those events (empty where there is none), `steps`
-    the step events, one row each, in order.
+    `start` is what its job and start events say, `summary` and `failure` are those events (empty where there is none),
+    `steps` the step events, one row each, in order.
     """
 
     folder: Path
@@ -86,7 +96,10 @@ class Run:
     def settings(self) -> Mapping[str, Any]:
         """Settings of the run, by the full keys of its config: numbers, flags and words, null and lists in words."""
         told = self.start.get("settings") or {}
-        return {key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value) for key, value in told.items()}
+        return {
+            key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            for key, value in told.items()
+        }
 
     @property
     def measured_steps(self) -> pd.DataFrame:
@@ -145,8 +158,9 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read one run: the last attempt, where several jobs ran in the folder, with the steps that it has gone on from. Those are
-    warm-up: another attempt has made them, perhaps on another node, and its times are not mixed with this one's.
+    """Read one run: the last attempt, where several jobs ran in the folder, with the steps that it has gone on from.
+    Those are warm-up: another attempt has made them, perhaps on another node, and its times are not mixed with this
+    one's.
 
     Raises FileNotFoundError if the folder has no metrics.jsonl, ValueError naming the line if that is corrupt.
     """
@@ -161,9 +175,14 @@ def load_run(folder: str | Path) -> Run:
         by_event.setdefault(event["event"], []).append(event)
     before = events[: len(events) - len(attempt)]
     told = {Path(event["folder"]).parent for event in before if event["event"] == "checkpoint"}
-    own = told | {folder.resolve() / "checkpoints"}  # a killed run may not have told of its last one; a folder may be moved
+    # a killed run may not have told of its last one; a folder may be moved
+    own = told | {folder.resolve() / "checkpoints"}
     done = max((e["step"] for e in by_event.get("resumed", []) if Path(e["folder"]).parent in own), default=0)
-    former = {event["step"]: event | {"warmup": True} for event in before if event["event"] == "step" and event["step"] <= done}
+    former = {
+        event["step"]: event | {"warmup": True}
+        for event in before
+        if event["event"] == "step" and event["step"] <= done
+    }
     last = {name: found[-1] for name, found in by_event.items()}
     return Run(
         folder=folder,
@@ -181,8 +200,8 @@ def run_folders(folder: str | Path) -> list[Path]:
 
 
 def load_sweep(folder: str | Path) -> pd.DataFrame:
-    """Read all runs at or below `folder`: one row per run, with `COLUMNS` and the settings in which runs differ; times in
-    seconds, sizes in bytes.
+    """Read all runs at or below `folder`: one row per run, with `COLUMNS` and the settings in which runs differ; times
+    in seconds, sizes in bytes.
 
     `status` is ok, failed or incomplete, `reason` says why, or why an ok run's predictions are in doubt.
     A run whose metrics cannot be read is a failed row.
@@ -205,7 +224,8 @@ def load_sweep(folder: str | Path) -> pd.DataFrame:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A dataframe of rows with `COLUMNS`, all but text and flags as numbers, and a column for each setting that was swept."""
+    """A dataframe of rows with `COLUMNS`, all but text and flags as numbers, and a column for each setting that was
+    swept."""
     frame = pd.DataFrame(rows, columns=[*COLUMNS, *_swept(rows)])
     for column in COLUMNS:
         if column not in _TEXT and column not in _FLAGS:

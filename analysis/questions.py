@@ -61,16 +61,20 @@ def drawn(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def alike(frame: pd.DataFrame) -> list[pd.DataFrame]:
-    """The measured runs of each plan that several runs of one workload have run, whoever planned it for whatever budget."""
+    """The measured runs of each plan that several runs of one workload have run, whoever planned it for whatever
+    budget."""
     rows = measured(frame)
     rows = rows[rows["execution_hash"].notna()]
-    others = (key for key in swept(rows) if not is_seed(key) and not key.startswith(("strategy.", "scheduler.", "recompute.")))
+    others = (
+        key for key in swept(rows) if not is_seed(key) and not key.startswith(("strategy.", "scheduler.", "recompute."))
+    )
     keys = [*WORKLOAD, "execution_hash", "predicted_step_s", *others]  # admission within a budget may take time
     return [runs for _, runs in rows.groupby(keys, dropna=False, sort=False) if len(runs) > 1]
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows, where the runs of one plan have one step time: their median, between the least p10 and the greatest p90."""
+    """The rows, where the runs of one plan have one step time: their median, between the least p10 and the greatest
+    p90."""
     rows = rows.copy()
     for runs in alike(rows):
         times = [runs["step_s"].median(), runs["step_s_p10"].min(), runs["step_s_p90"].max()]
@@ -89,13 +93,14 @@ def time_of(frame: pd.DataFrame) -> str:
 
 
 def swept(frame: pd.DataFrame | pd.Series) -> list[str]:
-    """The settings in which runs differ, by their full keys: the columns with a dot (:func:`analysis.load.table_of`)."""
+    """The settings in which runs differ, by their full keys: the columns with a dot (:func:`analysis.load.table_of`).
+    """
     return [str(key) for key in (frame.columns if isinstance(frame, pd.DataFrame) else frame.index) if "." in str(key)]
 
 
 def label(row: pd.Series | dict, *, without: str = "") -> str:
-    """How a run was made, in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in it,
-    nor the setting `without`, nor an option that is none.
+    """How a run was made, in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in
+    it, nor the setting `without`, nor an option that is none.
     """
     strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
     words = [strategy] if scheduler in (strategy, "own") else [strategy, scheduler]
@@ -129,8 +134,8 @@ def peers(frame: pd.DataFrame) -> list[str]:
 
 
 def median_by(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
-    """One row per value of `axes`, sorted, for runs that are else alike: medians of all numbers over repetitions. `runs` has
-    their number; of several runs p10 and p90 are the least and the greatest of any.
+    """One row per value of `axes`, sorted, for runs that are else alike: medians of all numbers over repetitions.
+    `runs` has their number; of several runs p10 and p90 are the least and the greatest of any.
     """
     groups = frame.groupby(list(axes), dropna=False)
     points = groups.median(numeric_only=True)
@@ -139,7 +144,8 @@ def median_by(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
 
 
 def best_points(frame: pd.DataFrame, *axes: str, without: str = "") -> pd.DataFrame:
-    """One row per series (`label`) and value of these columns: the share, or no share, of least step time, as `median_by`."""
+    """One row per series (`label`) and value of these columns: the share, or no share, of least step time, as
+    `median_by`."""
     rows = drawn(frame)
     keys = ["label", *axes]
     points = median_by(rows.assign(label=labels(rows, without=without)), *dict.fromkeys((*keys, "schedule_share")))
@@ -147,8 +153,8 @@ def best_points(frame: pd.DataFrame, *axes: str, without: str = "") -> pd.DataFr
 
 
 def over_memory(frame: pd.DataFrame) -> pd.DataFrame:
-    """`best_points` of each budget at the peaks of a rank: bytes in `at`, and predicted ones in `predicted_at`. Points of which
-    none is known are left out.
+    """`best_points` of each budget at the peaks of a rank: bytes in `at`, and predicted ones in `predicted_at`. Points
+    of which none is known are left out.
     """
     points = best_points(frame, "budget_bytes")
     peak = memory_of(points)
@@ -166,8 +172,8 @@ SPREAD = "p10 to p90"
 
 
 def fastest(points: pd.DataFrame, time: str, spread: str = SPREAD) -> tuple[pd.Series, str]:
-    """The fastest of rows with a `label`, and in words: which, its step time with its range (`spread`), and how many others have
-    a median in that range, so that noise decides.
+    """The fastest of rows with a `label`, and in words: which, its step time with its range (`spread`), and how many
+    others have a median in that range, so that noise decides.
     """
     best = points.loc[points[time].idxmin()]
     share = "" if pd.isna(best["schedule_share"]) else f", share {best['schedule_share']:.3g}"
@@ -188,7 +194,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def repeated(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Runs of one workload that differ in nothing but seeds, if there are several: how they were made in words, and the runs."""
+    """Runs of one workload that differ in nothing but seeds, if there are several: how they were made in words, and the
+    runs."""
     rows = measured(frame)
     return [(str(name), runs) for name, runs in rows.groupby(settings(rows), sort=False) if len(runs) > 1]
 
@@ -237,8 +244,8 @@ def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
 
 
 def plateau(frame: pd.DataFrame, time: str = "step_s") -> tuple[float, float]:
-    """The least and the greatest schedule_share around the stop point that are as fast: within its p10 to p90 if measured,
-    within a thousandth if predicted. Raises ValueError as `stop_point` does.
+    """The least and the greatest schedule_share around the stop point that are as fast: within its p10 to p90 if
+    measured, within a thousandth if predicted. Raises ValueError as `stop_point` does.
     """
     stop = stop_point(frame, time)
     points = median_by(frame[frame["schedule_share"].notna() & frame[time].notna()], "schedule_share")
@@ -284,8 +291,8 @@ def best_run(frame: pd.DataFrame) -> pd.Series | None:
 def best_within_budgets(frame: pd.DataFrame) -> pd.DataFrame:
     """For each budget of a workload, the smallest first and none last, the row of least measured step time within it.
 
-    A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about. Repetitions
-    count by their median.
+    A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about.
+    Repetitions count by their median.
     """
     rows = middle_runs(frame)
     budgets = list(rows["budget_bytes"].sort_values().unique())  # none, NaN, is last

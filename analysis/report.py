@@ -57,7 +57,8 @@ def _in_overview(rows: pd.DataFrame) -> str | None:
 
 
 def curves_of(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Names and pictures of step time over memory, shares and each number that was swept: what the runs of a workload have."""
+    """Names and pictures of step time over memory, shares and each number that was swept: what the runs of a workload
+    have."""
     drawn = ask.drawn(rows)
     if ask.memory_of(drawn).notna().any():
         yield "step_time", step_time_over_memory(rows)
@@ -83,7 +84,9 @@ def _write_trace(run: Run, path: Path) -> Iterator[Path]:
     measured, predicted = run.timeline(), run.predicted_timeline()
     if shown := measured or predicted:
         if measured is not None and predicted is not None:
-            shown = replace(measured, ranks=(*predicted.ranks, *measured.ranks), memory=measured.memory or predicted.memory)
+            shown = replace(
+                measured, ranks=(*predicted.ranks, *measured.ranks), memory=measured.memory or predicted.memory
+            )
         path.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
         yield path
 

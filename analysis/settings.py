@@ -7,7 +7,8 @@ from typing import Any
 
 
 def short(key: str, keys: Iterable[str]) -> str:
-    """The key without its group, where no other of the keys ends alike. The name of a group's option is the group, as typed."""
+    """The key without its group, where no other of the keys ends alike. The name of a group's option is the group, as
+    typed."""
     group, _, last = key.rpartition(".")
     if last == "name":
         return group

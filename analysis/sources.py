@@ -1,7 +1,7 @@
 """Runs as one table, wherever they are: folders, or W&B's projects through its API.
 
-`experiments/job/tracking.py` says what W&B is sent: the job and start events as config, a row of history per step, and the rest
-as summary, nested keys joined by "/". Steps' keys may begin with `train/`.
+`experiments/job/tracking.py` says what W&B is sent: the job and start events as config, a row of history per step, and
+the rest as summary, nested keys joined by "/". Steps' keys may begin with `train/`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _KEYS = {"train/loss_rank0": "loss"}
 
 
 def runs(source: str | Path) -> pd.DataFrame:
-    """One row per run, with :data:`analysis.load.COLUMNS` and the settings in which runs differ; times in seconds, sizes in
-    bytes.
+    """One row per run, with :data:`analysis.load.COLUMNS` and the settings in which runs differ; times in seconds,
+    sizes in bytes.
 
     `source` is one of
 
     - the folder of a sweep or of a run, as `train.py` wrote it, at any depth;
-    - `wandb:ENTITY/PROJECT` or `wandb:ENTITY/PROJECT/GROUP` (a sweep is a group): asked of W&B, with this machine's account.
+    - `wandb:ENTITY/PROJECT` or `wandb:ENTITY/PROJECT/GROUP` (a sweep is a group): asked of W&B, with this machine's
+      account.
 
     Raises FileNotFoundError if a folder does not exist, ValueError if there are no runs, or what W&B says.
     """
@@ -55,7 +56,8 @@ def project_runs(project: str, group: str | None = None, *, api: Any = None) -> 
         api = api or wandb.Api()
         found = api.runs(project, filters={"group": group} if group else {}, order="+created_at")
         return [
-            _run(Path(run.url or run.name), dict(run.config), list(run.scan_history()), dict(run.summary)) for run in found
+            _run(Path(run.url or run.name), dict(run.config), list(run.scan_history()), dict(run.summary))
+            for run in found
         ]
     except wandb.Error as error:
         raise ValueError(f"W&B, {project}: {error}") from error

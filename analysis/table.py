@@ -82,7 +82,8 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def cells_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a workload's runs, sorted, in words: a column per heading and swept setting, without those that are empty."""
+    """The table of a workload's runs, sorted, in words: a column per heading and swept setting, without those that are
+    empty."""
     rows = _sorted(rows)
     cells = pd.DataFrame([_names(row) | figures_of(row) for _, row in rows.iterrows()], index=rows.index)
     for place, (heading, values) in enumerate(_settings(rows).items(), start=len(_NAMES)):
@@ -93,7 +94,9 @@ def cells_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _settings(rows: pd.DataFrame) -> dict[str, pd.Series]:
     """Values of the swept settings, by heading."""
-    return {key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows) if rows[key].notna().any()}
+    return {
+        key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows) if rows[key].notna().any()
+    }
 
 
 def _noted(rows: pd.DataFrame) -> pd.DataFrame:
@@ -111,7 +114,10 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
     console.print(table)
     for name, runs in ask.repeated(rows):
         steps = runs["step_s"]
-        _note(console, f"{len(runs)} runs of {name}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}")
+        _note(
+            console,
+            f"{len(runs)} runs of {name}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}",
+        )
     for runs in ask.alike(rows):
         steps, told = runs["step_s"], ", ".join(dict.fromkeys(ask.settings(runs)))
         if ask.settings(runs).nunique() > 1:  # else they are repetitions, which have a line
@@ -150,8 +156,8 @@ def _status(rows: pd.DataFrame) -> list[str]:
 
 def _table(console: Console, title: str, cells: pd.DataFrame, swept: Mapping[str, pd.Series]) -> Table:
     bold = "bold" if console.is_terminal else ""
-    table = Table(title=title, title_justify="left", title_style=bold, header_style=bold, box=box.SIMPLE_HEAD, show_edge=False,
-                  padding=(0, 1), collapse_padding=True, pad_edge=False)  # fmt: skip
+    table = Table(title=title, title_justify="left", title_style=bold, header_style=bold, box=box.SIMPLE_HEAD,
+                  show_edge=False, padding=(0, 1), collapse_padding=True, pad_edge=False)  # fmt: skip
     for heading, column in cells.items():
         if heading in _NAMES:  # usual names do not fold, however many columns a sweep has
             table.add_column(heading, min_width=min(14, max(8, column.str.len().max())), overflow="fold")

@@ -36,7 +36,9 @@ def group_of(source: str, *, api: Any = None) -> Group:
                 if not found:
                     raise ValueError(f"{source} belongs to no sweep")
                 return Group(entity, project, found)
-        raise ValueError(f"{source}: expected https://HOST/ENTITY/PROJECT/groups/GROUP, or the address of a sweep's run")
+        raise ValueError(
+            f"{source}: expected https://HOST/ENTITY/PROJECT/groups/GROUP, or the address of a sweep's run"
+        )
     if source.startswith(WANDB):
         parts = source.removeprefix(WANDB).split("/")
         if len(parts) != 3 or not all(parts):
@@ -54,7 +56,8 @@ def group_of(source: str, *, api: Any = None) -> Group:
 
 
 def write_report(source: str, *, api: Any = None) -> str:
-    """Write a report of a sweep's online runs: step time over budget, curves beside predictions, the table. Return its address.
+    """Write a report of a sweep's online runs: step time over budget, curves beside predictions, the table. Return its
+    address.
 
     Needs an account, wandb-workspaces, and a network. Raises ValueError, also with what W&B says if it refuses.
     """
@@ -83,7 +86,9 @@ def _report(entity: str, project: str, group: str) -> str:
     import wandb_workspaces.reports.v2 as reports
 
     def runs(kind: str) -> Any:
-        return reports.Runset(entity=entity, project=project, name=kind, filters=f"Group == '{group}' and JobType == '{kind}'")
+        return reports.Runset(
+            entity=entity, project=project, name=kind, filters=f"Group == '{group}' and JobType == '{kind}'"
+        )
 
     def lines(title: str, name: str) -> Any:
         return reports.LinePlot(title=title, x=_STEP, y=[f"train/{name}", f"predicted/{name}"])
@@ -94,7 +99,8 @@ def _report(entity: str, project: str, group: str) -> str:
         reports.ScatterPlot(title="step time over predicted", x=reports.Config("start.predicted.step_s"), y=step_s),
         reports.ScatterPlot(title="overlap over share of the schedule", x=reports.Config("job.schedule_share"),
                             y=reports.SummaryMetric("overlap_ratio")),
-        lines("step time", "step_s"), lines("exposed communication", "exposed_s"), lines("overlap ratio", "overlap_ratio"),
+        lines("step time", "step_s"), lines("exposed communication", "exposed_s"),
+        lines("overlap ratio", "overlap_ratio"),
     ]  # fmt: skip
     blocks: list[Any] = [
         reports.PanelGrid(runsets=[runs("train")], panels=panels),

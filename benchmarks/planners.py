@@ -41,7 +41,8 @@ SEEDS = (0, 1, 2)
 
 
 def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0) -> Profile:
-    """A chain of uneven layers. ``ratio`` is the time of one all-gather of the model over the time of the forward pass."""
+    """A chain of uneven layers. ``ratio`` is the time of one all-gather of the model over the time of the forward pass.
+    """
     rng = random.Random(seed)
     sizes = [rng.choice([1, 1, 2, 4]) * rng.randint(200_000, 400_000) for _ in range(units)]
     forward = [rng.uniform(2e-3, 6e-3) for _ in range(units)]
@@ -119,7 +120,9 @@ def gaps(units: list[int], recompute: bool) -> None:
             heuristic = fastest(profile, budget, [Greedy()], [None], ["wfbp", "priority"], rule)
         else:
             others: list[StrategyPlanner] = [*(Uniform(str(k)) for k in Strategy), Ilp()]
-            heuristic = min(fastest(profile, budget, [Greedy()], (None, *SHARES)), fastest(profile, budget, others, [None]))
+            heuristic = min(
+                fastest(profile, budget, [Greedy()], (None, *SHARES)), fastest(profile, budget, others, [None])
+            )
         assert plan.prediction is not None
         joint, bound = plan.prediction.step_s, plan.bound_s or 0.0
         table.add_row(

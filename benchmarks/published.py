@@ -1,10 +1,11 @@
-"""Predict runs that others have published, and write the pages that show both: docs/published.md, docs/dev/published-runs.md.
+"""Predict runs that others have published, and write the pages that show both: docs/published.md,
+docs/dev/published-runs.md.
 
     python -m benchmarks.published                  # make published
     python -m benchmarks.published --out FOLDER
 
-Nothing is measured. A run is described by its model, batch, devices and network in benchmarks/published.yaml, and planned and
-replayed as any job.
+Nothing is measured. A run is described by its model, batch, devices and network in benchmarks/published.yaml, and
+planned and replayed as any job.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def pages() -> dict[str, str]:
         ),
         "dev/published-runs.md": benchmarks.page(
             "published-runs", steps="\n\n".join(sections), memory=_memory(groups), why="\n".join(why),
-            runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups), collectives=_collectives(), layers=_layers(),
+            runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups), collectives=_collectives(),
+            layers=_layers(),
         ),
     }  # fmt: skip
 
@@ -90,7 +92,9 @@ def summary(groups: Predictions, undisturbed: Predictions) -> str:
 
 
 def _worst(groups: Predictions) -> str:
-    beyond = sorted((each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark), key=lambda each: -abs(each.error))
+    beyond = sorted(
+        (each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark), key=lambda each: -abs(each.error)
+    )
     lines = [f"- {_name(each.case)}, {percent(each.error)}: {each.case.why}" for each in beyond]
     return "\n".join([f"The {len(beyond)} steps beyond the marks, the worst first:", "", *lines])
 
@@ -104,10 +108,22 @@ def _steps(title: str, members: Predictions) -> str:
                 continue
             error = "the smallest" if i == 0 else "fits the link" if i < each.judged else percent(run.error)
             beyond = f"{(case.seconds - run.alone_s) * 1e3:,.0f}, {(run.step_s - run.alone_s) * 1e3:,.0f}"
-            rows.append([case.model, case.devices, _run(case), f"{case.seconds:.4g}", f"{run.step_s:.4g}", error, beyond])
-    headings = "model", "devices", "run", "published s", "predicted s", "error", "beyond computing: published, predicted ms"
+            rows.append(
+                [case.model, case.devices, _run(case), f"{case.seconds:.4g}", f"{run.step_s:.4g}", error, beyond]
+            )
+    headings = (
+        "model",
+        "devices",
+        "run",
+        "published s",
+        "predicted s",
+        "error",
+        "beyond computing: published, predicted ms",
+    )
     text = f"### {title}\n\n[Source]({group.url}). {group.network}.\n\n{table(headings, rows)}"
-    return text + (f"\n\nThe fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device." if group.fits_link else "")
+    return text + (
+        f"\n\nThe fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device." if group.fits_link else ""
+    )
 
 
 def _pairs(groups: Predictions) -> list[tuple[Predicted, Predicted]]:
@@ -135,8 +151,8 @@ def _memory(groups: Predictions) -> str:
 def _verdicts(groups: Predictions) -> str:
     words = {True: "fits", False: "out of memory"}
     rows = [
-        [case.model, case.devices, _run(case), f"{each.needed / GIB:.1f}", f"{case.device.memory_gib:.0f}", words[each.fits],
-         words[case.fits]]
+        [case.model, case.devices, _run(case), f"{each.needed / GIB:.1f}", f"{case.device.memory_gib:.0f}",
+         words[each.fits], words[case.fits]]
         for _, told in groups for each in told if not ((case := each.case).fits and each.fits)
     ]  # fmt: skip
     return table(["model", "devices", "run", "predicted GiB", "of", "predicted", "published"], rows)
@@ -144,7 +160,14 @@ def _verdicts(groups: Predictions) -> str:
 
 def _collectives() -> str:
     rows = [
-        [f"[{of['what']}]({of['url']})", of["device"], mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1)]
+        [
+            f"[{of['what']}]({of['url']})",
+            of["device"],
+            mib,
+            f"{said * 1e6:.1f}",
+            f"{told * 1e6:.1f}",
+            percent(told / said - 1),
+        ]
         for of, mib, said, told in read_collectives()
     ]
     return table(["collective", "device", "MiB", "published µs", "predicted µs", "error"], rows)
@@ -164,7 +187,8 @@ def _layers() -> str:
     for key, (what, size) in predicted.items():
         said, told = data["mib"][key], size / MIB
         rows.append([what, f"{said:,.0f}", f"{told:,.0f}", percent(told / said - 1)])
-    about = f"Bytes of {data['model']} with {data['sequence']:,} tokens, as [Galvatron]({data['url']}) measured them. Not judged:"
+    about = f"Bytes of {data['model']} with {data['sequence']:,} tokens, as [Galvatron]({data['url']}) measured them."
+    about += " Not judged:"
     return f"{about}\n\n{table(['what', 'published MiB', 'predicted MiB', 'error'], rows)}"
 
 

@@ -1,8 +1,9 @@
 """Runs that others have published, as ``published.yaml`` has them, and their prediction.
 
-A group of runs shares model, devices and loop. The first run of a group, the smallest, says how fast the device computes: the
-rate of operations with which the predicted step equals the published one. The other runs are predicted with this rate. The
-links come from what the publication says of the network and from constants of NCCL (:mod:`experiments.calculated.rings`).
+A group of runs shares model, devices and loop. The first run of a group, the smallest, says how fast the device
+computes: the rate of operations with which the predicted step equals the published one. The other runs are predicted
+with this rate. The links come from what the publication says of the network and from constants of NCCL
+(:mod:`experiments.calculated.rings`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ INTERFERENCE = 0.189
 CONTEXT_BYTES = GIB // 2
 """A CUDA context with the kernels of torch."""
 NCCL_BYTES = 32 * 2 * (4 * MIB + 2 * MIB + MIB // 2)
-"""Buffers of a communicator: 32 channels, two neighbours, a buffer for each protocol. The Simple protocol's is the documented
-4 MiB of NCCL_BUFFSIZE."""
+"""Buffers of a communicator: 32 channels, two neighbours, a buffer for each protocol. The Simple protocol's is the
+documented 4 MiB of NCCL_BUFFSIZE."""
 
 NCCL = Collectives.default("nccl")
 STATES = {"adam": 2, "momentum": 1}
@@ -139,7 +140,8 @@ class Case:
         )  # fmt: skip
 
     def plan(self, rate: float) -> Plan:
-        """Return the plan that stands for the published loop: messages as ready, gathers one unit ahead, updates at the end."""
+        """Return the plan that stands for the published loop: messages as ready, gathers one unit ahead, updates at the
+        end."""
         profile = self.profile(rate)
         job = Job(profile, cross_iteration=False, recompute=self._choices(profile))
         return make_plan(job, Uniform(self.strategy), Wfbp())
@@ -184,7 +186,8 @@ class Predicted:
 
     @property
     def needed(self) -> int:
-        """Bytes of the device without which the run cannot be: what is cached but not allocated is given back in time."""
+        """Bytes of the device without which the run cannot be: what is cached but not allocated is given back in time.
+        """
         return self.peak + CONTEXT_BYTES + NCCL_BYTES
 
     @property
@@ -198,11 +201,13 @@ def predict(case: Case, rate: float) -> Predicted:
     plan = case.plan(rate)
     told, precision, k = plan.prediction, PRECISIONS[case.precision], case.micro_steps
     assert told is not None
-    # The caching allocator has a pool per stream. FSDP gathers, reduces and computes on different streams, so what one of them
-    # has freed is not free for the others: each category counts at its own peak. Gradient shards are as wide as the masters,
-    # and a shard of masters is copied into 16 bit before it is gathered.
+    # The caching allocator has a pool per stream. FSDP gathers, reduces and computes on different streams, so what one
+    # of them has freed is not free for the others: each category counts at its own peak. Gradient shards are as wide as
+    # the masters, and a shard of masters is copied into 16 bit before it is gathered.
     memory = {name: size for name, size in told.memory.items() if name not in ("total", "update_scratch")}
-    memory["gradient_shards"] = memory["gradient_shards"] * max(precision.gradient, precision.master) // precision.gradient
+    memory["gradient_shards"] = (
+        memory["gradient_shards"] * max(precision.gradient, precision.master) // precision.gradient
+    )
     if precision.master:
         largest = max(unit.numel for unit in plan.profile.units)
         memory["staging"] += largest // plan.profile.world * precision.parameter
@@ -235,7 +240,8 @@ class Group:
     """Runs of one publication that share how fast the device computes. The first is the smallest.
 
     - ``network``: what is known of the network, in words.
-    - ``fits_link``: the network is not known, so the run after the first says how fast it is. This run is not judged either.
+    - ``fits_link``: the network is not known, so the run after the first says how fast it is. This run is not judged
+      either.
     """
 
     title: str
@@ -310,7 +316,9 @@ def read_collectives() -> Iterator[tuple[dict[str, Any], int, float, float]]:
     for row in PUBLISHED["collectives"]:
         device, kind, world = DEVICES[row["device"]], Kind(row["kind"]), row["devices"]
         seconds = {mib: each / 1e6 for mib, each in row.get("microseconds", {}).items()}
-        seconds |= {mib: NCCL.sent(kind, mib * MIB, world) / (each * 1e9) for mib, each in row.get("bus_gbyte", {}).items()}
+        seconds |= {
+            mib: NCCL.sent(kind, mib * MIB, world) / (each * 1e9) for mib, each in row.get("bus_gbyte", {}).items()
+        }
         cluster = Cluster(1, world, device.inside_gbyte * 1e9, 1.0, nvlink=device.nvlink)
         for mib, said in seconds.items():
             size = mib * MIB

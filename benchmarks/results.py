@@ -5,8 +5,9 @@
     python -m benchmarks.results --quick            # one short round of each, to try it; no page
     python -m benchmarks.results --page             # only write the page anew
 
-Each is `mdcs compare experiment=results_NAME`, whose candidates take turns. OUT/DATE/NAME.json keeps every repetition, with
-machine, load, commit, versions and the overrides of each candidate. The page is made of the newest file of each name.
+Each is `mdcs compare experiment=results_NAME`, whose candidates take turns. OUT/DATE/NAME.json keeps every repetition,
+with machine, load, commit, versions and the overrides of each candidate. The page is made of the newest file of each
+name.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _measure(name: str, overrides: list[str], out: Path) -> int:
 
 def surroundings() -> dict[str, Any]:
     """Date, machine, commit and versions."""
-    commit = _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("diff", "--stat", "HEAD", "--", ".", ":!docs") else "")
+    commit = _git("rev-parse", "--short", "HEAD") + (
+        "-dirty" if _git("diff", "--stat", "HEAD", "--", ".", ":!docs") else ""
+    )
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
         "machine": {"processor": processor(), "system": platform.platform(terse=True)},

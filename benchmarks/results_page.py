@@ -18,7 +18,8 @@ from experiments.markdown import percent, table
 from mdcs.sizes import MIB
 
 ABLATION = {
-    "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap", "schedule": "all `fsdp`, scheduled",
+    "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap",
+    "schedule": "all `fsdp`, scheduled",
     "both": "both, one after the other", "joint": "both at once", "recompute": "both at once, with recomputation",
 }  # fmt: skip
 
@@ -38,10 +39,14 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
     found = docs / "results.md"
     found.write_text(page(results), encoding="utf-8")
     if compared := [each for each in results if not is_ablation(each)]:
-        pictures.save(pictures.time_over_memory([(_heading(each), runs(each)) for each in compared]), docs / "results.png")
+        pictures.save(
+            pictures.time_over_memory([(_heading(each), runs(each)) for each in compared]), docs / "results.png"
+        )
     points = pd.DataFrame(predictions(results), columns=["series", "predicted", "measured"])
     points[["predicted", "measured"]] *= 1e3
-    pictures.save(pictures.predictions("Step time, predicted and measured", "ms", points), docs / "results-predictions.png")
+    pictures.save(
+        pictures.predictions("Step time, predicted and measured", "ms", points), docs / "results-predictions.png"
+    )
     return found
 
 
@@ -54,8 +59,8 @@ def page(results: Sequence[Result]) -> str:
         sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
     setup = table(["", *map(_title, results)], [[name, *values] for name, values in _properties(results)])
     return benchmarks.page(
-        "results", results="\n\n".join(sections), predictions=_predictions(results), setup=setup, engines=_flags(results),
-        left_out=_left_out(results),
+        "results", results="\n\n".join(sections), predictions=_predictions(results), setup=setup,
+        engines=_flags(results), left_out=_left_out(results),
     )  # fmt: skip
 
 
@@ -133,7 +138,9 @@ def _verdicts(results: Sequence[Result]) -> str:
             if other is not None:
                 judged = other[0], _ratio(other[1]), _verdict(other[1])
             rows.append((_title(result), _budget(part), _ms(Spread.of(steps(own))), *judged))
-    return table(["measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs"], rows)
+    return table(
+        ["measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs"], rows
+    )
 
 
 def _verdict(ratio: Spread) -> str:
@@ -196,7 +203,9 @@ def _flags(results: Sequence[Result]) -> str:
 
 def _left_out(results: Sequence[Result]) -> str:
     left: dict[str, list[str]] = {}
-    for name, why in {name: why for result in results for name, why in result["comparison"]["left_out"].items()}.items():
+    for name, why in {
+        name: why for result in results for name, why in result["comparison"]["left_out"].items()
+    }.items():
         left.setdefault(why, []).append(name)
     return "".join(f"\nNot measured: {', '.join(names)} ({why}).\n" for why, names in left.items())
 
@@ -209,7 +218,10 @@ def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
     yield "parameters", [f"{each['parameters'] / 1e6:.1f} M" if each["parameters"] else "–" for each in of]
     yield "ranks, batch of each", [f"{each['world']}, {each['batch_size']}" for each in of]
     yield "link", [each["shaped_link"] or "as it is" for each in of]
-    yield "rounds, measured steps of each", [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)]
+    yield (
+        "rounds, measured steps of each",
+        [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)],
+    )
     yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
     yield "date", [each["date"] for each in results]
     yield "commit", [each["commit"] for each in results]

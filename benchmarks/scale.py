@@ -3,10 +3,10 @@
     python -m benchmarks.scale                      # make scale
     python -m benchmarks.scale --out outputs/scale --models Llama-3-8B --node-gbit 800
 
-Nothing is measured. A job is calculated from its model, devices and network, as for docs/published.md, planned and replayed.
-Within each budget the best plan that is the same for all blocks is compared with plans that decide block by block: the
-sharding, the schedule, what is recomputed, or all of them. scale.json has every plan's step and memory, scale.md and the
-pictures are made of it.
+Nothing is measured. A job is calculated from its model, devices and network, as for docs/published.md, planned and
+replayed. Within each budget the best plan that is the same for all blocks is compared with plans that decide block by
+block: the sharding, the schedule, what is recomputed, or all of them. scale.json has every plan's step and memory,
+scale.md and the pictures are made of it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ SHARES = (0.5, 0.25)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is planned: models and devices of published.yaml, eight devices a node, Gbit/s of a node's network, GiB of a device,
-    tokens of a sequence, sequences per device, and TFLOP/s that a device reaches.
+    """What is planned: models and devices of published.yaml, eight devices a node, Gbit/s of a node's network, GiB of a
+    device, tokens of a sequence, sequences per device, and TFLOP/s that a device reaches.
     """
 
     models: tuple[str, ...] = ("Llama-3-8B", "Llama-3-70B")
@@ -67,7 +67,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan: what is the same for all of its blocks (else ``mixed``), seconds of a step, and bytes that the device needs."""
+    """A plan: what is the same for all of its blocks (else ``mixed``), seconds of a step, and bytes that the device
+    needs."""
 
     strategy: str
     recompute: str
@@ -84,7 +85,14 @@ class Tried:
         strategies = {str(plan.strategies[u]) for u in blocks}
         chosen = {plan.recompute[u] for u in blocks} if plan.recompute else {NONE}
         strategy, recompute = (each.pop() if len(each) == 1 else "mixed" for each in (strategies, chosen))
-        return cls(strategy, recompute, plan.scheduler, told.step_s, told.exposed_s, told.peak_bytes + CONTEXT_BYTES + NCCL_BYTES)
+        return cls(
+            strategy,
+            recompute,
+            plan.scheduler,
+            told.step_s,
+            told.exposed_s,
+            told.peak_bytes + CONTEXT_BYTES + NCCL_BYTES,
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,8 @@ class Curve:
         return Tried.of(make_plan(job, strategy, scheduler or Wfbp(), budget=limit, schedule_share=share))
 
     def point(self, gib: float) -> dict[str, Any]:
-        """The best plan that is the same for all blocks, and the best that decides something by block, within the budget."""
+        """The best plan that is the same for all blocks, and the best that decides something by block, within the
+        budget."""
         limit = int(gib * GIB)
         fitting = [(job, tried) for job, tried in self.alike if tried.bytes <= limit]
         if not fitting:
@@ -134,7 +143,10 @@ class Curve:
         recomputing = {strategy: least for strategy in STRATEGIES if (least := self._least(strategy, limit))}
         alone = [recomputing[base.strategy][1]] if base.strategy in recomputing else []
         levers = {
-            "sharding": [*(t for _, t in fitting if t.recompute == base.recompute), *self._mixed(job, Wfbp(), limit, SHARES)],
+            "sharding": [
+                *(t for _, t in fitting if t.recompute == base.recompute),
+                *self._mixed(job, Wfbp(), limit, SHARES),
+            ],
             "scheduling": [*self._within(job, Uniform(base.strategy), Priority(), limit)],
             "recomputation": [*(t for _, t in fitting if t.strategy == base.strategy), *alone],
         }
@@ -144,7 +156,9 @@ class Curve:
         together += self._mixed(best, Priority(), limit, SHARES[:1])
         levers["all"] = together
         gained = {name: min([base, *some], key=lambda tried: tried.step_s) for name, some in levers.items()}
-        return {"gib": gib, "base": dataclasses.asdict(base)} | {n: dataclasses.asdict(tried) for n, tried in gained.items()}
+        return {"gib": gib, "base": dataclasses.asdict(base)} | {
+            n: dataclasses.asdict(tried) for n, tried in gained.items()
+        }
 
     def _least(self, strategy: str, limit: int) -> tuple[Job, Tried] | None:
         """The first step of the ladder that fits with this strategy for all blocks."""
@@ -185,13 +199,21 @@ class Curve:
 
 
 def curves(asked: Settings) -> list[Curve]:
-    """Return the curves of all models and clusters. Raises ValueError for a cluster that is not of two full nodes or more."""
+    """Return the curves of all models and clusters. Raises ValueError for a cluster that is not of two full nodes or
+    more."""
     device, made = DEVICES[asked.device], []
     for model, devices, gbit in itertools.product(asked.models, asked.devices, asked.node_gbit):
         if devices % Case.per_node or devices < 2 * Case.per_node:
             raise ValueError(f"must be two nodes of {Case.per_node} devices or more, got {devices}")
         case = Case(
-            model, device, devices, asked.batch, "fsdp", "bf16-fp32", sequence=asked.sequence, card_gbit=gbit / Case.cards
+            model,
+            device,
+            devices,
+            asked.batch,
+            "fsdp",
+            "bf16-fp32",
+            sequence=asked.sequence,
+            card_gbit=gbit / Case.cards,
         )
         made.append(Curve(case, gbit, asked.tflops * 1e12))
     return made
@@ -210,7 +232,9 @@ def write(document: dict[str, Any], folder: Path) -> None:
 def main() -> int:
     """Predict, and write the page. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of the page, its data and pictures (default: docs)")
+    parser.add_argument(
+        "--out", type=Path, default=DOCS, help="folder of the page, its data and pictures (default: docs)"
+    )
     parser.add_argument("--models", nargs="+", choices=DECODERS, default=Settings.models)
     parser.add_argument("--devices", nargs="+", type=int, default=Settings.devices, help="in all, eight a node")
     parser.add_argument("--node-gbit", nargs="+", type=float, default=Settings.node_gbit)

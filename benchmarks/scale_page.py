@@ -53,7 +53,9 @@ def _answer(document: dict[str, Any]) -> str:
         if not some:
             rows.append([what, 0])
             continue
-        alone, together = (_range([gain(point, name) for point in some]) if name in some[0] else "–" for name in (what, "all"))
+        alone, together = (
+            _range([gain(point, name) for point in some]) if name in some[0] else "–" for name in (what, "all")
+        )
         rows.append([what, found[what], alone, together, _where(document, what)])
     told = table(["what gains most", "points", "its gain", "gain of all together", "where"], rows)
     budgets = len(document["settings"]["budgets_gib"])

@@ -14,11 +14,16 @@ from analysis.pictures import style
 from mdcs.sizes import GIB
 
 _DECIDES = {
-    "sharding": ("#56B4E9", "sharding"), "scheduling": ("#CC79A7", "schedule"), "recomputation": ("#E69F00", "recompute"),
-    "only together": ("#5FBF9F", "together"), "1.0 ×": ("#DDDDDD", ""),
+    "sharding": ("#56B4E9", "sharding"), "scheduling": ("#CC79A7", "schedule"),
+    "recomputation": ("#E69F00", "recompute"), "only together": ("#5FBF9F", "together"), "1.0 ×": ("#DDDDDD", ""),
 }  # fmt: skip
 """Colour, and the word in a cell."""
-_STRATEGIES = {"fsdp": ("#0072B2", "o"), "sdp": ("#56B4E9", "s"), "hsdp": ("#D55E00", "^"), "hsdp_no_reshard": ("#E69F00", "D")}
+_STRATEGIES = {
+    "fsdp": ("#0072B2", "o"),
+    "sdp": ("#56B4E9", "s"),
+    "hsdp": ("#D55E00", "^"),
+    "hsdp_no_reshard": ("#E69F00", "D"),
+}
 _FILLS: dict[str, dict[str, Any]] = {
     "none": {"fillstyle": "full"}, "selective": {"fillstyle": "left", "mfcalt": "white"}, "full": {"mfc": "white"},
 }  # fmt: skip
@@ -29,7 +34,9 @@ _FILLS: dict[str, dict[str, Any]] = {
 def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], str]) -> Figure:
     """A cell per cluster and budget: colour of what decides, and the gain of all together."""
     models, budgets = document["settings"]["models"], document["settings"]["budgets_gib"]
-    figure = style.new_figure(5.6 * len(models), 3.4, "What gains most over the best plan alike for all blocks (predicted)")
+    figure = style.new_figure(
+        5.6 * len(models), 3.4, "What gains most over the best plan alike for all blocks (predicted)"
+    )
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         curves = [curve for curve in document["curves"] if curve["model"] == model]
         curves.sort(key=lambda curve: (curve["gbit"], curve["devices"]))
@@ -82,7 +89,9 @@ def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
         axes.set_ylabel("s per step")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     handles = [Line2D([], [], color=style.INK, marker=".", label="mdcs, by budget")]
-    handles += [Line2D([], [], color=colour, marker=mark, ls="", label=name) for name, (colour, mark) in _STRATEGIES.items()]
+    handles += [
+        Line2D([], [], color=colour, marker=mark, ls="", label=name) for name, (colour, mark) in _STRATEGIES.items()
+    ]
     grey: dict[str, Any] = {"color": style.GREY, "marker": "o", "ls": ""}
     handles += [Line2D([], [], label=f"recompute: {name}", **grey, **fill) for name, fill in _FILLS.items()]
     handles += [Line2D([], [], color=style.GREY, ls=":", lw=1, label="computing alone, nothing recomputed")]

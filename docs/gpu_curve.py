@@ -21,7 +21,9 @@ SERIES = {  # part of the measurement -> planner, what its plans decide, and the
 
 def main() -> None:
     """Draw the last complete measurement."""
-    [*_, parts] = ({part["name"]: part["rows"] for part in run["parts"]} for run in json.loads(DATA.read_text())["runs"])
+    [*_, parts] = (
+        {part["name"]: part["rows"] for part in run["parts"]} for run in json.loads(DATA.read_text())["runs"]
+    )
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     for name, (planner, label, colour) in SERIES.items():
         rows = sorted((row for row in parts[name] if row["planner"] == planner), key=lambda row: row["peak_bytes"])
@@ -34,7 +36,9 @@ def main() -> None:
     for rows, slower, offset in ((planned, 1.01, (-45, -45)), (parts["recompute"], 1.05, (10, 30))):  # the least memory
         row = min((row for row in rows if row["measured_s"] < slower * least_s), key=lambda row: row["peak_bytes"])
         x, y = row["peak_bytes"] / GIB, row["measured_s"] * 1e3
-        axes.annotate(f"{y:.0f} ms in {x:.0f} GiB", (x, y), offset, textcoords="offset points", arrowprops={"arrowstyle": "-"})
+        axes.annotate(
+            f"{y:.0f} ms in {x:.0f} GiB", (x, y), offset, textcoords="offset points", arrowprops={"arrowstyle": "-"}
+        )
     axes.set(xlabel="peak memory of a rank (GiB)", ylabel="step (ms)", xlim=(0, None), ylim=(0, None))
     axes.set_title(
         "GPT-2 XL (1.5 B) on an H200, one rank of an emulated world of 8 at 100 Gbit/s:\n"

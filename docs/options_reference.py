@@ -18,7 +18,8 @@ def page() -> str:
     lines = [
         "# Options and keys",
         "",
-        "`GROUP=OPTION` chooses a file of `conf/`, `KEY=VALUE` sets one value, `-m` with lists makes a sweep. The same is",
+        "`GROUP=OPTION` chooses a file of `conf/`, `KEY=VALUE` sets one value, `-m` with lists makes a sweep. The "
+        "same is",
         "said by `python experiments/train.py --help`, for the options chosen there. This page is made from the code.",
     ]
     told = groups()
@@ -29,7 +30,9 @@ def page() -> str:
         if group in OPTION_GROUPS:
             lines += _keys_by_option(group)
         else:
-            lines += _table([(key, leaf.default, leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")])
+            lines += _table(
+                [(key, leaf.default, leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")]
+            )
     for group in ("debug", "experiment"):
         lines += ["", f"## {group}", ""]
         lines += [f"- `{group}={option}`: {says}" for option, says in told[group].items()]
@@ -49,7 +52,9 @@ def _keys_by_option(group: str) -> list[str]:
             (first, shown_values), *others = files
             lines += ["", f"Keys of {' and '.join(f'`{name}`' for name, _ in files)}"]
             lines[-1] += f" (values of `{first}`):" if others else ":"
-            lines += _table([(f"{group}.{name}", shown_values.get(name, leaf.default), leaf) for name, leaf in declared.items()])
+            lines += _table(
+                [(f"{group}.{name}", shown_values.get(name, leaf.default), leaf) for name, leaf in declared.items()]
+            )
     return lines
 
 

@@ -44,7 +44,8 @@ def panel(job: mdcs.Job, over_floor: float) -> Panel:
     replay, predicted = mdcs.replay(plan), plan.prediction
     assert predicted is not None and predicted.peak_bytes <= budget
     strategies = ", ".join(f"{many} × {name}" for name, many in Counter(map(str, plan.strategies)).most_common())
-    words = f"budget {budget / GIB:.1f} GiB (least possible + {over_floor:.0%}): {strategies}; {predicted.step_s * 1e3:.0f} ms"
+    words = f"budget {budget / GIB:.1f} GiB (least possible + {over_floor:.0%}): {strategies}; "
+    words += f"{predicted.step_s * 1e3:.0f} ms"
     return Panel(RankTimeline(PREDICTED_RANK, tuple(replay.intervals)), replay.period_s, words)
 
 

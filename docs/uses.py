@@ -54,7 +54,9 @@ def main() -> None:
     budgets = [floor + (most - floor) * i // (POINTS - 1) for i in range(POINTS)]
     plans = [mdcs.make_plan(job, Greedy(), Priority(), budget=budget, recompute="planned") for budget in budgets]
     x = [budget / GIB for budget in budgets]
-    figure, (memory, time) = plt.subplots(2, 1, figsize=(7.5, 5.6), sharex=True, height_ratios=(3, 1.3), layout="constrained")
+    figure, (memory, time) = plt.subplots(
+        2, 1, figsize=(7.5, 5.6), sharex=True, height_ratios=(3, 1.3), layout="constrained"
+    )
     stacks = zip(*(uses_of(plan, floor) for plan in plans), strict=True)
     areas = memory.stackplot(x, [[size / GIB for size in stack] for stack in stacks], labels=LOOKS)
     for area, (colour, hatch) in zip(areas, LOOKS.values(), strict=True):

@@ -1,9 +1,10 @@
-"""accelerate's loop, in the style of transformers' run_clm_no_trainer, with a Mixtral. Each line that is mdcs's is marked.
+"""accelerate's loop, in the style of transformers' run_clm_no_trainer, with a Mixtral. Each line that is mdcs's is
+marked.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
-`accelerator.prepare` comes first, as always, and puts the model into DistributedDataParallel: `parallelize` takes it out again.
-Accumulation, schedules, shares of the data, `autocast` and gathering are accelerate's.
+`accelerator.prepare` comes first, as always, and puts the model into DistributedDataParallel: `parallelize` takes it
+out again. Accumulation, schedules, shares of the data, `autocast` and gathering are accelerate's.
 """
 
 import tempfile
@@ -16,12 +17,14 @@ from transformers import MixtralConfig, MixtralForCausalLM, default_data_collato
 import mdcs  # new
 
 accelerator = Accelerator(
-    cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+    cpu=True,
+    gradient_accumulation_steps=2,
+    kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
 )
 torch.manual_seed(0)
 config = MixtralConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-    num_local_experts=4, max_position_embeddings=32, output_router_logits=True,
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, num_local_experts=4, max_position_embeddings=32, output_router_logits=True,
 )  # fmt: skip
 model = MixtralForCausalLM(config)
 texts = torch.randint(64, (112, 1)).repeat(1, 16).cumsum(1) % 64

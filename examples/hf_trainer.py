@@ -3,8 +3,9 @@
 torchrun --nproc-per-node 2 examples/hf_trainer.py
 
 The Trainer's default settings work, and so do its checkpoints with model and optimizer, `resume_from_checkpoint`,
-`load_best_model_at_end`, accumulation, schedules, label smoothing and evaluation. A checkpoint is the one that the plain Trainer
-writes: rank 0 holds model and optimizer state whole, on the CPU, meanwhile. The norm that is logged is that of the step before.
+`load_best_model_at_end`, accumulation, schedules, label smoothing and evaluation. A checkpoint is the one that the
+plain Trainer writes: rank 0 holds model and optimizer state whole, on the CPU, meanwhile. The norm that is logged is
+that of the step before.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ class MdcsTrainer(Trainer):
     """``policy`` says which modules are units, None chooses; ``plan`` is made within ``budget`` if it is None."""
 
     def __init__(
-        self, *args: Any, policy: Any = None, budget: int | str | None = None, plan: mdcs.Plan | None = None, **more: Any
+        self,
+        *args: Any,
+        policy: Any = None,
+        budget: int | str | None = None,
+        plan: mdcs.Plan | None = None,
+        **more: Any,
     ) -> None:
         super().__init__(*args, **more)
         self.policy, self.budget, self.plan = policy, budget, plan
@@ -60,7 +66,9 @@ class MdcsTrainer(Trainer):
                 model, optimizer, units, loss, budget=self.budget, micro_steps=self.args.gradient_accumulation_steps,
                 cross_iteration=clip is None,
             )  # fmt: skip
-            self.parallel = self._run.enter_context(mdcs.parallelize(model, optimizer, self.plan, units, clip_norm=clip))
+            self.parallel = self._run.enter_context(
+                mdcs.parallelize(model, optimizer, self.plan, units, clip_norm=clip)
+            )
         return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +82,9 @@ class MdcsTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.parallel is not None:  # every rank gathers; those that save ask for the state
-            self.optimizer.whole = self.parallel.optimizer_state_dict(rank0_only=not self.args.save_on_each_node, cpu=True)
+            self.optimizer.whole = self.parallel.optimizer_state_dict(
+                rank0_only=not self.args.save_on_each_node, cpu=True
+            )
         super()._save_optimizer_and_scheduler(output_dir)
         self.optimizer.whole = None
 

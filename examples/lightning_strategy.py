@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
 Clipping, accumulation, schedules, validation, Lightning's checkpoints with the optimizer and `ckpt_path` work. Manual
-optimization is refused before the first batch; hooks between backward and the update (`on_before_optimizer_step`) are not
-called, as updates are made beside backward.
+optimization is refused before the first batch; hooks between backward and the update (`on_before_optimizer_step`) are
+not called, as updates are made beside backward.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class MdcsStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if not self.lightning_module.automatic_optimization:
             raise ValueError(
-                f"{type(self.lightning_module).__name__}: automatic_optimization=False steps inside of training_step, of which "
-                "no plan can be made: return the loss instead, or write the loop around mdcs.parallelize"
+                f"{type(self.lightning_module).__name__}: automatic_optimization=False steps inside of training_step, "
+                "of which no plan can be made: return the loss instead, or write the loop around mdcs.parallelize"
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,8 @@ class Losses(pl.Callback):
 
 
 def train(strategy: DDPStrategy, ckpt_path: str | None = None, **options: Any) -> tuple[pl.Trainer, list[float]]:
-    """The trainer with its module, whole, after two epochs, and their losses: those after ``ckpt_path``, if it is given."""
+    """The trainer with its module, whole, after two epochs, and their losses: those after ``ckpt_path``, if it is
+    given."""
     inputs = torch.rand(64, 16, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     losses = Losses()

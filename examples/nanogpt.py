@@ -30,7 +30,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = (
-            part.view(batch, length, n_head, -1).transpose(1, 2) for part in self.attn(self.ln_1(x)).split(n_embd, dim=2)
+            part.view(batch, length, n_head, -1).transpose(1, 2)
+            for part in self.attn(self.ln_1(x)).split(n_embd, dim=2)
         )
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
@@ -74,7 +75,9 @@ def get_lr(it: int) -> float:
 model = GPT()
 decayed = [p for p in model.parameters() if p.dim() > 1]
 rest = [p for p in model.parameters() if p.dim() <= 1]
-optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=learning_rate)
+optimizer = torch.optim.AdamW(
+    [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=learning_rate
+)
 parallel = mdcs.parallelize(model, optimizer, budget="80%", clip_norm=grad_clip)  # was: model = DDP(model)
 
 

@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/peft_lora.py
 
-PEFT's own `get_peft_model`, `PeftModel.from_pretrained` and, in `parallel.full_parameters()`, `save_pretrained` stay as they are.
+PEFT's own `get_peft_model`, `PeftModel.from_pretrained` and, in `parallel.full_parameters()`, `save_pretrained` stay as
+they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def base() -> GPT2LMHeadModel:
 
 def train(folder: str, *, ours: bool = True, steps: int = 20, **lora: Any) -> tuple[list[float], float]:
     """Losses of this rank, and that of a batch held out by the model that is loaded from the saved adapters."""
-    config = LoraConfig(**{"r": 4, "lora_dropout": 0.1, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, **lora})
+    config = LoraConfig(
+        **{"r": 4, "lora_dropout": 0.1, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, **lora}
+    )
     model: Any = get_peft_model(base(), config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     run = mdcs.parallelize(model, optimizer, budget="floor+5%") if ours else DistributedDataParallel(model)

@@ -91,7 +91,9 @@ def measure(folder: Path) -> None:
     if dist.get_rank() == 0:
         rows = [
             {"operation": operation, "algorithm": family.algorithm, "seconds": _medians(own)}
-            for (operation, family), own in zip(itertools.product(TRAINS, families), zip(*trains, strict=True), strict=True)
+            for (operation, family), own in zip(
+                itertools.product(TRAINS, families), zip(*trains, strict=True), strict=True
+            )
         ]
         (folder / FILE).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     dist.barrier()
@@ -121,9 +123,13 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
             collectives = Collectives(row["algorithm"], backend)
             sent = statistics.mean(collectives.sent(kind, largest, world) for kind in kinds)
             buffer = max(collectives.buffer(kind, largest, world) for kind in kinds)
-            times = (f"{'*' if s == best else ''}{s * 1e3:.2f}" for s, best in zip(row["seconds"], fastest, strict=True))
+            times = (
+                f"{'*' if s == best else ''}{s * 1e3:.2f}" for s, best in zip(row["seconds"], fastest, strict=True)
+            )
             rate = sent * 8e-9 / row["seconds"][-1]
-            made.add_row(operation, row["algorithm"], *times, f"{sent / largest:.2f}", f"{buffer / largest:.2f}", f"{rate:.2f}")
+            made.add_row(
+                operation, row["algorithm"], *times, f"{sent / largest:.2f}", f"{buffer / largest:.2f}", f"{rate:.2f}"
+            )
         made.add_section()
     return made
 

@@ -9,11 +9,11 @@
 Every candidate of `compare.vary` is the job of the command line with some overrides. A value with commas makes several
 candidates. Every round runs each of them once, and starts with the next one. Candidates with a plan run once under each
 of `compare.budgets` (`budget=A,B` is the same): 40GiB, 75% of ddp, floor+10% (the candidate's own floor), or none.
-`engine=A,B` chooses candidates, as `compare.only` does. Other engines fit a budget if no rank ever exceeded it, with the
-floor of the base; overrides of strategy, scheduler, collectives and profile do not apply to them.
+`engine=A,B` chooses candidates, as `compare.only` does. Other engines fit a budget if no rank ever exceeded it, with
+the floor of the base; overrides of strategy, scheduler, collectives and profile do not apply to them.
 Ratios to `compare.base` are taken within a round. Losses are compared with those of the base. comparison.json,
-comparison.png, step_time.png (over measured memory) and the runs are left in the folder. An interrupted session shows the
-rounds that ended.
+comparison.png, step_time.png (over measured memory) and the runs are left in the folder. An interrupted session shows
+the rounds that ended.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _lists(arguments: Sequence[str]) -> list[str]:
     keys = {"engine": "compare.only", "budget": "compare.budgets"}
     lists = {argument: values_of(argument) for argument in arguments}
     return [
-        f"{keys[key]}=[{','.join(values)}]" if values and key in keys else argument for argument, (key, values) in lists.items()
+        f"{keys[key]}=[{','.join(values)}]" if values and key in keys else argument
+        for argument, (key, values) in lists.items()
     ]
 
 
@@ -128,7 +129,9 @@ class Comparison:
             raise ConfigError("compare.vary", self._nobody())
         over = [str(budget) for budget in self.budgets if budget.size is None and budget.is_limit]
         if over and not any(each.config.engine.plans for each in self.candidates):
-            raise ConfigError("compare.budgets", f"{over[0]} is a share of what a plan needs, and no candidate has a plan")
+            raise ConfigError(
+                "compare.budgets", f"{over[0]} is a share of what a plan needs, and no candidate has a plan"
+            )
         self.base = self.asked.base or self.candidates[0].name
         if self.base not in {each.name for each in self.candidates}:
             raise ConfigError("compare.base", f"no such candidate {self.base}")
@@ -159,7 +162,9 @@ class Comparison:
             try:
                 config = compose_config(overrides, like=self.config.profile.path)
                 if not config.engine.plans and self.config.link.name == "emulated":
-                    raise ConfigError("link.name", "an emulated link paces mdcs alone: engines are compared on a real one")
+                    raise ConfigError(
+                        "link.name", "an emulated link paces mdcs alone: engines are compared on a real one"
+                    )
                 config.engine.require()
             except ConfigError as error:
                 if only or error.key != "engine":
@@ -221,11 +226,14 @@ class Comparison:
         return failed or ("" if document["losses"]["equal"] else "losses differ")
 
     def _find_floors(self) -> str:
-        """Find the floors of all plans by their profiles, measured if not known. Return the reason of a failure, or ""."""
+        """Find the floors of all plans by their profiles, measured if not known. Return the reason of a failure, or "".
+        """
         for each in self.candidates:
             if not each.config.engine.plans or each.name in self.floors and not self._recomputes(each):
                 continue
-            folder = self.folder / "runs" / f"profile-{_file_name(str(each) if each.name in self.floors else each.name)}"
+            folder = (
+                self.folder / "runs" / f"profile-{_file_name(str(each) if each.name in self.floors else each.name)}"
+            )
             if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
@@ -249,8 +257,12 @@ class Comparison:
                 continue
             floor, recomputed = self.floors[each.name], self.recomputed.get(str(each), self.floors[each.name])
             if limit < min(floor, recomputed):
-                error = mdcs.InfeasibleBudget(limit, floor, "the model", recomputed=recomputed if recomputed < floor else None)
-                self.left_out[str(each)] = str(error.in_words_of(each.budget, partial(self.wholes.__getitem__, each.name)))
+                error = mdcs.InfeasibleBudget(
+                    limit, floor, "the model", recomputed=recomputed if recomputed < floor else None
+                )
+                self.left_out[str(each)] = str(
+                    error.in_words_of(each.budget, partial(self.wholes.__getitem__, each.name))
+                )
                 self.candidates.remove(each)
 
     def _nobody(self) -> str:
@@ -296,9 +308,11 @@ class Comparison:
         document = {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
             "torch": importlib.metadata.version("torch"), "model": config.model.label, "options": plain(config.model),
-            "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
+            "batch_size": config.data.batch_size, "world": config.cluster.ranks,
+            "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
-            "rounds": whole, "overrides": self.given, "base": self.base, "floor_bytes": self.floor, "floors": self.floors,
+            "rounds": whole, "overrides": self.given, "base": self.base, "floor_bytes": self.floor,
+            "floors": self.floors,
             "losses": {
                 "base": base and str(base), "tolerance": self.asked.tolerance,
                 "differences": {name: value if math.isfinite(value) else None for name, value in differences.items()},
@@ -328,7 +342,9 @@ class Comparison:
         plan = next((plan for plan in plans if plan is not None), None)
         return None if plan is None else sum(unit.numel for unit in plan.profile.units)
 
-    def _under(self, budget: Budget | None, complete: Mapping[str, list[dict[str, Any]]], bounded: bool) -> dict[str, Any]:
+    def _under(
+        self, budget: Budget | None, complete: Mapping[str, list[dict[str, Any]]], bounded: bool
+    ) -> dict[str, Any]:
         """The candidates under one of the budgets, beside those without one."""
         here = [each for each in self.candidates if each.budget in (None, budget) and str(each) in complete]
         plans = {each.name: plan for each in here if (plan := _plan(complete[str(each)][0]["folder"])) is not None}
@@ -360,7 +376,8 @@ class Comparison:
 
 
 def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    """Yield (name, overrides) of every candidate: an entry with values separated by commas has one for each combination.
+    """Yield (name, overrides) of every candidate: an entry with values separated by commas has one for each
+    combination.
 
     Raises ConfigError for what is no override.
     """

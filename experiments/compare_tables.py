@@ -1,4 +1,5 @@
-"""Tables of ``experiments/compare.py``: a table for each budget, one over all budgets, and whether the losses are equal."""
+"""Tables of ``experiments/compare.py``: a table for each budget, one over all budgets, and whether the losses are
+equal."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ def show(document: dict[str, Any]) -> None:
     for part in document["budgets"]:
         console.print(table(document, part))
         if others := [line for line in part["lines"] if line["fits"] is False]:
-            console.print("do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others))
+            console.print(
+                "do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others)
+            )
         if part["ideal_ddp_s"] is not None:
             console.print(over_ddp(document, part))
         console.print()
     if len(document["budgets"]) > 1:
         console.print(overview(document))
     if errors := [abs(e) for part in document["budgets"] for line in part["lines"] if (e := _error(line)) is not None]:
-        console.print(f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+        console.print(
+            f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+        )
     losses = document["losses"]
     for engine, difference in losses["differences"].items():
         if difference is None or difference > losses["tolerance"]:
@@ -34,7 +39,9 @@ def show(document: dict[str, Any]) -> None:
             console.print(f"losses of {engine} {words} those of {losses['base']}")
     if losses["differences"] and losses["equal"]:
         greatest = max(losses["differences"].values())
-        console.print(f"all losses are equal within {losses['tolerance']:g}; the greatest relative difference is {greatest:.1g}")
+        console.print(
+            f"all losses are equal within {losses['tolerance']:g}; the greatest relative difference is {greatest:.1g}"
+        )
     for what, of in (("left out", document["left_out"]), ("failed", document["failed"])):
         for name, reason in of.items():
             console.print(f"{what}: {name}: {reason}", soft_wrap=True)
@@ -96,7 +103,8 @@ def _error(line: dict[str, Any]) -> float | None:
 
 
 def overview(document: dict[str, Any]) -> Table:
-    """A row per budget: the best peer, the best other plan and the base that fit, with the base's prediction and bound."""
+    """A row per budget: the best peer, the best other plan and the base that fit, with the base's prediction and bound.
+    """
     base, rows = document["base"], []
     for part in document["budgets"]:
         fitting = {line["engine"]: line for line in part["lines"] if line["fits"] is not False}
@@ -107,9 +115,18 @@ def overview(document: dict[str, Any]) -> Table:
         rows.append([
             _budget(part), _best(peers), _best(others), milliseconds(own),
             milliseconds(fitting[base]["predicted_s"] if base in fitting else None),
-            milliseconds(part["bounds"].get("structural")), f"{min(peers.values()) / own:.2f}" if peers and own else "–",
+            milliseconds(part["bounds"].get("structural")),
+            f"{min(peers.values()) / own:.2f}" if peers and own else "–",
         ])  # fmt: skip
-    headings = "budget", "other engines", f"other plans\nof {base}", base, "predicted", "structural\nbound", "best engine\n× mdcs"
+    headings = (
+        "budget",
+        "other engines",
+        f"other plans\nof {base}",
+        base,
+        "predicted",
+        "structural\nbound",
+        "best engine\n× mdcs",
+    )
     return new_table("the best of each that fits, step ms", headings, left=("budget",), rows=rows)
 
 

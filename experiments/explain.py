@@ -1,9 +1,10 @@
-"""Explanation of a plan: what another strategy of each unit would change, effect of the schedule, contents of the memory.
+"""Explanation of a plan: what another strategy of each unit would change, effect of the schedule, contents of the
+memory.
 
-Each unit is compared with the same plan in which only this unit has another strategy: fsdp, which holds least; for an fsdp
-unit sdp, and for a unit to which fsdp gives nothing zero2. The other units' messages stay where they are, and so do the
-unit's own as far as both strategies send them. The changed plan is replayed, so what is said of it is true of a plan that
-can run.
+Each unit is compared with the same plan in which only this unit has another strategy: fsdp, which holds least; for an
+fsdp unit sdp, and for a unit to which fsdp gives nothing zero2. The other units' messages stay where they are, and so
+do the unit's own as far as both strategies send them. The changed plan is replayed, so what is said of it is true of a
+plan that can run.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class KeptActivations:
     - ``units``: how many.
     - ``frees_bytes``: decrease of the peak under the sequential schedule.
     - ``costs_s``: seconds of compute per iteration.
-    - ``step_s``: increase of the step from one plan of greedy and priority to another that recomputes them, within the same
-      budget. None: there are not both.
+    - ``step_s``: increase of the step from one plan of greedy and priority to another that recomputes them, within the
+      same budget. None: there are not both.
     """
 
     units: int
@@ -107,7 +108,9 @@ def kept_activations(plan: Plan) -> KeptActivations | None:
     recomputing = dataclasses.replace(plan.job, recompute=tuple(
         options[u].choice if u in options else choice for u, choice in enumerate(now)
     ))  # fmt: skip
-    frees = PlanningProblem(plan.job, None).peak(plan.strategies) - PlanningProblem(recomputing, None).peak(plan.strategies)
+    frees = PlanningProblem(plan.job, None).peak(plan.strategies) - PlanningProblem(recomputing, None).peak(
+        plan.strategies
+    )
     longer = None
     with suppress(InfeasibleBudget):
         alike = [make_plan(job, Greedy(), Priority(), budget=plan.budget) for job in (plan.job, recomputing)]
@@ -133,7 +136,9 @@ def choices(plan: Plan) -> list[UnitChoice]:
         if other is not None and found is not None:
             needs, changed = found
             step_s = None if changed is None else replay(changed).period_s - own_s
-            about = dataclasses.replace(about, instead=str(other.strategies[u]), needs_bytes=needs - needed, step_s=step_s)
+            about = dataclasses.replace(
+                about, instead=str(other.strategies[u]), needs_bytes=needs - needed, step_s=step_s
+            )
         out.append(about)
     return out
 
@@ -169,7 +174,9 @@ def _changed(plan: Plan, mix: StrategyAssignment, unit: int) -> Iterator[Plan]:
     for m in plan.messages:
         own = tuple(part for part in m.parts if part[0] == unit)
         others = tuple(part for part in m.parts if part[0] != unit)
-        same = [op for op in operations if _category(op.kind) == _category(m.kind) and op.micro == m.micro] if own else []
+        same = (
+            [op for op in operations if _category(op.kind) == _category(m.kind) and op.micro == m.micro] if own else []
+        )
         if own and same and same[0].kind is m.kind:
             others = m.parts
         elif same:
@@ -183,7 +190,9 @@ def _changed(plan: Plan, mix: StrategyAssignment, unit: int) -> Iterator[Plan]:
         added = []
         for op in new:
             first, last = mix.period.window(op)
-            added.append(Message(op.kind, whole, max(first, last - ahead) if op.kind.is_gather else first, micro=op.micro))
+            added.append(
+                Message(op.kind, whole, max(first, last - ahead) if op.kind.is_gather else first, micro=op.micro)
+            )
         if tuple(added) not in tried:
             tried.add(tuple(added))
             with suppress(PlanError):

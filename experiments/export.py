@@ -10,7 +10,8 @@ one. The file explains its keys. In a loop of your own:
     from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
     apply_plan(model, json.load(open("fsdp2.json")))                  # calls fully_shard
     optimizer = torch.optim.AdamW(parameter_groups(model))            # afterwards
-    clip_grad_norm_(model.parameters(), 1.0)                          # if some units are replicated, or sharded within nodes
+    clip_grad_norm_(model.parameters(), 1.0)                          # if some units are replicated, or sharded within
+    nodes
 
 A plan for several hosts may shard units within each host. The mesh of such units is hosts x ranks, for instance 2 x 4.
 docs/export.md has a loader of 20 lines that needs only torch.
@@ -42,9 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file of the plan that the command line names. Return the exit code, 2 for an unusable plan."""
     parser = flags.parser("export", __doc__)
     parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write; default: fsdp2.json beside the plan")
+    parser.add_argument(
+        "--to", type=Path, metavar="FILE", help="the file to write; default: fsdp2.json beside the plan"
+    )
     parser.add_argument("--force", action="store_true", help="write over a file of another plan")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="json prints the file and nothing else")
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="json prints the file and nothing else"
+    )
     options = parser.parse_args(arguments)
     path: Path = options.plan / "plan.json" if options.plan.is_dir() else options.plan
     to: Path = options.to or path.with_name("fsdp2.json")
@@ -89,12 +94,21 @@ def show(made: dict[str, Any], console: Console) -> None:
     for group in made["groups"]:
         ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
         rows.append([
-            ", ".join(name or "(the model)" for name in group["modules"]), str(group["strategy"]) if group["units"] else "–",
+            ", ".join(name or "(the model)" for name in group["modules"]),
+            str(group["strategy"]) if group["units"] else "–",
             " x ".join(map(str, group["mesh"])), str(group["reshard_after_forward"]),
             ", ".join(dict.fromkeys(group["recompute"].values())) or "–", *ahead,
         ])  # fmt: skip
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
-    headings = ("modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward")
+    headings = (
+        "modules",
+        "strategy",
+        "mesh",
+        "reshard_after_forward",
+        "recompute",
+        "gathers ahead: forward",
+        "backward",
+    )
     console.print(new_table(title, headings, left=headings, rows=rows, overflow="fold"))
     console.print("What the plan does and FSDP2 does not:", highlight=False)
     for each in made["lost"]:
@@ -119,14 +133,17 @@ def _budget(made: dict[str, Any]) -> str:
         least = budget["least"]["peak_bytes"] / MIB
         return f"{words} With FSDP2 nothing fits: all units fsdp need {least:.2f} MiB."
     step = milliseconds(other["step_s"])
-    return f"{words} It would be kept with fsdp for {', '.join(other['units'])}: {other['peak_bytes'] / MIB:.2f} MiB, {step} ms."
+    size = f"{other['peak_bytes'] / MIB:.2f} MiB"
+    return f"{words} It would be kept with fsdp for {', '.join(other['units'])}: {size}, {step} ms."
 
 
 def _predicted(predicted: dict[str, Any]) -> Table:
     table = new_table("predicted for one step", ("", "step ms", "exposed ms", "peak MiB"), left=("",))
     for name, values in predicted.items():
         if values is not None:
-            cells = [milliseconds(values[key]) for key in ("step_s", "exposed_s")] + [f"{values['peak_bytes'] / MIB:.2f}"]
+            cells = [milliseconds(values[key]) for key in ("step_s", "exposed_s")] + [
+                f"{values['peak_bytes'] / MIB:.2f}"
+            ]
             table.add_row("the plan, by mdcs" if name == "mdcs" else "these calls, by FSDP2", *cells)
     return table
 

@@ -9,7 +9,8 @@
 
 A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
 measure one. With -m there is a row for every plan, and the plans share measured profiles. `plan.format=json` prints one
-JSON document and nothing else. With batch.find the plan is that of the largest batch within the budget, or of the fastest.
+JSON document and nothing else. With batch.find the plan is that of the largest batch within the budget, or of the
+fastest.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def main() -> int:
 def told(plan: Plan) -> dict[str, Any]:
     """Identity and prediction of a plan, in seconds and bytes."""
     return {
-        "plan": plan.hash, "strategy": plan.strategy, "scheduler": plan.scheduler, "outcome": plan.outcome, "world": plan.world,
-        "messages": len(plan.messages), "recomputed": recomputed(plan),
+        "plan": plan.hash, "strategy": plan.strategy, "scheduler": plan.scheduler, "outcome": plan.outcome,
+        "world": plan.world, "messages": len(plan.messages), "recomputed": recomputed(plan),
         "budget_bytes": plan.budget, "floor_bytes": floor_bytes(plan.job),
         "predicted": dataclasses.asdict(_prediction(plan)),
     }  # fmt: skip
@@ -165,7 +166,10 @@ def sweep_table(
             "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
             milliseconds(p.exposed_s), f"{p.overlap_ratio:.2f}", f"{p.peak_bytes / MIB:.1f}", str(len(plan.messages)),
         ])  # fmt: skip
-    left, right = ("strategy", "scheduler"), ("budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages")
+    left, right = (
+        ("strategy", "scheduler"),
+        ("budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"),
+    )
     return new_table("predicted for one step", (*left, *swept, *sizes, *right), left, rows=rows)
 
 
@@ -189,14 +193,19 @@ def show(plan: Plan, console: Console) -> None:
     console.print(units_table(plan, units := explain.choices(plan)))
     if better := [unit.unit for unit in units if unit.is_better]:
         words = ", ".join(better[:3]) + (f" and {len(better) - 3} more" if len(better) > 3 else "")
-        console.print(f"there are faster plans within the budget: see {words}; strategy=joint tries more", highlight=False)
+        console.print(
+            f"there are faster plans within the budget: see {words}; strategy=joint tries more", highlight=False
+        )
     schedule = explain.schedule_choice(plan)
     words = f"{milliseconds(abs(schedule.step_s))} ms {'less' if schedule.step_s <= 0 else 'more'}"
     words += f" and {abs(schedule.peak_bytes) / MIB:.2f} MiB {'less' if schedule.peak_bytes < 0 else 'more'}"
     console.print(f"than the sequential schedule of the same strategies this one takes {words}", highlight=False)
     if (kept := explain.kept_activations(plan)) is not None:
-        words = f"to recompute them frees {kept.frees_bytes / MIB:.2f} MiB at the peak for {kept.costs_s * 1e3:.1f} ms of compute"
-        words += "" if kept.step_s is None else f", and changes the step of greedy · priority by {kept.step_s * 1e3:+.1f} ms"
+        words = f"to recompute them frees {kept.frees_bytes / MIB:.2f} MiB at the peak"
+        words += f" for {kept.costs_s * 1e3:.1f} ms of compute"
+        words += (
+            "" if kept.step_s is None else f", and changes the step of greedy · priority by {kept.step_s * 1e3:+.1f} ms"
+        )
         console.print(f"{kept.units} units keep their activations: {words}",
                       highlight=False, soft_wrap=True)  # fmt: skip
     if line := in_words(plan):
@@ -241,7 +250,11 @@ def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
     cells = (f"{choice.bytes / 1e6:.2f}", strategy, messages, choice.instead or "–")
     if choice.needs_bytes is None:
         return cells
-    return (*cells, f"{choice.needs_bytes / MIB:+.2f}", "no room" if choice.step_s is None else f"{choice.step_s * 1e3:+.2f}")
+    return (
+        *cells,
+        f"{choice.needs_bytes / MIB:+.2f}",
+        "no room" if choice.step_s is None else f"{choice.step_s * 1e3:+.2f}",
+    )
 
 
 def prediction_table(plan: Plan) -> Table:
@@ -260,7 +273,9 @@ def bounds_table(plan: Plan) -> Table:
         ("the solver's own", bounds.solver_s),
     ):  # fmt: skip
         above = max(0.0, 1 - seconds / step_s) if seconds is not None and step_s else 0.0
-        rows.append([name, milliseconds(seconds), "no solver was asked" if seconds is None else f"{above:.1%} of the step"])
+        rows.append(
+            [name, milliseconds(seconds), "no solver was asked" if seconds is None else f"{above:.1%} of the step"]
+        )
     title = f"no plan within the budget{_recomputing(plan)} is faster than"
     return new_table(title, ("bound", "ms", "this plan is above it by"), left=("bound",), rows=rows)
 
@@ -270,7 +285,8 @@ def memory_table(plan: Plan) -> Table:
     told, binding = _prediction(plan), explain.binding_slot(plan)
     title = f"memory per rank; the sum is highest in {binding.slot}"
     rows = [
-        [category, f"{told.memory[category] / MIB:.2f}", f"{size / MIB:.2f}"] for category, size in binding.memory.items()
+        [category, f"{told.memory[category] / MIB:.2f}", f"{size / MIB:.2f}"]
+        for category, size in binding.memory.items()
     ]
     table = new_table(title, ("category", "at its peak MiB", f"in {binding.slot} MiB"), left=("category",), rows=rows)
     table.add_section()

@@ -73,7 +73,8 @@ def curve(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
 
 
 def plane(make: MakeDivided, budget: int, count: int) -> list[Point]:
-    """Return a point for each division of the slack into ``count`` - 1 equal parts: for schedule, activations, strategies.
+    """Return a point for each division of the slack into ``count`` - 1 equal parts: for schedule, activations,
+    strategies.
 
     Raises ValueError for fewer than two parts.
     """
@@ -147,6 +148,8 @@ def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[
         candidates = [point(make, budget, None), *(search(make, budget, of) if of else ())]
         if found:
             before = found[-1]
-            candidates.append(dataclasses.replace(before, budget=budget, planned_for=before.planned_for or before.budget))
+            candidates.append(
+                dataclasses.replace(before, budget=budget, planned_for=before.planned_for or before.budget)
+            )
         found.append(best(candidates))
     return found

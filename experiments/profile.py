@@ -55,11 +55,14 @@ def units_table(profile: Profile) -> Table:
     """A row per unit: its bytes, the times of its slots with their spread, its shard's update, its kept activations."""
     rows = [
         [unit.name, f"{unit.numel * profile.layouts[index].param_width / 1e6:.2f}",
-         *(_slots(profile, index, phase) for phase in ("F", "B")), _update(profile, unit), f"{_kept(profile, index) / MIB:.2f}"]
+         *(_slots(profile, index, phase) for phase in ("F", "B")), _update(profile, unit),
+         f"{_kept(profile, index) / MIB:.2f}"]
         for index, unit in enumerate(profile.units)
     ]  # fmt: skip
     headings = ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB")
-    return new_table(f"{ranks(profile)}; medians, with the 10th and the 90th percentile", headings, left=("unit",), rows=rows)
+    return new_table(
+        f"{ranks(profile)}; medians, with the 10th and the 90th percentile", headings, left=("unit",), rows=rows
+    )
 
 
 def link_table(profile: Profile) -> Table:
@@ -77,7 +80,9 @@ def link_table(profile: Profile) -> Table:
         rate = f"{8e-9 / beta:.2f}" if beta else "∞"
         served, before = beta * profile.block, gap if link.depth > 1 else max(alpha, gap)
         operation = operation_name(kind)
-        alphas, betas = (_between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9)))
+        alphas, betas = (
+            _between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9))
+        )
         flights = (_between(profile, f"{operation} with {name}", 8e-9) for name in rates)
         share = f"{served / (before + served):.0%}" if before + served else "–"
         latency = f"{alpha * 1e6:.1f} {alphas}".strip()
@@ -130,7 +135,9 @@ def _update(profile: Profile, unit: Unit) -> str:
     if not unit.trainable:
         return "–"
     optimizer = profile.optimizers[unit.optimizer]
-    seconds = unit.numel / profile.world * optimizer.seconds_per_element + len(unit.segments) * optimizer.seconds_per_run
+    seconds = (
+        unit.numel / profile.world * optimizer.seconds_per_element + len(unit.segments) * optimizer.seconds_per_run
+    )
     return f"{seconds * 1e3:.2f}"
 
 

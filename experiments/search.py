@@ -5,12 +5,12 @@
 
 Optuna proposes settings, and a job measures them. Keys with several values are searched: a list, Hydra's range(…), or
 interval(LOW,HIGH), which is logarithmic from a factor of ten on; int(interval(LOW,HIGH)) is of whole numbers. Without
-any, the search covers the fusion bytes of `scheduler=fusion`, the block bytes of `scheduler=priority`, `budget.schedule_share`
-where there is a budget, and `link.depth`. A key of an option is searched only where that option is chosen:
-`scheduler.bucket_mib` belongs to fusion. A trial is pruned, with the reason, if it cannot be planned or run, or if its
-measured peak exceeds the budget. The folder has the study (study.db), trials.csv and the runs. A search in the folder
-of an earlier one continues its study until it has `search.trials` trials. With hydra/launcher=mdcs_slurm the trials are
-submitted, `hydra.launcher.parallel` at a time.
+any, the search covers the fusion bytes of `scheduler=fusion`, the block bytes of `scheduler=priority`,
+`budget.schedule_share` where there is a budget, and `link.depth`. A key of an option is searched only where that option
+is chosen: `scheduler.bucket_mib` belongs to fusion. A trial is pruned, with the reason, if it cannot be planned or run,
+or if its measured peak exceeds the budget. The folder has the study (study.db), trials.csv and the runs. A search in
+the folder of an earlier one continues its study until it has `search.trials` trials. With hydra/launcher=mdcs_slurm the
+trials are submitted, `hydra.launcher.parallel` at a time.
 """
 
 from __future__ import annotations
@@ -75,13 +75,17 @@ class Axis:
             if key and isinstance(values, IntervalSweep):
                 low, high = values.start, values.end
                 if low is None or high is None or not -math.inf < low < high < math.inf:
-                    raise ConfigError("search.over", f"interval(LOW,HIGH) needs finite numbers, LOW below HIGH; got {text}")
+                    raise ConfigError(
+                        "search.over", f"interval(LOW,HIGH) needs finite numbers, LOW below HIGH; got {text}"
+                    )
                 return cls(key, low, high)
             elif key and override.is_sweep_override():
                 return cls(key, choices=tuple(map(str, override.sweep_string_iterator())))
         except HydraException:
             pass
-        raise ConfigError("search.over", f"an axis is KEY=VALUE,VALUE, KEY=range(…) or KEY=interval(LOW,HIGH); got {text}")
+        raise ConfigError(
+            "search.over", f"an axis is KEY=VALUE,VALUE, KEY=range(…) or KEY=interval(LOW,HIGH); got {text}"
+        )
 
     @property
     def group(self) -> str:
@@ -136,7 +140,9 @@ class Search:
         launcher = launcher_of(settings)
         self.submits = None if launcher is None else settings
         self.at_once = 1 if launcher is None else settings.launcher.parallel
-        self.compose = compose_config if launcher is None else partial(compose_config, adapt=partial(with_ranks_of, launcher))
+        self.compose = (
+            compose_config if launcher is None else partial(compose_config, adapt=partial(with_ranks_of, launcher))
+        )
         self.key = "hydra.run.dir" if launcher is None else "hydra.sweep.dir"
         if launcher is not None and not settings.launcher.wait:
             raise ConfigError("hydra.launcher.wait", "must be true: a search waits for its trials")
@@ -148,10 +154,14 @@ class Search:
             raise ConfigError("search.over", f"has {twice[0]} twice")
         self.only_with = {axis: self._options_with(axis) for axis in self.axes}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(storage=f"sqlite:///{self.out / STUDY}", study_name="mdcs", load_if_exists=True)
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{self.out / STUDY}", study_name="mdcs", load_if_exists=True
+        )
         # With the same seed, the sampler of a continued study would repeat its proposals.
         seed = config.search.seed + len(self.study.trials)
-        self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP, constant_liar=self.at_once > 1)
+        self.study.sampler = optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=_STARTUP, constant_liar=self.at_once > 1
+        )
         of, wanted = self.study.user_attrs.get("of"), [*sorted(given), *over]
         if of not in (None, wanted):
             raise ConfigError(self.key, f"{self.out} has a study of something else: {' '.join(of)}")
@@ -181,7 +191,8 @@ class Search:
         return self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
     def _try(self, trials: Sequence[Trial]) -> None:
-        """Measure these trials, all at once if they are submitted. Those without a step time are pruned, with the reason."""
+        """Measure these trials, all at once if they are submitted. Those without a step time are pruned, with the
+        reason."""
         ready: dict[Path, tuple[Trial, Config]] = {}
         for trial in trials:
             try:
@@ -250,7 +261,10 @@ def _measured(folder: Path, trial: Trial) -> tuple[float | None, str]:
     row = load_run(folder).row()
     trial.set_user_attr("predicted_s", row["predicted_step_s"])
     if row["fits"] is False:
-        return None, f"peak of {row['peak_bytes'] / MIB:.1f} MiB, over the budget of {row['budget_bytes'] / MIB:.1f} MiB"
+        return (
+            None,
+            f"peak of {row['peak_bytes'] / MIB:.1f} MiB, over the budget of {row['budget_bytes'] / MIB:.1f} MiB",
+        )
     return float(row["step_s"]), ""
 
 

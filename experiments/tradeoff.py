@@ -67,7 +67,9 @@ class Planner:
 
     @property
     def label(self) -> str:
-        return " · ".join(planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None)
+        return " · ".join(
+            planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None
+        )
 
     def job(self, budget: int, share: float | None, activations: float | None = None) -> Config:
         divided = dataclasses.replace(
@@ -167,7 +169,9 @@ def compared(config: Config) -> list[Config]:
     """The job with every strategy and scheduler to compare. Raises ConfigError for a combination that is not possible.
     """
     made: list[Config] = []
-    for strategy, scheduler in itertools.product(config.tradeoff.strategies or [""], config.tradeoff.schedulers or [""]):
+    for strategy, scheduler in itertools.product(
+        config.tradeoff.strategies or [""], config.tradeoff.schedulers or [""]
+    ):
         chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
         given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
         one = compose_config([*given, *(f"{group}={name}" for group, name in chosen.items())])
@@ -233,7 +237,8 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console)
         if not wanted or entry.point.plan is None:
             continue
         plan = entry.point.plan
-        key = entry.planner.label, plan.execution_hash, plan.prediction and plan.prediction.step_s  # shares may give one plan
+        # shares may give one plan
+        key = entry.planner.label, plan.execution_hash, plan.prediction and plan.prediction.step_s
         if key not in runs:
             runs[key] = folder / "runs" / str(len(runs))
             job = entry.planner.job(*entry.planned_for)
@@ -276,10 +281,12 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
             "run": str(entry.run.relative_to(folder)), "status": row["status"], **{key: row[key] for key in MEASURED},
         }  # fmt: skip
         points.append({
-            "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"], "budget_bytes": point.budget,
+            "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"],
+            "budget_bytes": point.budget,
             "schedule_share": point.share, "activation_share": point.activations, "stop_point": entry.is_stop,
             "planned_for_bytes": entry.planned_for[0], "plan_hash": point.plan.hash if point.plan else None,
-            "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made), "measured": measured,
+            "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
+            "measured": measured,
         })  # fmt: skip
     about = {}
     if entries:
@@ -312,7 +319,8 @@ def show(entries: Sequence[Entry], console: Console) -> None:
     """Print a table for each part, then each planner's stop point. Of a plane only some points are shown."""
     few = shown(entries)
     for part, title in (("curve", "curve over budget.schedule_share (* is the stop point)"),
-                        ("plane", "plane of both shares (* is the stop point)"), ("front", "front over budgets")):  # fmt: skip
+                        ("plane", "plane of both shares (* is the stop point)"),
+                        ("front", "front over budgets")):  # fmt: skip
         if rows := [entry for entry in few if entry.part == part]:
             console.print(_table(rows, title))
     for entry in entries:

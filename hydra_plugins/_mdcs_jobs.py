@@ -38,12 +38,15 @@ class Job:
 
 
 def submit(script: str, logs: Path, folders: Sequence[Path], made: dict[Path, Job]) -> None:
-    """Submit the script of the jobs in these folders, and add the jobs to `made`. Raises ValueError if sbatch refuses it.
+    """Submit the script of the jobs in these folders, and add the jobs to `made`. Raises ValueError if sbatch refuses
+    it.
     """
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise ValueError("hydra/launcher: there is no sbatch here: submit from a login node of a SLURM cluster") from None
+        raise ValueError(
+            "hydra/launcher: there is no sbatch here: submit from a login node of a SLURM cluster"
+        ) from None
     except subprocess.CalledProcessError as error:
         raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(error.stderr.split())}") from error
     number = done.stdout.strip().partition(";")[0]
@@ -133,7 +136,9 @@ def table(made: Mapping[Path, Job], states: Sequence[str]) -> str:
     """A line per job: number, state, folder. A job that has ended has its exit code."""
     shown = [state or _ended(exit_code(folder)) for folder, state in zip(made, states, strict=True)]
     width = max(map(len, shown), default=0)
-    return "\n".join(f"  {job.number:12} {how:{width}} {folder}" for (folder, job), how in zip(made.items(), shown, strict=True))
+    return "\n".join(
+        f"  {job.number:12} {how:{width}} {folder}" for (folder, job), how in zip(made.items(), shown, strict=True)
+    )
 
 
 def _ended(code: int | None) -> str:
@@ -156,7 +161,9 @@ def _queue(second: int) -> dict[str, str] | None:
     if listed is None:
         return None
     rows = (line.split("|") for line in listed.splitlines())
-    return {job: state.lower() + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows}
+    return {
+        job: state.lower() + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows
+    }
 
 
 def said(*command: str) -> str | None:

@@ -98,8 +98,8 @@ class MdcsSlurmConf(SbatchOptions):
 ConfigStore.instance().store(group="hydra/launcher", name="mdcs_slurm", node=MdcsSlurmConf, provider="mdcs")
 
 _QUEUE = (
-    "_target_", "mem", "mem_per_cpu", "mem_per_gpu", "time", "account", "qos", "reservation", "exclude", "dependency", "job_name",
-    "comment", "parallel", "wait", "requeue", "grace_s",
+    "_target_", "mem", "mem_per_cpu", "mem_per_gpu", "time", "account", "qos", "reservation", "exclude", "dependency",
+    "job_name", "comment", "parallel", "wait", "requeue", "grace_s",
 )  # fmt: skip
 _QUEUE_SBATCH = ("begin", "comment", "deadline", "dependency", "job-name", "mail-type", "mail-user", "nice", "priority")
 _SBATCH = tuple(leaf.name for leaf in fields(SbatchOptions))
@@ -110,7 +110,9 @@ MEASURED = tuple(leaf.name for leaf in fields(MdcsSlurmConf) if leaf.name not in
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a launcher that its jobs' measurements depend on."""
     made = {name: settings[name] for name in MEASURED}
-    return made | {"sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _QUEUE_SBATCH}}
+    return made | {
+        "sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _QUEUE_SBATCH}
+    }
 
 
 def check(asked: MdcsSlurmConf) -> None:
@@ -123,7 +125,10 @@ def check(asked: MdcsSlurmConf) -> None:
         for text in texts if isinstance(texts, Iterable) else ():
             if "\n" in str(text):
                 raise ValueError(f"{key}: must be one line, got {text!r}")
-    for name, form, what in (("env", r"[A-Za-z_]\w*", "variable"), ("sbatch", r"[a-z][a-z_-]*", "long option of sbatch")):
+    for name, form, what in (
+        ("env", r"[A-Za-z_]\w*", "variable"),
+        ("sbatch", r"[a-z][a-z_-]*", "long option of sbatch"),
+    ):
         for each in getattr(asked, name):
             if not re.fullmatch(form, each):
                 raise ValueError(f"hydra.launcher.{name}: {each} is no name of a {what}")
@@ -193,8 +198,8 @@ def rerun(folder: Path, settings: Any, *more: str) -> None:
         program = f"-m {spec.name.removesuffix('.__main__')}"
     else:
         program = shlex.quote(str(path))
-    flags = [f"--{name.replace('_', '-')}={getattr(parsed, name)}" for name in ("config_path", "config_name", "config_dir")
-             if getattr(parsed, name) is not None]  # fmt: skip
+    flags = [f"--{name.replace('_', '-')}={getattr(parsed, name)}"
+             for name in ("config_path", "config_name", "config_dir") if getattr(parsed, name) is not None]  # fmt: skip
     own = [each for each in settings.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
     given = [*flags, *settings.overrides.task, *own, *more, "hydra.mode=RUN", f"hydra.run.dir='{folder}'"]
     (folder / jobs.COMMAND).write_text(f"{program} {shlex.join(given)}", encoding="utf-8")
@@ -249,7 +254,9 @@ def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """
     needed = Counter(each for folder in folders for each in jobs.before(folder))
     running = [folder for folder in needed if jobs.state(folder)]
-    first = [folder for folder, n in needed.items() if folder not in running and n > 1 and (folder / jobs.COMMAND).exists()]
+    first = [
+        folder for folder, n in needed.items() if folder not in running and n > 1 and (folder / jobs.COMMAND).exists()
+    ]
     for folder in needed:
         if folder not in (*running, *first):
             (folder / jobs.FILE).unlink(missing_ok=True)  # left by a job that has ended
@@ -257,7 +264,13 @@ def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def script(
-    asked: MdcsSlurmConf, code: Path | None, logs: Path, folders: Sequence[Path], after: Sequence[jobs.Job] = (), *, resumes: bool
+    asked: MdcsSlurmConf,
+    code: Path | None,
+    logs: Path,
+    folders: Sequence[Path],
+    after: Sequence[jobs.Job] = (),
+    *,
+    resumes: bool,
 ) -> str:
     """The batch script of the jobs in `folders`: one job, or an array of several.
 
@@ -268,15 +281,24 @@ def script(
     options = {name.replace("_", "-"): getattr(asked, name) for name in _SBATCH if getattr(asked, name) is not None}
     options |= {"ntasks-per-node": asked.ranks_per_node, "open-mode": "append"}
     options |= {"signal": f"USR1@{asked.grace_s}"} if asked.requeue and resumes else {}
-    options |= {"output": logs / ("%A_%a.log" if several else "%j.log"), "requeue" if asked.requeue else "no-requeue": True}
+    options |= {
+        "output": logs / ("%A_%a.log" if several else "%j.log"),
+        "requeue" if asked.requeue else "no-requeue": True,
+    }
     options |= {name.replace("_", "-"): value for name, value in asked.sbatch.items()}
-    conditions = [asked.dependency, options.get("dependency"), after and f"afterok:{':'.join(job.number for job in after)}"]
+    conditions = [
+        asked.dependency,
+        options.get("dependency"),
+        after and f"afterok:{':'.join(job.number for job in after)}",
+    ]
     if dependency := ",".join(each for each in conditions if each):
         options |= {"dependency": dependency, "kill-on-invalid-dep": "yes"}
     options |= {"exclusive": True} if asked.exclusive else {}
     options |= {"array": f"0-{len(folders) - 1}%{asked.parallel}"} if several else {}
     lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items()]
+    lines += [
+        f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items()
+    ]
     number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if several else "$SLURM_JOB_ID"
     lines += [f"export {REQUEUE}=1"] if asked.requeue and resumes else []
     lines += [f"module load {shlex.quote(module)}" for module in asked.modules]

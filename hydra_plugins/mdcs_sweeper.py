@@ -70,7 +70,9 @@ class MdcsSweeper(BasicSweeper):
                 batch += [] if single in batch else [single]
         judged = [(list(job), type(self).judge(partial(self._compose, job), job)) for job in batch]
         return [
-            [*job, _override("hydra.sweep.subdir", folder)] if folder else job for job, folder in judged if folder is not None
+            [*job, _override("hydra.sweep.subdir", folder)] if folder else job
+            for job, folder in judged
+            if folder is not None
         ]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:

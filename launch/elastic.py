@@ -2,8 +2,8 @@
 
     launcher (this process) → a process that forks ranks (`launch.forks`) → ranks (`launch.rank`)
 
-The process between sees the ranks exit, and kills those that are left when its stdin is closed, so also when this process
-ends in any way. It notices only processes that end, so this process watches it and the ranks: it ends a job in
+The process between sees the ranks exit, and kills those that are left when its stdin is closed, so also when this
+process ends in any way. It notices only processes that end, so this process watches it and the ranks: it ends a job in
 which no rank makes progress, and gives a failing job a moment to report. Every rank leads its own session, so its
 children are killed with it.
 """
@@ -168,7 +168,8 @@ class Warm:
             self._process, self._made_for = _start(folder, env, cluster.interface), made_for
         job = {
             "schema": 1, "folder": str(folder), "ranks": cluster.ranks, "nodes": nodes, "rate_gbit": cluster.rate_gbit,
-            "module": module, "arguments": list(arguments), "once": self._once, "env": _through(cluster.interface) | dict(env),
+            "module": module, "arguments": list(arguments), "once": self._once,
+            "env": _through(cluster.interface) | dict(env),
         }  # fmt: skip
         (folder / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
         assert self._process.stdin is not None
@@ -245,7 +246,8 @@ def _begin(run_dir: Path, cluster: Cluster) -> None:
 
 
 def clear(run_dir: Path) -> None:
-    """Move the files that an earlier job left in the folder to `attempts/N`: their pids may belong to other processes by now.
+    """Move the files that an earlier job left in the folder to `attempts/N`: their pids may belong to other processes
+    by now.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     patterns = ("rank*.status", "rank*.error", "rank*.log", "agent*.json", "agent.log")

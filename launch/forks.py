@@ -1,4 +1,5 @@
-"""A process that forks ranks: `python -m launch.forks`, one job a line on stdin. It ends, and kills ranks, when stdin is closed.
+"""A process that forks ranks: `python -m launch.forks`, one job a line on stdin. It ends, and kills ranks, when stdin
+is closed.
 
 It sees the ranks end and writes the exit codes of those that failed. It imports torch once for all of them. Between
 jobs it also imports the modules that rank 0 of the last job had imported at its end. A rank is a fork, so the next job
@@ -77,7 +78,9 @@ def _lines() -> Iterator[str]:
             yield line.decode()
 
 
-def _run(job: dict[str, Any], folder: Path, network: Network | None, imported: IO[str], serve_on: Any) -> dict[int, int]:
+def _run(
+    job: dict[str, Any], folder: Path, network: Network | None, imported: IO[str], serve_on: Any
+) -> dict[int, int]:
     """Fork a job's ranks and wait. Return the exit codes of the ranks that ended by themselves."""
     beside = job["ranks"] // job["nodes"]
 

@@ -3,9 +3,9 @@
     torchrun or srun → the program → rank 0 (`launch.rank`)
                      → each other rank (`launch.serving`)
 
-The process that was started as rank 0 runs the program, and starts rank 0 for each job. Every other process is its rank.
-The program hands out jobs, receives the status of all ranks, and judges how a job ends, as `launch.elastic` does on one
-machine.
+The process that was started as rank 0 runs the program, and starts rank 0 for each job. Every other process is its
+rank. The program hands out jobs, receives the status of all ranks, and judges how a job ends, as `launch.elastic` does
+on one machine.
 
 The processes share a store and need no shared files. Each rank's last status and exit code are written to the store
 several times a second, so a host is lost when it stops writing, whatever its connections look like. A rank's log is
@@ -147,8 +147,8 @@ class Membership(Member):
         """Run a job on this program's ranks, as `launch.elastic.run` does.
 
         Each rank runs `module` with its own folder and `arguments`. Status, failure reasons and logs of the other ranks
-        are in `run_dir` too. All ranks have ended, or been told to, when this call ends. After the process of a rank or its
-        host is gone, every other job ends so at once.
+        are in `run_dir` too. All ranks have ended, or been told to, when this call ends. After the process of a rank or
+        its host is gone, every other job ends so at once.
         """
         if self._lost is not None:
             return self._lost
@@ -219,7 +219,9 @@ def _start(folder: Path, job: Handed, env: Mapping[str, str]) -> subprocess.Pope
 class _Ranks:
     """All ranks of a job. Writes the status of the other ranks into the folder."""
 
-    def __init__(self, line: StoreLine, job: Handed, folder: Path, cluster: Cluster, child: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, line: StoreLine, job: Handed, folder: Path, cluster: Cluster, child: subprocess.Popen[bytes]
+    ) -> None:
         self._line, self._folder, self._cluster, self._child = line, folder, cluster, child
         self.keys = [job.said_by(rank) for rank in range(1, cluster.ranks)]
         self._said: dict[int, dict[str, Any]] = {}
@@ -246,7 +248,9 @@ class _Ranks:
 
         ending: somebody ends this process, which is what happens to the other ranks when the process of one has ended.
         """
-        silent = {rank: self._line.unchanged(self.keys[rank - 1]) for rank, said in self._said.items() if said["code"] is None}
+        silent = {
+            rank: self._line.unchanged(self.keys[rank - 1]) for rank, said in self._said.items() if said["code"] is None
+        }
         longest = max(silent, key=silent.__getitem__, default=None)
         unheard = next((rank for rank in range(1, self._cluster.ranks) if rank not in self._said), None)
         if ending and unheard and time.monotonic() - self._begun > _SILENT_SECONDS:

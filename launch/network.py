@@ -58,7 +58,13 @@ def refusal(rate_gbit: float) -> str:
     attempt = [sys.executable, "-c", f"from launch import network; network.Network(1, {rate_gbit!r})"]
     try:
         done = subprocess.run(
-            attempt, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_SECONDS, check=False
+            attempt,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TRY_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"gave no network within {_TRY_SECONDS:g} s"
@@ -124,7 +130,23 @@ def port_commands(rank: int, namespace: str, rate_gbit: float) -> list[list[str]
     """
     port = f"port{rank}"
     return [
-        ["ip", "link", "add", port, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "mtu", _MTU, "netns", namespace],
+        [
+            "ip",
+            "link",
+            "add",
+            port,
+            "mtu",
+            _MTU,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "mtu",
+            _MTU,
+            "netns",
+            namespace,
+        ],
         shape_command(port, rate_gbit),
         ["ip", "link", "set", port, "master", "bridge", "up"],
     ]

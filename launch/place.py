@@ -17,8 +17,9 @@ from launch.rank import AGENT_PID
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIOCGIFADDR = 0x8915
 _SRUN_PORTS = 20_000, 10_000, 101
-"""First port, number of ports, and ports of a SLURM job. Each of a job's steps uses one of them, the same on all hosts. Jobs of
-near numbers, which may share a node, have no port in common. 101 divides no power of 10: all ports are in use."""
+"""First port, number of ports, and ports of a SLURM job. Each of a job's steps uses one of them, the same on all hosts.
+Jobs of near numbers, which may share a node, have no port in common. 101 divides no power of 10: all ports are in use.
+"""
 
 
 class NoPlace(RuntimeError):
@@ -97,12 +98,14 @@ def _of_srun(environment: Mapping[str, str]) -> Place:
     rank, world = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     hosts = _number(environment, "SLURM_STEP_NUM_NODES", 1)
     first, *_ = expand(environment.get("SLURM_STEP_NODELIST", "")) or [""]
-    beside = _number({"": environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]}, "", world)
+    beside = _number(
+        {"": environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]}, "", world
+    )
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID", 0)
     start, count, most = _SRUN_PORTS
     return Place(
-        rank, world, _number(environment, "SLURM_LOCALID"), beside, hosts, resolved(first), start + (job * most + step) % count,
-        serves=rank == 0, starter="srun",
+        rank, world, _number(environment, "SLURM_LOCALID"), beside, hosts, resolved(first),
+        start + (job * most + step) % count, serves=rank == 0, starter="srun",
     )  # fmt: skip
 
 
@@ -111,7 +114,9 @@ def expand(nodes: str) -> list[str]:
     if "[" not in nodes:
         return [name for name in nodes.split(",") if name]
     try:
-        return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout.split()
+        return subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise NoPlace(f"scontrol does not say which hosts {nodes} are: {error}") from error
 
@@ -140,7 +145,9 @@ def interface(place: Place) -> tuple[str, str]:
     except OSError as error:
         raise NoPlace(f"no way leads to {place.address}: {error.strerror}") from error
     if own.startswith("127.") and place.hosts > 1:
-        shared = f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share"
+        shared = (
+            f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share"
+        )
         what = "--master-addr" if place.starter == "torchrun" else "/etc/hosts"
         raise NoPlace(f"{shared}: give an address of its network in {what}, also where all of them run on one machine")
     return next((name for _, name in socket.if_nameindex() if _address(name) == own), ""), own

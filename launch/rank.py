@@ -68,7 +68,9 @@ def _leave_reason(file: ReservedFile, rank: int, message: str) -> None:
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torch's own format, for torchrun's report
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
         with contextlib.suppress(OSError):
-            Path(elastic).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+            Path(elastic).write_text(
+                json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":

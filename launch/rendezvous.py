@@ -1,7 +1,7 @@
 """The store by which ranks find each other: it listens on one address.
 
-Stores that torch's own rendezvous makes listen on all interfaces of the machine, whatever address is requested. Here the
-socket is bound before the store gets it.
+Stores that torch's own rendezvous makes listen on all interfaces of the machine, whatever address is requested. Here
+the socket is bound before the store gets it.
 """
 
 from __future__ import annotations

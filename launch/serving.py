@@ -1,4 +1,5 @@
-"""Jobs whose ranks torchrun or srun has started (`launch.joined`): the part of every rank but the first, one process each.
+"""Jobs whose ranks torchrun or srun has started (`launch.joined`): the part of every rank but the first, one process
+each.
 
 The rank runs in the main thread. A second thread talks to the store (`launch.store_line`), and a third ends the rank
 when the program says so or when the host of rank 0 is gone: both also work while the main thread waits in a collective.
@@ -43,7 +44,8 @@ _LOG_BYTES = 256 << 10
 
 
 Prepare = Callable[[Path, str, Mapping[str, str]], Mapping[str, str]]
-"""(folder, payload, environment of the process) → variables that a job's ranks have in addition. Writes the job's files."""
+"""(folder, payload, environment of the process) → variables that a job's ranks have in addition. Writes the job's
+files."""
 
 
 class Gone(RuntimeError):
@@ -82,7 +84,8 @@ class Server:
         os.execve(sys.executable, [sys.executable, "-u", *self._again], environment)
 
     def serve(self, place: Place, prepare: Prepare) -> int:
-        """Run jobs as this rank until the program ends. Return its exit code. Raises Gone, and NoPlace as `Member` does.
+        """Run jobs as this rank until the program ends. Return its exit code. Raises Gone, and NoPlace as `Member`
+        does.
         """
         _ignore_signals()
         orphans.die_with_parent(os.getppid())
@@ -114,7 +117,8 @@ class Server:
 
 
 def _prefix() -> str:
-    """Prefix of the name of this rank's folder. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes what a killed one left.
+    """Prefix of the name of this rank's folder. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes what a killed
+    one left.
     """
     names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"
     return f"mdcs-rank-{'.'.join(os.environ.get(name, '') for name in names)}-"

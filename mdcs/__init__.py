@@ -68,10 +68,12 @@ _LAZY = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "BatchScaling", "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job",
-    "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session", "Strategy",
-    "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch", "make_plan",
-    "materialize", "measure_profile", "parallelize", "partition", "read_checkpoint", "replay", "resume",
+    "BatchScaling", "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget",
+    "Job",
+    "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session",
+    "Strategy",
+    "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch",
+    "make_plan", "materialize", "measure_profile", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 

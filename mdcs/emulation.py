@@ -118,7 +118,9 @@ class EmulatedCommunicator:
         """Return the elements of the scratch that :meth:`launch` would need in a real world."""
         return 0 if self.collectives.algorithm == "native" else self.collectives.buffer(kind, elements, self.world)
 
-    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> EmulatedCollective:
+    def launch(
+        self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
+    ) -> EmulatedCollective:
         """Start a message of this kind.
 
         - AR: sum as if every rank had this rank's ``buffer``.

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _ORDERS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "above": (">", operator.gt), "at_least": (">=", operator.ge), "at_most": ("<=", operator.le), "below": ("<", operator.lt),
+    "above": (">", operator.gt), "at_least": (">=", operator.ge), "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
 }  # fmt: skip
 
 LIMITS = ("choices", *_ORDERS, "length")
@@ -57,7 +58,9 @@ def option(default: T, about: str, **limits: Any) -> T:
     - ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
       class.
     """
-    how: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
+    how: dict[str, Any] = (
+        {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
+    )
     made: T = dataclasses.field(**how, metadata={"about": about, **limits})
     return made
 
@@ -91,7 +94,9 @@ def check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(name, f"must be a finite number, got {shown(value)}")
-    if "choices" in limits and not any(value is c or (value == c and type(value) is type(c)) for c in limits["choices"]):
+    if "choices" in limits and not any(
+        value is c or (value == c and type(value) is type(c)) for c in limits["choices"]
+    ):
         raise OptionError(name, f"must be one of {', '.join(map(shown, limits['choices']))}; got {shown(value)}")
     for limit, (sign, holds) in _ORDERS.items():
         if limit in limits and not holds(value, limits[limit]):  # NaN fails every comparison, so it is refused

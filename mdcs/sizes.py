@@ -10,7 +10,17 @@ from dataclasses import dataclass
 MIB = 1 << 20
 GIB = 1 << 30
 
-_UNITS = {"": 1, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {
+    "": 1,
+    "kib": 1 << 10,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 
 
 _WORDS = re.compile(r"(floor ?\+)? ?([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?) ?(%|[a-z]*)( of ddp)?")
@@ -35,8 +45,8 @@ class Budget:
     def of(cls, given: Budget | int | str | None) -> Budget:
         """Return what is given in bytes or in words. None is no limit.
 
-        Sizes are bytes, KiB, MiB, GiB, TiB, KB, MB, GB or TB. ``75%`` is ``75% of ddp``. Raises ValueError for other texts,
-        and for a budget that is not above 0.
+        Sizes are bytes, KiB, MiB, GiB, TiB, KB, MB, GB or TB. ``75%`` is ``75% of ddp``. Raises ValueError for other
+        texts, and for a budget that is not above 0.
         """
         if isinstance(given, Budget):
             return given
@@ -54,8 +64,8 @@ class Budget:
             elif words[3] in _UNITS and not words[4] and (size := int(number * _UNITS[words[3]])) > 0:
                 return cls(size)
         raise ValueError(
-            "budget must be a size, such as 40GiB, a part of what DDP needs, such as 75% of ddp, a part above the smallest "
-            f"possible, such as floor+10%, or none; got {given!r}"
+            "budget must be a size, such as 40GiB, a part of what DDP needs, such as 75% of ddp, a part above the "
+            f"smallest possible, such as floor+10%, or none; got {given!r}"
         )
 
     @property

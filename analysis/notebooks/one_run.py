@@ -69,5 +69,7 @@ pictures.memory_over_period(measured, None if pd.isna(row["budget_bytes"]) else 
 
 # %%
 slot = max(measured.memory, key=lambda each: each.predicted["total"])
-memory = pd.DataFrame({"predicted": slot.predicted, "measured": slot.measured or {}}, index=[*CATEGORIES, "total"]) / MIB
+memory = (
+    pd.DataFrame({"predicted": slot.predicted, "measured": slot.measured or {}}, index=[*CATEGORIES, "total"]) / MIB
+)
 memory.rename_axis(slot.slot).round(2)

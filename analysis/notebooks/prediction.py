@@ -31,8 +31,8 @@ len(both)
 # %% [markdown]
 # ## By how much predictions are off
 #
-# Relative to what was measured, by scheduler: `median` has a sign (below zero was predicted too fast, or too small), `median of
-# |…|` and `greatest` have none.
+# Relative to what was measured, by scheduler: `median` has a sign (below zero was predicted too fast, or too small),
+# `median of |…|` and `greatest` have none.
 
 # %%
 WHAT = {"step_off": "step", "compute_off": "compute", "peak_off": "peak memory"}

@@ -24,7 +24,8 @@ workload
 # %% [markdown]
 # ## Step time
 #
-# Each cell is the fastest share of a plan within one budget, of repetitions the median; `*` is the fastest of its budget.
+# Each cell is the fastest share of a plan within one budget, of repetitions the median; `*` is the fastest of its
+# budget.
 
 # %%
 points = questions.best_points(measured, "budget_bytes")
@@ -53,10 +54,12 @@ best_plans = best.assign(
     plan=best.apply(questions.label, axis=1),
     share=best["schedule_share"],
     **{
-        "step ms": best["step_s"] * 1e3, "predicted ms": best["predicted_step_s"] * 1e3, "exposed ms": best["exposed_s"] * 1e3,
-        "peak MiB": best["peak_bytes"] / MIB,
+        "step ms": best["step_s"] * 1e3, "predicted ms": best["predicted_step_s"] * 1e3,
+        "exposed ms": best["exposed_s"] * 1e3, "peak MiB": best["peak_bytes"] / MIB,
     },
-)[["within", "plan", "share", "step ms", "predicted ms", "exposed ms", "overlap_ratio", "peak MiB", "folder"]]  # fmt: skip
+)[
+    ["within", "plan", "share", "step ms", "predicted ms", "exposed ms", "overlap_ratio", "peak MiB", "folder"]
+]  # fmt: skip
 best_plans.round(3).reset_index(drop=True)
 
 # %% [markdown]

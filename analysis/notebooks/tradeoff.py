@@ -3,8 +3,8 @@
 # %% [markdown]
 # # The trade-off curve
 #
-# Step time over `budget.schedule_share`: to the left the memory above the floor is spent on the strategy, to the right on the
-# schedule. `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`.
+# Step time over `budget.schedule_share`: to the left the memory above the floor is spent on the strategy, to the right
+# on the schedule. `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`.
 
 # %%
 # %matplotlib inline
@@ -39,7 +39,8 @@ for curve in curves:
             stops.append(
                 {
                     "plan": label, "budget MiB": stop["budget_bytes"] / MIB, "share": stop["schedule_share"],
-                    "step ms": stop["step_s"] * 1e3, "p10 ms": stop["step_s_p10"] * 1e3, "p90 ms": stop["step_s_p90"] * 1e3,
+                    "step ms": stop["step_s"] * 1e3, "p10 ms": stop["step_s_p10"] * 1e3,
+                    "p90 ms": stop["step_s_p90"] * 1e3,
                     "predicted ms": stop["predicted_step_s"] * 1e3, "all for the strategy": alone.iloc[0] / stop[time],
                     "all for the schedule": alone.iloc[-1] / stop[time],
                 }

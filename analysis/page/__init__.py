@@ -47,16 +47,21 @@ def write_page(frame: pd.DataFrame, path: str | Path, title: str = "sweep") -> P
 
 def provenance(frame: pd.DataFrame) -> dict[str, str]:
     """When, where and of what the runs are: all different values."""
-    times = [datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") for time in sorted(frame["time"].dropna())]
+    times = [
+        datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") for time in sorted(frame["time"].dropna())
+    ]
     told = {"date": " to ".join(dict.fromkeys((*times[:1], *times[-1:])))}
     told |= {key: ", ".join(map(str, frame[key].dropna().unique())) for key in PROVENANCE[1:]}
     return {key: value or "not recorded" for key, value in told.items()}
 
 
 def commands(frame: pd.DataFrame) -> list[str | None]:
-    """Return the command that runs each job again: from the sweep.json above its folder, else its own; None without any."""
+    """Return the command that runs each job again: from the sweep.json above its folder, else its own; None without
+    any."""
     known: dict[Path, str] = {}
-    for above in {parent for folder in frame["folder"] for parent in Path(folder).parents if (parent / "sweep.json").is_file()}:
+    for above in {
+        parent for folder in frame["folder"] for parent in Path(folder).parents if (parent / "sweep.json").is_file()
+    }:
         for job in json.loads((above / "sweep.json").read_text(encoding="utf-8"))["jobs"]:
             if job["folder"] is not None:
                 # An experiment may itself be a sweep; this is one job of it.
@@ -136,7 +141,10 @@ def _table(cells: pd.DataFrame, runs: pd.DataFrame | None = None, kind: str = ""
     """A table of texts; with `runs`, which have its index, the last column has each run's name and how to repeat it."""
     left = {"within", "strategy", "scheduler", "engine", "status"}
     classes = [' class="text"' if heading in left else "" for heading in cells]
-    heads = [f"<th{of}>{escape(str(heading)).replace(chr(10), '<br>')}</th>" for of, heading in zip(classes, cells, strict=True)]
+    heads = [
+        f"<th{of}>{escape(str(heading)).replace(chr(10), '<br>')}</th>"
+        for of, heading in zip(classes, cells, strict=True)
+    ]
     lines = []
     for index, *row in cells.itertuples():
         line = [f"<td{of}>{escape(word)}</td>" for of, word in zip(classes, row, strict=True)]

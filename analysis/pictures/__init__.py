@@ -1,7 +1,8 @@
 """The pictures of a sweep and of a run. Each function returns a matplotlib Figure; `save` writes it.
 
-In all of them: measured is solid, predicted is dashed or hollow, the star is the fastest of what is shown, other engines are
-black or grey, colours survive colour-blindness. A series has one colour and mark in all pictures of a workload (`looks`).
+In all of them: measured is solid, predicted is dashed or hollow, the star is the fastest of what is shown, other
+engines are black or grey, colours survive colour-blindness. A series has one colour and mark in all pictures of a
+workload (`looks`).
 """
 
 from analysis.pictures.collectives import collectives

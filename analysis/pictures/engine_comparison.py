@@ -26,8 +26,8 @@ _BOUNDS = {"traffic": ":", "structural": "--"}
 
 @style.styled
 def engine_comparison(document: Mapping[str, Any]) -> Figure:
-    """Draw the JSON of `experiments/compare.py`; engines that do not fit a budget are faint. Raises ValueError if there is
-    nothing to draw.
+    """Draw the JSON of `experiments/compare.py`; engines that do not fit a budget are faint. Raises ValueError if there
+    is nothing to draw.
     """
     budgets = [budget for budget in document["budgets"] if budget["lines"]]
     if not budgets:
@@ -47,7 +47,10 @@ def engine_comparison(document: Mapping[str, Any]) -> Figure:
     handles = [
         *(Patch(ec="white", label=name, **look) for name, look in _PARTS.items()),
         Line2D([], [], color=style.INK, lw=1.2, marker="|", ms=5, label="least to greatest"),
-        *(Line2D([], [], color=style.INK, ls=dashes, lw=1.2, label=f"{name} bound") for name, dashes in _BOUNDS.items()),
+        *(
+            Line2D([], [], color=style.INK, ls=dashes, lw=1.2, label=f"{name} bound")
+            for name, dashes in _BOUNDS.items()
+        ),
     ]
     style.legend_below(figure, handles, notes=_notes(document))
     return figure
@@ -61,10 +64,18 @@ def _draw(axes: Axes, budget: Mapping[str, Any]) -> None:
             left += milliseconds
         low, high = line["step_s"]["low"] * 1e3, line["step_s"]["high"] * 1e3
         axes.plot([low, high], [at, at], color=style.INK, lw=1.2, marker="|", ms=5, alpha=alpha)
-        words = ["does not fit" if line["fits"] is False else "" if line["ratio"] is None else f"{line['ratio']['median']:.2f} ×"]
+        words = [
+            "does not fit"
+            if line["fits"] is False
+            else ""
+            if line["ratio"] is None
+            else f"{line['ratio']['median']:.2f} ×"
+        ]
         words += [] if line["overlap_ratio"] is None else [f"overlap ratio {line['overlap_ratio']:.2f}"]
         words += [] if line["peak_bytes"] is None else [f"peak {line['peak_bytes'] / MIB:.1f} MiB"]
-        axes.annotate(", ".join(filter(None, words)), (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            ", ".join(filter(None, words)), (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
     for name, seconds in budget["bounds"].items():
         axes.axvline(seconds * 1e3, color=style.INK, ls=_BOUNDS[name], lw=1.2)
     limit, words = budget["budget_bytes"], budget["budget"]
@@ -91,7 +102,8 @@ def _parts(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _notes(document: Mapping[str, Any]) -> str:
     losses = document["losses"]
-    words = f"2.00 × takes twice as long as {document['base']}; bounds are predicted from the profile, all else is measured; "
+    words = f"2.00 × takes twice as long as {document['base']}; bounds are predicted from the profile, "
+    words += "all else is measured; "
     if not losses["differences"]:
         return words + "losses were not compared"
     if not losses["equal"]:

@@ -33,11 +33,11 @@ RECOMPUTES = "↻"
 def memory_over_period(
     timeline: Timeline, budget_bytes: float | None = None, title: str = "memory", recomputed: Collection[str] = ()
 ) -> Figure:
-    """Draw bytes per rank in every slot by category: measured if there is any measurement, with the predicted total and the
-    budget as lines. `recomputed` names units. Raises ValueError for a timeline without memory by slot.
+    """Draw bytes per rank in every slot by category: measured if there is any measurement, with the predicted total and
+    the budget as lines. `recomputed` names units. Raises ValueError for a timeline without memory by slot.
 
-    Categories are told at their highest in the slot and need not be so together, so those on top, which come and go, are cut to
-    the total.
+    Categories are told at their highest in the slot and need not be so together, so those on top, which come and go,
+    are cut to the total.
     """
     memory = timeline.memory
     if not memory:
@@ -65,7 +65,9 @@ def memory_over_period(
     for totals, words, look in lines:
         axes.stairs(totals, edges, baseline=None, **look)
         handles.append(Line2D([], [], label=words, **look))
-    axes.set_title("peak " + ", ".join(f"{ask.gib(totals.max() * MIB)} {words.split()[-1]}" for totals, words, _ in lines))
+    axes.set_title(
+        "peak " + ", ".join(f"{ask.gib(totals.max() * MIB)} {words.split()[-1]}" for totals, words, _ in lines)
+    )
     top = max(totals.max() for totals, *_ in lines)
     if budget_bytes is not None:
         axes.axhline(budget_bytes / MIB, color="#B00020", lw=1.4)
@@ -75,7 +77,9 @@ def memory_over_period(
     short = style.shortened(m.slot for m in memory)
     labels = [f"{short[m.slot]} {RECOMPUTES}" if m.slot in again else short[m.slot] for m in memory]
     if any(label.endswith(RECOMPUTES) for label in labels):
-        handles.append(Line2D([], [], color="none", marker=f"${RECOMPUTES}$", mec=style.INK, mfc=style.INK, label="recomputes"))
+        handles.append(
+            Line2D([], [], color="none", marker=f"${RECOMPUTES}$", mec=style.INK, mfc=style.INK, label="recomputes")
+        )
     axes.set_ylim(0, top * 1.06)
     axes.set_xlim(0, len(memory))
     ticks = range(0, len(memory), -(-len(memory) // 24))

@@ -1,4 +1,5 @@
-"""Step time over peak memory, over a swept number, and over the share of the schedule; and the picture of a whole sweep."""
+"""Step time over peak memory, over a swept number, and over the share of the schedule; and the picture of a whole
+sweep."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from analysis import questions as ask
 from analysis.pictures import style
 from mdcs.sizes import GIB, MIB
 
-PANELS = (("step_s", "time per iteration"), ("overlap_s", "overlap duration"), ("extra_communication_s", "extra communication"))
+PANELS = (
+    ("step_s", "time per iteration"),
+    ("overlap_s", "overlap duration"),
+    ("extra_communication_s", "extra communication"),
+)
 _NOTES = 3
 _ALIKE = 0.01
 """Peaks that differ by this fraction of the greatest are one peak: no line joins them."""
@@ -59,11 +64,11 @@ def overview(frame: pd.DataFrame) -> Figure:
 
 @style.styled
 def step_time_over_memory(frame: pd.DataFrame) -> Figure:
-    """Step time (ms) over the peak memory of a rank, a line per strategy · scheduler: measured (median, p10–p90) at measured
-    peaks, predicted hollow at predicted ones. The star is the fastest of all that is shown.
+    """Step time (ms) over the peak memory of a rank, a line per strategy · scheduler: measured (median, p10–p90) at
+    measured peaks, predicted hollow at predicted ones. The star is the fastest of all that is shown.
 
-    A point is the best schedule_share of a budget. Runs that failed, are infeasible or incomplete are named below. Raises
-    ValueError if there is nothing to draw.
+    A point is the best schedule_share of a budget. Runs that failed, are infeasible or incomplete are named below.
+    Raises ValueError if there is nothing to draw.
     """
     title, rows = _workload(frame)
     looks = style.looks(rows)
@@ -76,9 +81,9 @@ def step_time_over_memory(frame: pd.DataFrame) -> Figure:
 
 @style.styled
 def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figure:
-    """Step time (ms) over a numeric setting, by its full key: by default the one with most values. A line per strategy ·
-    scheduler and everything else that was swept: measured (median, p10–p90), predicted hollow, repetitions as dots. Values that
-    are no numbers (null) stand at the left, before the first number.
+    """Step time (ms) over a numeric setting, by its full key: by default the one with most values. A line per strategy
+    · scheduler and everything else that was swept: measured (median, p10–p90), predicted hollow, repetitions as dots.
+    Values that are no numbers (null) stand at the left, before the first number.
 
     Raises ValueError if there is nothing to draw, or no number was swept.
     """
@@ -120,8 +125,8 @@ def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figur
 def tradeoff_curve(frame: pd.DataFrame, curve: pd.DataFrame | None = None) -> Figure:
     """Step time, overlap duration and extra communication (ms) over schedule_share, a line per strategy · scheduler.
 
-    Draws `curve`, the frame's rows of one workload and one budget; by default those with most shares. Raises ValueError if no
-    such rows have two shares.
+    Draws `curve`, the frame's rows of one workload and one budget; by default those with most shares. Raises ValueError
+    if no such rows have two shares.
     """
     if curve is None:
         curve = next(iter(ask.share_curves(frame)), None)
@@ -138,8 +143,8 @@ def over_memory(
     axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float, title: str = "time per iteration over memory",
     spread: str = ask.SPREAD,
 ) -> pd.DataFrame:  # fmt: skip
-    """Draw into axes that are `inches` wide; return the points (:func:`analysis.questions.over_memory`). `spread` says what the
-    bars are.
+    """Draw into axes that are `inches` wide; return the points (:func:`analysis.questions.over_memory`). `spread` says
+    what the bars are.
     """
     shown, points = ask.drawn(rows), ask.over_memory(rows)
     if not len(points):
@@ -201,8 +206,8 @@ def _draw(
     axes: Axes, rows: pd.DataFrame, points: pd.DataFrame, looks: style.Looks, *keys: str, by_budget: bool = False,
     compute: bool = True, spread: str = ask.SPREAD, narrow: float = 0.0,
 ) -> str:  # fmt: skip
-    """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as a star;
-    return that in words. `keys`, beside label, budget and share, say which runs a point stands for.
+    """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as
+    a star; return that in words. `keys`, beside label, budget and share, say which runs a point stands for.
     """
     on, time = ["label", "budget_bytes", "schedule_share", *keys], ask.time_of(rows)
     rows = rows if "label" in rows else rows.assign(label=ask.labels(rows))
@@ -254,8 +259,16 @@ def handles(rows: pd.DataFrame) -> list[Line2D]:
     hollow: dict[str, Any] = {"ls": "--", "lw": 1.1, "marker": "o", "mfc": "white", "mew": 1.1, "ms": 6.5}
     return [
         *([Line2D([], [], color=style.GREY, label="measured")] if len(ask.measured(rows)) else []),
-        *([Line2D([], [], color=style.GREY, label="predicted", **hollow)] if rows["predicted_step_s"].notna().any() else []),
-        *([Line2D([], [], ls="", marker=".", label="a run of several", **style.REPETITION)] if ask.repeated(rows) else []),
+        *(
+            [Line2D([], [], color=style.GREY, label="predicted", **hollow)]
+            if rows["predicted_step_s"].notna().any()
+            else []
+        ),
+        *(
+            [Line2D([], [], ls="", marker=".", label="a run of several", **style.REPETITION)]
+            if ask.repeated(rows)
+            else []
+        ),
         Line2D([], [], color="none", label="fastest of all shown", **style.STAR),
     ]
 
@@ -267,7 +280,10 @@ def _memory_handles() -> list[Line2D]:
 
 def _curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     handles = [Line2D([], [], **_RING, label="stop point: fastest of its curve")]
-    if any(low < high for low, high in (ask.plateau(rows, ask.time_of(curve)) for rows in ask.series(ask.drawn(curve)).values())):
+    if any(
+        low < high
+        for low, high in (ask.plateau(rows, ask.time_of(curve)) for rows in ask.series(ask.drawn(curve)).values())
+    ):
         handles.append(Line2D([], [], color=style.GREY, **_PLATEAU, label="plateau: shares as fast as it"))
     missing = ask.not_measured(curve)
     if len(missing):

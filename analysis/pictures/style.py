@@ -49,10 +49,12 @@ KIND_WORDS, KIND_COLOURS = ({kind: of[i] for kind, of in KINDS.items()} for i in
 STYLE: dict[str, Any] = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.titlepad": 6, "axes.labelsize": 9,
     "axes.edgecolor": "#999999", "axes.linewidth": 0.8, "axes.labelcolor": INK, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7, "xtick.color": "#555555", "ytick.color": "#555555", "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.6, "lines.markersize": 5, "figure.titlesize": 11,
-    "figure.titleweight": "bold", "text.color": INK, "savefig.facecolor": "white",
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y",
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7, "xtick.color": "#555555", "ytick.color": "#555555", "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.6, "lines.markersize": 5,
+    "figure.titlesize": 11, "figure.titleweight": "bold", "text.color": INK, "savefig.facecolor": "white",
 }  # fmt: skip
 
 
@@ -92,7 +94,8 @@ def look(labels: Iterable[str], peers: Iterable[str] = ()) -> Looks:
 
 
 def looks(rows: pd.DataFrame) -> Looks:
-    """Colour and mark of each series of a workload, for all of its pictures: they must not depend on what one picture shows."""
+    """Colour and mark of each series of a workload, for all of its pictures: they must not depend on what one picture
+    shows."""
     return look(ask.series(rows), ask.peers(rows))
 
 
@@ -116,11 +119,24 @@ def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: st
     if points["predicted_step_s"].notna().any():
         predicted, mark = points["predicted_step_s"] * 1e3, look["marker"]
         ls = "--" if line == "-" else line
-        axes.plot(points["predicted_at"], predicted, ls=ls, lw=1.1, c=colour, zorder=2, marker=mark, mfc="white", mew=1.1, ms=7)
+        axes.plot(
+            points["predicted_at"],
+            predicted,
+            ls=ls,
+            lw=1.1,
+            c=colour,
+            zorder=2,
+            marker=mark,
+            mfc="white",
+            mew=1.1,
+            ms=7,
+        )
     if step.notna().any():
         bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
         axes.plot(points["at"], step, color=colour, ls=line, lw=1.4, zorder=3)
-        axes.errorbar(points["at"], step, bars, fmt=look["marker"], color=colour, ms=5, elinewidth=1.4, capsize=2.5, zorder=4)
+        axes.errorbar(
+            points["at"], step, bars, fmt=look["marker"], color=colour, ms=5, elinewidth=1.4, capsize=2.5, zorder=4
+        )
 
 
 def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
@@ -135,15 +151,15 @@ def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
     small_rows = notes.count("\n") + 1 if notes else 0
     figure.set_figheight(figure.get_figheight() + (14 * rows + 11 * small_rows) / 72)
     legend = figure.legend(
-        handles=handles, loc="outside lower left", ncols=columns, columnspacing=1.8, handlelength=2.6, title=notes or None,
-        title_fontsize=7.5, alignment="left",
+        handles=handles, loc="outside lower left", ncols=columns, columnspacing=1.8, handlelength=2.6,
+        title=notes or None, title_fontsize=7.5, alignment="left",
     )  # fmt: skip
     legend.get_title().set_color(GREY)
 
 
 def shortened(names: Iterable[str]) -> dict[str, str]:
-    """Each name with as few trailing parts of its dotted paths as keep all apart: B:transformer.h.3 becomes B:3, and in a
-    message of several units, transformer.h.3+transformer.wpe, 3+wpe.
+    """Each name with as few trailing parts of its dotted paths as keep all apart: B:transformer.h.3 becomes B:3, and in
+    a message of several units, transformer.h.3+transformer.wpe, 3+wpe.
     """
     distinct = set(names)
 

@@ -22,8 +22,8 @@ _CORNERS = {"schedule": (0.5, _HEIGHT), "activations": (1.0, 0.0), "strategies":
 def three_shares(points: pd.DataFrame, title: str) -> Figure:
     """Predicted step time (ms) over the shares of the slack, as contours, with the measured times beside their points.
 
-    `points` has a row per division, with the columns `SHARES` (their sum is 1), `predicted_step_s` (missing where no plan
-    fits), `step_s` (missing where nothing was measured) and `is_stop`.
+    `points` has a row per division, with the columns `SHARES` (their sum is 1), `predicted_step_s` (missing where no
+    plan fits), `step_s` (missing where nothing was measured) and `is_stop`.
     """
     x, y = (sum(points[name] * _CORNERS[name][i] for name in SHARES) for i in range(2))
     times, known = points["predicted_step_s"].astype(float) * 1e3, points["predicted_step_s"].notna()
@@ -82,7 +82,12 @@ def _frame(axes: Axes) -> None:
     for name, (x, y) in _CORNERS.items():
         top = name == "schedule"
         axes.annotate(
-            words[name], (x, y), (0, 10 if top else -10), textcoords="offset points", ha="center", va="bottom" if top else "top"
+            words[name],
+            (x, y),
+            (0, 10 if top else -10),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if top else "top",
         )
     axes.set_axis_off()
     axes.set_aspect("equal")

@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 
-def build_model(layers: int = 2, width: int = 64, heads: int = 4, vocab: int = 256, weights: str | None = None) -> nn.Module:
+def build_model(
+    layers: int = 2, width: int = 64, heads: int = 4, vocab: int = 256, weights: str | None = None
+) -> nn.Module:
     """Build a GPT-2 of these sizes, or load the model that `save_pretrained` has left in a folder."""
     if weights is not None:
         return AutoModelForCausalLM.from_pretrained(weights, local_files_only=True)

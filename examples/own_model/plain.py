@@ -48,7 +48,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, activation: nn.Module) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)

@@ -201,7 +201,12 @@ def analytic_profile(
         collectives=COLLECTIVES,
         copy_seconds_per_byte=2 / device.memory_rate,
         recompute=() if model.checkpointing else _options(model, device),
-        about={"model": str(asdict(model)), "device": str(asdict(device)), "network": str(asdict(network)), "group": group},
+        about={
+            "model": str(asdict(model)),
+            "device": str(asdict(device)),
+            "network": str(asdict(network)),
+            "group": group,
+        },
     )
 
 
@@ -209,7 +214,10 @@ def _options(model: Transformer, device: Device) -> tuple[RecomputeOption, ...]:
     """Return two options per block. The peak of its backward is the same with each."""
     output, scores = 2 * model.tokens * model.width, 5 * model.tokens * model.heads * model.sequence
     freed = {FULL: model.block_activations - output, SELECTIVE: scores}
-    seconds = {FULL: _forward_s(model, device), SELECTIVE: device.seconds(4 * model.tokens * model.sequence * model.width)}
+    seconds = {
+        FULL: _forward_s(model, device),
+        SELECTIVE: device.seconds(4 * model.tokens * model.sequence * model.width),
+    }
     return tuple(
         RecomputeOption(i + 1, choice, (RecomputeUse(i + 1, model.layers - i, size, seconds[choice], size + output),))
         for i in range(model.layers)
@@ -238,7 +246,10 @@ def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
         Slot(0, "F", head, saved, saved + logits),
         Slot(0, "B", 2 * head, saved + logits, saved + 2 * logits),
         # The backward of a block also holds the gradients of its output and its input.
-        *(Slot(unit, "B", backward, live + kept + output, live + inside + 2 * output) for unit, live in reversed(blocks)),
+        *(
+            Slot(unit, "B", backward, live + kept + output, live + inside + 2 * output)
+            for unit, live in reversed(blocks)
+        ),
         Slot(0, "B", 0.0, 2 * output, 2 * output),
     )  # fmt: skip
 

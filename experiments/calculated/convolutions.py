@@ -1,11 +1,12 @@
 """Convolutional networks as layers, from their tables: VGG-16, ResNet-50, 101 and 152, Inception V3.
 
-A convolution of k × l from c to d channels on an output of s × s has k · l · c · d parameters and as many multiply-adds for each
-of the s² places; batch normalization adds 2 d parameters. What backward needs is its input and output, in fp32. Layers are the
-units that a training loop reduces together: convolutions of VGG, bottlenecks of ResNet, blocks of Inception.
+A convolution of k × l from c to d channels on an output of s × s has k · l · c · d parameters and as many multiply-adds
+for each of the s² places; batch normalization adds 2 d parameters. What backward needs is its input and output, in
+fp32. Layers are the units that a training loop reduces together: convolutions of VGG, bottlenecks of ResNet, blocks of
+Inception.
 
-Tables: Simonyan and Zisserman 2014 (https://arxiv.org/abs/1409.1556), He et al. 2015 (https://arxiv.org/abs/1512.03385),
-Szegedy et al. 2015 (https://arxiv.org/abs/1512.00567), without its auxiliary head.
+Tables: Simonyan and Zisserman 2014 (https://arxiv.org/abs/1409.1556), He et al. 2015
+(https://arxiv.org/abs/1512.03385), Szegedy et al. 2015 (https://arxiv.org/abs/1512.00567), without its auxiliary head.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def _layer(name: str, parts: Sequence[tuple[int, int, int]], batch: int) -> Laye
     )
 
 
-def _conv(inputs: int, outputs: int, size: int, kernel: tuple[int, int] = (1, 1), norm: bool = True) -> tuple[int, int, int]:
+def _conv(
+    inputs: int, outputs: int, size: int, kernel: tuple[int, int] = (1, 1), norm: bool = True
+) -> tuple[int, int, int]:
     weights = kernel[0] * kernel[1] * inputs * outputs
     return weights + (2 if norm else 1) * outputs, weights * size**2, outputs * size**2 * (2 if norm else 1)
 
@@ -55,7 +58,8 @@ _REPEATS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 def resnet(depth: int, batch: int) -> tuple[Layer, ...]:
-    """Return the layers of a ResNet of 50, 101 or 152 layers on images of 224 × 224. Raises ValueError for another depth."""
+    """Return the layers of a ResNet of 50, 101 or 152 layers on images of 224 × 224. Raises ValueError for another
+    depth."""
     if depth not in _REPEATS:
         raise ValueError(f"ResNet has a depth of {', '.join(map(str, _REPEATS))}, got {depth}")
     layers = [_layer("conv1", [_conv(3, 64, 112, (7, 7))], batch)]
@@ -108,7 +112,9 @@ def inception_v3(batch: int) -> tuple[Layer, ...]:
     for i, (inputs, pool) in enumerate(((192, 32), (256, 64), (288, 64))):
         branches = ((s(64),), (s(48), s(64, 5)), (s(64), s(96, 3), s(96, 3)), (s(pool),))
         layers.append((f"mixed_5{'bcd'[i]}", block(inputs, 35, *branches)))
-    layers.append(("mixed_6a", block(288, 17, (s(384, 3),)) + block(288, 35, (s(64), s(96, 3))) + block(96, 17, (s(96, 3),))))
+    layers.append(
+        ("mixed_6a", block(288, 17, (s(384, 3),)) + block(288, 35, (s(64), s(96, 3))) + block(96, 17, (s(96, 3),)))
+    )
     for i, c in enumerate((128, 160, 160, 192)):
         parts = block(768, 17, (s(192),), (s(c), *_factored(c, 192)), (s(c), *_factored(c, c, c, 192)), (s(192),))
         layers.append((f"mixed_6{'bcde'[i]}", parts))

@@ -1,17 +1,18 @@
 """Decoders as layers: the GPT and Llama families, with flash attention, in 16 bit.
 
-**Parameters** of a block of width w, with k = w · kv_heads / heads: attention 2 w² + 2 w k, MLP 2 w h (two matrices) or 3 w h
-(gated), norms 2 w; with biases one for every output and norm. With ``experts``, every expert is such an MLP, and a router has
-w · experts.
+**Parameters** of a block of width w, with k = w · kv_heads / heads: attention 2 w² + 2 w k, MLP 2 w h (two matrices) or
+3 w h (gated), norms 2 w; with biases one for every output and norm. With ``experts``, every expert is such an MLP, and
+a router has w · experts.
 
-**Operations** in forward: two per parameter that a token uses and token, and 4 · sequence · w per token in attention. Flash
-attention computes the scores again in backward; as all of backward is counted twice the forward, 2.5 times attention is
-rounded to 2.
+**Operations** in forward: two per parameter that a token uses and token, and 4 · sequence · w per token in attention.
+Flash attention computes the scores again in backward; as all of backward is counted twice the forward, 2.5 times
+attention is rounded to 2.
 
-**Bytes** that a block keeps per token (2 bytes an element): inputs and outputs of both norms 4 w, q, k and v w + 2 k, output of
-attention w, and in the MLP 2 h (GELU: its input and output) or 4 h (SwiGLU: gate, its SiLU, up, their product), for each expert
-that the token goes to. Flash attention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) keeps no scores. Selective
-recomputation keeps outputs of matrix products and of attention, and frees the outputs of norms and activations.
+**Bytes** that a block keeps per token (2 bytes an element): inputs and outputs of both norms 4 w, q, k and v w + 2 k,
+output of attention w, and in the MLP 2 h (GELU: its input and output) or 4 h (SwiGLU: gate, its SiLU, up, their
+product), for each expert that the token goes to. Flash attention (Dao et al. 2022, https://arxiv.org/abs/2205.14135)
+keeps no scores. Selective recomputation keeps outputs of matrix products and of attention, and frees the outputs of
+norms and activations.
 
 The first and the last layer, embedding and head, share the root unit, as with FSDP. The head keeps logits and
 log-probabilities; a third tensor of this size lives for a moment, in forward and in backward.
@@ -41,8 +42,8 @@ class Decoder:
     - ``biases``: whether matrices and norms have biases.
     - ``experts``, ``active``: experts of each MLP, and how many of them a token goes to.
 
-    Raises ValueError for a number that is not positive, heads that ``kv_heads`` does not divide, and more active experts
-    than there are.
+    Raises ValueError for a number that is not positive, heads that ``kv_heads`` does not divide, and more active
+    experts than there are.
     """
 
     layers: int

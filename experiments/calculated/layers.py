@@ -28,8 +28,8 @@ class Layer:
     - ``operations``: floating-point operations of its forward.
     - ``kept``: bytes that forward saves for backward, with its input.
     - ``output``: bytes of its output.
-    - ``cheap``: bytes of ``kept`` that selective recomputation frees: neither input nor output of a matrix product that is
-      kept. 0: the layer does not recompute.
+    - ``cheap``: bytes of ``kept`` that selective recomputation frees: neither input nor output of a matrix product that
+      is kept. 0: the layer does not recompute.
     - ``workspace``: bytes that only exist while it runs, in forward and in backward.
 
     Raises ValueError for a negative number.

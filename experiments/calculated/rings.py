@@ -1,7 +1,7 @@
 """Links of clusters whose collectives run as NCCL's rings: one ring through all devices, node after node.
 
-A ring enters and leaves every node once, so all bytes that a device sends also go through its node's network cards, which the
-devices of the node share. The slower of both decides the rate (in NCCL's words the bus bandwidth):
+A ring enters and leaves every node once, so all bytes that a device sends also go through its node's network cards,
+which the devices of the node share. The slower of both decides the rate (in NCCL's words the bus bandwidth):
 
     β = 1 / min(rate within a node, cards · rate of a card · 0.96)    seconds per byte that a device sends
 
@@ -9,10 +9,11 @@ and every step of the ring is a hop, across nodes for one step in ``per_node``:
 
     α = base + (steps - steps across) · hop within + steps across · hop across
 
-with N - 1 steps, nodes - 1 of them across, and twice as many for an all-reduce. The constants are those by which NCCL itself
-chooses (https://github.com/NVIDIA/nccl, src/graph/tuning.cc and topo.h): for each of two protocols, Simple and LL128, base and
-hops in microseconds, and the part of the rate that the protocol reaches. Like NCCL the link takes the protocol that is faster
-for messages of a given size; LL128 only over NVLink. NCCL counts 12 GB/s for a card of 100 Gbit/s.
+with N - 1 steps, nodes - 1 of them across, and twice as many for an all-reduce. The constants are those by which NCCL
+itself chooses (https://github.com/NVIDIA/nccl, src/graph/tuning.cc and topo.h): for each of two protocols, Simple and
+LL128, base and hops in microseconds, and the part of the rate that the protocol reaches. Like NCCL the link takes the
+protocol that is faster for messages of a given size; LL128 only over NVLink. NCCL counts 12 GB/s for a card of 100
+Gbit/s.
 """
 
 from __future__ import annotations
@@ -98,7 +99,12 @@ class Cluster:
             beta.append(b)
         block = max(a / b for a, b in zip(alpha, beta, strict=True)) * _SATURATED / (1 - _SATURATED)
         return Link(
-            tuple(alpha), tuple(beta), 1, int(block) + 1, gap=(0.0,) * len(alpha), per_node=self.per_node if two_levels else 0
+            tuple(alpha),
+            tuple(beta),
+            1,
+            int(block) + 1,
+            gap=(0.0,) * len(alpha),
+            per_node=self.per_node if two_levels else 0,
         )
 
     def _sent(self, kind: Kind, size: int) -> int:
@@ -113,8 +119,11 @@ class Cluster:
         if kind.is_gather:
             return inside
         # Every device of a node has a ring of its own across nodes for its shard. They share the cards.
-        across = self._ring(protocol, 2, self.nodes - 1, self.nodes - 1, min(self.inside_rate, self._across / self.per_node))
-        first, second = 1 - 1 / self.per_node, 2 * (1 - 1 / self.nodes) / self.per_node  # bytes sent per byte of the message
+        across = self._ring(
+            protocol, 2, self.nodes - 1, self.nodes - 1, min(self.inside_rate, self._across / self.per_node)
+        )
+        # bytes sent per byte of the message
+        first, second = 1 - 1 / self.per_node, 2 * (1 - 1 / self.nodes) / self.per_node
         return inside[0] + across[0], (first * inside[1] + second * across[1]) / (first + second)
 
     def _ring(self, protocol: _Protocol, times: int, steps: int, across: int, rate: float) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Turn a config that Hydra composed, or a file, into a typed and checked config. Every error names the full key.
 
-Ranges are declared beside their fields, in :mod:`experiments.config.schema` and in the classes of options. The rules that
-span several groups are in :mod:`experiments.config.rules`.
+Ranges are declared beside their fields, in :mod:`experiments.config.schema` and in the classes of options. The rules
+that span several groups are in :mod:`experiments.config.rules`.
 
 The parent process writes the resolved config once (`save`), and every rank reads it (`load`): ranks never compose.
 """
@@ -34,7 +34,8 @@ from mdcs.planner.registry import decides_schedule
 
 @contextmanager
 def composing(folder: Path = CONF) -> Iterator[None]:
-    """Initialize Hydra for the block, for programs with a command line of their own. The folder has the primary config."""
+    """Initialize Hydra for the block, for programs with a command line of their own. The folder has the primary config.
+    """
     register()
     with initialize_config_dir(str(folder), version_base="1.3"):
         yield
@@ -45,8 +46,8 @@ def compose_config(
 ) -> Config:
     """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error.
 
-    The primary config is that of the running program. like: a profile that says what the command line does not, for a job
-    without one.
+    The primary config is that of the running program. like: a profile that says what the command line does not, for a
+    job without one.
     """
     primary = HydraConfig.get().job.config_name if HydraConfig.initialized() else None
     try:
@@ -93,7 +94,9 @@ def from_composed(
         left_out = not given and group in _MAY_BE_LEFT_OUT
         choice = (choices or {}).get(group)
         retargeted = choice != "own" and any(each.lstrip("+").startswith(f"{group}.{TARGET}=") for each in said or ())
-        setattr(config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, choice, retargeted=retargeted))
+        setattr(
+            config, group, _MAY_BE_LEFT_OUT[group] if left_out else make(group, given, choice, retargeted=retargeted)
+        )
     assert isinstance(config, Config)
     if isinstance(config.data, Auto):
         config.data = config.data.chosen(config.model.inputs)
@@ -139,7 +142,8 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Read a file that `save` wrote, of a config that was checked. Raises ConfigError for keys and types that are wrong."""
+    """Read a file that `save` wrote, of a config that was checked. Raises ConfigError for keys and types that are
+    wrong."""
     composed = OmegaConf.load(path)
     assert isinstance(composed, DictConfig)
     return from_composed(composed)

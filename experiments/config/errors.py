@@ -13,7 +13,13 @@ from collections.abc import Sequence
 
 from hydra.conf import HydraConf
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from experiments.config import schema
 from experiments.config.files import CONF, groups, values
@@ -37,7 +43,8 @@ _WORDS = {
     r"Could not append to config\. An item is already at '([^']+)'": "is set already: leave out the +",
     r"Multiple values for ([^ ]+)\.": "is set already: leave out the +",
     r"Ambiguous value for argument '([^=']+)=(.*)'": "is one value, got {1}: to run one job for each, add -m",
-    r"Error merging override \+*([^=]+)=(.*)": "has another type, got {1}",  # a list for keys and values, or the other way about
+    # a list for keys and values, or the other way about
+    r"Error merging override \+*([^=]+)=(.*)": "has another type, got {1}",
 }
 """Hydra's words, of which the first group is the key, and ours."""
 
@@ -95,7 +102,8 @@ def unknown_key(key: str) -> ConfigError:
     siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
     others = _option_keys() | {each.rpartition(".")[2]: each for each in reversed(known)}
     whole = {} if group and siblings else {each: each for each in known}
-    # A name of the same group (`link.latncy_us`), else the whole key (`runs.steps`), else a name of any group (`steps`).
+    # A name of the same group (`link.latncy_us`), else the whole key (`runs.steps`), else a name of any group
+    # (`steps`).
     for asked, among, cutoff in ((name, siblings, 0.6), (key, whole, 0.75), (name, others, 0.75)):
         if near := difflib.get_close_matches(asked, among, n=1, cutoff=cutoff):
             return ConfigError(key, f"no such key; did you mean {among[near[0]]}?")

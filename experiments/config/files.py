@@ -54,7 +54,9 @@ def primary(arguments: Sequence[str]) -> str:
 def _flag(arguments: Sequence[str], *names: str) -> list[str]:
     """The values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``."""
     apart = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in names]
-    return apart + [value for key, equals, value in (each.partition("=") for each in arguments) if equals and key in names]
+    return apart + [
+        value for key, equals, value in (each.partition("=") for each in arguments) if equals and key in names
+    ]
 
 
 def _folder(name: str) -> Path:

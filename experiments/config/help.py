@@ -46,11 +46,14 @@ def text(about: str, arguments: Sequence[str], own: Sequence[str] = ()) -> str:
     declared = fields_by_key()
     for group in (field.name for field in dataclasses.fields(Config) if field.name not in {*OWN} - {*own}):
         keys = _of_class(composed, group) if group in OPTION_GROUPS else {
-            key: (OmegaConf.select(composed, key), leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")
+            key: (OmegaConf.select(composed, key), leaf) for key,
+            leaf in declared.items() if key.startswith(f"{group}.")
         }  # fmt: skip
         lines += [""] if keys else []
         for key, (value, leaf) in keys.items():
-            lines += _entry(f"{key}={'{…}' if isinstance(value, Mapping) and value else shown(value)}", meaning(leaf), _INDENT)
+            lines += _entry(
+                f"{key}={'{…}' if isinstance(value, Mapping) and value else shown(value)}", meaning(leaf), _INDENT
+            )
     more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
     return "\n".join([*lines, "", more])
 

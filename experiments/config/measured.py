@@ -31,7 +31,10 @@ def with_profile(composed: DictConfig, said: Sequence[str], like: str | None = N
         profile = Profile.from_json(Path(str(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError):
         return composed
-    about, keys = {"cluster.ranks": str(profile.world), **profile.about}, {each.partition("=")[0].lstrip("+~") for each in said}
+    about, keys = (
+        {"cluster.ranks": str(profile.world), **profile.about},
+        {each.partition("=")[0].lstrip("+~") for each in said},
+    )
     made = composed.copy()
     with read_write(made), open_dict(made):
         if "experiment" not in keys:
@@ -63,7 +66,9 @@ def _option(group: str, given: DictConfig, about: dict[str, str], keys: set[str]
     own = {key.removeprefix(f"{group}."): text for key, text in about.items() if key.startswith(f"{group}.")}
     cls = targets.load(group, about[group], own)
     told: Any = OmegaConf.to_container(given, resolve=True)
-    values = {key: value for key, value in told.items() if key != "name"} if told.get(targets.TARGET) == about[group] else {}
+    values = (
+        {key: value for key, value in told.items() if key != "name"} if told.get(targets.TARGET) == about[group] else {}
+    )
     profiled = {name for name, field in options(cls).items() if field.metadata.get("profiled", True)}
     known = {name: _value(text) for name, text in own.items() if name in profiled}
     if "name" in options(cls):

@@ -37,7 +37,8 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
      "divides what budget.schedule_share leaves: set both"),
     ("budget.activation_share", lambda c: c.budget.activation_share is not None and c.recompute != Planned(),
      "needs recompute=planned, got {c.recompute.name}"),
-    ("budget.reserve_mib", lambda c: c.budget.value.size is not None and c.budget.reserve_mib * MIB >= c.budget.value.size,
+    ("budget.reserve_mib",
+     lambda c: c.budget.value.size is not None and c.budget.reserve_mib * MIB >= c.budget.value.size,
      "must be below the budget of {c.budget.limit}, got {value}"),
     ("tradeoff.budgets", lambda c: "none" in c.tradeoff.budgets, "are those of the front, each a limit; got none"),
     ("tradeoff.plane", lambda c: 0 < c.tradeoff.plane < 3, "must be 0 or >= 3, got {value}"),
@@ -74,7 +75,8 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
      "must be real with cluster.name=shaped, got {value}"),
     ("collectives.algorithm", lambda c: c.cluster.device == "cuda" and c.collectives.named not in (None, "native"),
      "must be native with cluster.device=cuda, got {value}"),
-    ("batch.profiles", lambda c: c.batch.find is None and c.batch.profiles, "has no effect without batch.find, got {value}"),
+    ("batch.profiles", lambda c: c.batch.find is None and c.batch.profiles,
+     "has no effect without batch.find, got {value}"),
     ("batch.at_most", lambda c: c.batch.find is None and c.batch.at_most != type(c.batch)().at_most,
      "has no effect without batch.find, got {value}"),
     ("batch.find", lambda c: c.batch.find and c.budget.value.size is None,
@@ -83,7 +85,8 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
      "are measured, and the profile is another one; got {value}"),
     ("strategy.each",
      lambda c: c.profile.name == "analytic" and isinstance(c.strategy, Uniform) and Strategy(c.strategy.each).in_node,
-     "{value} needs a profile of several hosts, measured; in calculated ones profile.group=node shards all units within nodes"),
+     "{value} needs a profile of several hosts, measured; in calculated ones profile.group=node shards all units "
+     "within nodes"),
     ("profile.refresh", lambda c: c.profile.path is not None and c.profile.refresh,
      "measures a profile, and profile.path={c.profile.path} is one"),
     # other engines than mdcs
@@ -155,7 +158,8 @@ def _check_data(config: Config) -> None:
 
 def _check_unplanned(config: Config) -> None:
     """Raise ConfigError if a group that only planning uses has not the values of conf/config.yaml."""
-    measured = config.budget.limit if config.budget.value.size else "none"  # bytes, with which a measured peak is compared
+    # bytes, with which a measured peak is compared
+    measured = config.budget.limit if config.budget.value.size else "none"
     usual: dict[str, Any] = {
         "strategy": Uniform("dp"), "scheduler": Wfbp(), "recompute": AUTO, "collectives": CollectivesConfig(),
         "profile": ProfileConfig(), "link": LinkConfig(), "budget": BudgetConfig(measured),
@@ -194,7 +198,9 @@ def _check_profile(config: Config, path: Path) -> None:
     for key, value in job.items():
         if key.endswith(f".{CODE}"):
             if about.get(key, value) != value:
-                other = f"{path} was measured with other code of the {key.partition('.')[0]}; leave it out to measure anew"
+                other = (
+                    f"{path} was measured with other code of the {key.partition('.')[0]}; leave it out to measure anew"
+                )
                 warnings.warn(f"profile.path: {other}", stacklevel=2)
         elif about.get(key, value) != value:
             was = f"{path} was measured with {_NAMED.get(key, key)} {about[key] or 'none'}"

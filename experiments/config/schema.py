@@ -103,7 +103,9 @@ class CollectivesConfig:
     """The family of algorithms that carries all messages. They are explained in mdcs/profile/algorithms.py."""
 
     algorithm: str = option(
-        "auto", "auto: the fastest measured; on an emulated link ring, on NCCL native", choices=("auto", *ALGORITHMS["gloo"])
+        "auto",
+        "auto: the fastest measured; on an emulated link ring, on NCCL native",
+        choices=("auto", *ALGORITHMS["gloo"]),
     )
 
     @property
@@ -116,13 +118,17 @@ class CollectivesConfig:
 class ClusterConfig:
     name: str = option(
         "local",
-        "local: a process per rank; shaped: nodes behind real links of a set rate; emulated: one process, and messages that "
-        "only take time; joined: the ranks that torchrun or srun has started, which a program says by itself",
+        "local: a process per rank; shaped: nodes behind real links of a set rate; emulated: one process, and "
+        "messages that only take time; joined: the ranks that torchrun or srun has started, which a program says by "
+        "itself",
         choices=("local", "shaped", "emulated", "joined"),
     )
     ranks: int = option(2, "ranks; of joined: as many as were started", at_least=1)
     nodes: int | None = option(
-        None, "hosts, with as many ranks each; null with shaped: one for each rank", at_least=1, used_by=("shaped", "joined")
+        None,
+        "hosts, with as many ranks each; null with shaped: one for each rank",
+        at_least=1,
+        used_by=("shaped", "joined"),
     )
     network: str | None = option(
         None, "between the hosts: profiles are kept by it; null: interface and rate", used_by=("joined",)
@@ -138,7 +144,9 @@ class ClusterConfig:
     )
     device: str = option("cpu", "where the model is", choices=("cpu", "cuda"))
     peak_tflops: float | None = option(
-        None, "peak rate of a device in run.precision, in TFLOP/s, of which runs report their share (MFU); null: none", above=0
+        None,
+        "peak rate of a device in run.precision, in TFLOP/s, of which runs report their share (MFU); null: none",
+        above=0,
     )
     backend: str | None = option(
         None, "backend of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
@@ -223,7 +231,9 @@ class RunConfig:
     accumulation: int = option(1, "micro-steps per step", at_least=1)
     seed: int = option(0, "seed of the weights", at_least=0)
     precision: str = option(
-        "fp32", "type of compute and messages; bf16 and fp16 update fp32 masters", choices=("fp32", "fp64", "bf16", "fp16")
+        "fp32",
+        "type of compute and messages; bf16 and fp16 update fp32 masters",
+        choices=("fp32", "fp64", "bf16", "fp16"),
     )
     grad_precision: str = option(
         "same", "type of gradients after their backward, on the wire and in shards; same: as precision",
@@ -237,9 +247,13 @@ class RunConfig:
         None, "steps between checkpoints, in the run's folder, one of the last step included; null: none", at_least=1
     )
     keep: int = option(2, "checkpoints that are kept, the newest", at_least=1)
-    save_beside: bool = option(True, "written from a copy while training goes on, if the budget has room; false: before it does")
+    save_beside: bool = option(
+        True, "written from a copy while training goes on, if the budget has room; false: before it does"
+    )
     resume: str | None = option(
-        None, "auto: from the run's newest checkpoint that is whole, if any; a path: from that folder of checkpoints, or of one"
+        None,
+        "auto: from the run's newest checkpoint that is whole, if any; a path: from that folder of checkpoints, or of "
+        "one",
     )
     profile_iterations: int = option(5, "iterations the profile is measured with", at_least=1)
 
@@ -251,7 +265,9 @@ class SweepConfig:
     force: bool = option(False, "run every job, in a new folder if hydra.sweep.dir has the time in it")
     retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")
     fail_fast: bool = option(False, "run no more jobs once one has failed")
-    warm: bool = option(True, "ranks on this machine's CPU are forks of a process that stays; false: each job starts its own")
+    warm: bool = option(
+        True, "ranks on this machine's CPU are forks of a process that stays; false: each job starts its own"
+    )
 
 
 @dataclass
@@ -299,11 +315,15 @@ class BatchConfig:
 class CompareConfig:
     """Settings of mdcs compare."""
 
-    vary: dict[str, str] = option({}, "who takes turns: names, and overrides of the job; values with commas are several")
+    vary: dict[str, str] = option(
+        {}, "who takes turns: names, and overrides of the job; values with commas are several"
+    )
     base: str | None = option(None, "ratios and losses are compared with it; null: the first")
     only: list[str] = option([], "names of those to run; none: all that can run here")
     rounds: int = option(3, "how often each runs", at_least=1)
-    budgets: list[str] = option([], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own")
+    budgets: list[str] = option(
+        [], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own"
+    )
     tolerance: float = option(5e-3, "greatest relative difference of equal losses", at_least=0)
 
 
@@ -312,7 +332,8 @@ class SearchConfig:
     """Settings of mdcs search."""
 
     over: list[str] = option(
-        [], "what is searched, as overrides with Hydra's sweeps, e.g. link.depth=int(interval(1,4)); none: bytes, share and depth"
+        [], "what is searched, as overrides with Hydra's sweeps, e.g. link.depth=int(interval(1,4)); "
+        "none: bytes, share and depth"
     )  # fmt: skip
     trials: int = option(20, "trials in all, those of earlier calls included", at_least=1)
     seed: int = option(0, "seed of Optuna's sampler", at_least=0)

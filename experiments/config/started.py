@@ -38,7 +38,11 @@ def adapted(config: Config, overrides: Sequence[str]) -> Config:
         return config
     said = {override.partition("=")[0].lstrip("+") for override in overrides}
     if config.profile.path is not None:  # its ranks and network are compared with those that are here, not asked for
-        usual = {name: getattr(ClusterConfig(), name) for name in ("ranks", "nodes", "network") if f"cluster.{name}" not in said}
+        usual = {
+            name: getattr(ClusterConfig(), name)
+            for name in ("ranks", "nodes", "network")
+            if f"cluster.{name}" not in said
+        }
         config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **usual))
     made = with_ranks(config, here.starter, here.ranks, here.hosts, here.network)
     require_as_asked(config, made, overrides)
@@ -48,7 +52,8 @@ def adapted(config: Config, overrides: Sequence[str]) -> Config:
 def with_ranks(
     config: Config, starter: str, ranks: int, hosts: int, network: str | None, *, name: str = "joined"
 ) -> Config:
-    """The config with the ranks of the starter, unchecked. Raises ConfigError for a cluster that starts its own ranks."""
+    """The config with the ranks of the starter, unchecked. Raises ConfigError for a cluster that starts its own ranks.
+    """
     if config.cluster.name not in ("local", "joined"):
         raise ConfigError("cluster.name", f"must be local: {starter} starts the ranks; got {config.cluster.name}")
     several = hosts > 1

@@ -28,8 +28,8 @@ from mdcs.options import OptionError, check_value, options, shown
 TARGET = "_target_"
 
 _METHODS = {
-    "model": ("build",), "data": ("batches",), "optimizer": ("make",), "strategy": ("choose", "plan"), "scheduler": ("schedule",),
-    "recompute": ("choices",), "engine": ("prepare",), "tracker": ("mirror",),
+    "model": ("build",), "data": ("batches",), "optimizer": ("make",), "strategy": ("choose", "plan"),
+    "scheduler": ("schedule",), "recompute": ("choices",), "engine": ("prepare",), "tracker": ("mirror",),
 }  # fmt: skip
 """Methods by group; an object of the group must have at least one of them."""
 
@@ -43,7 +43,9 @@ def make(group: str, given: Any, choice: str | None = None, *, retargeted: bool 
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
     cls = load(group, str(given[TARGET]), given)
     if retargeted and hasattr(cls, "builder") and (CONF / group / f"{choice}.yaml").exists():
-        raise ConfigError(f"{group}.{TARGET}", f"{given[TARGET]} does not take the keys of {group}={choice}: add {group}=own")
+        raise ConfigError(
+            f"{group}.{TARGET}", f"{given[TARGET]} does not take the keys of {group}={choice}: add {group}=own"
+        )
     declared, of = options(cls), f"{group}={choice}" if choice and not retargeted else cls.__name__
     values = {str(key): value for key, value in given.items() if key != TARGET}
     for name in values:
@@ -70,8 +72,8 @@ def make(group: str, given: Any, choice: str | None = None, *, retargeted: bool 
 def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({})) -> type:
     """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError.
 
-    For a model, data or an optimizer, any other callable is one that makes it (:mod:`experiments.tasks.own`). given: the
-    config's mapping.
+    For a model, data or an optimizer, any other callable is one that makes it (:mod:`experiments.tasks.own`). given:
+    the config's mapping.
     """
     key = f"{group}.{TARGET}"
     try:

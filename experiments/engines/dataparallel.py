@@ -20,7 +20,9 @@ class DataParallel(EngineOptions):
         super().check(config)
         if config.cluster.ranks != 1:
             got = config.cluster.ranks
-            raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {got}")
+            raise ConfigError(
+                "cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {got}"
+            )
 
     def require(self) -> None:
         """Raise ConfigError with fewer than two devices."""

@@ -68,7 +68,12 @@ class DdpEngine(Peer):
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         timed = self._timed.pop(id(seen))
-        names = ("forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
+        names = (
+            "forward_compute_time",
+            "backward_compute_time",
+            "backward_comm_time",
+            "backward_compute_comm_overlap_time",
+        )
         if any(name not in timed for name in names):
             return StepTimes(whole[1] - whole[0])
         forward, backward, communication, overlap = (timed[name] * _NS for name in names)
@@ -79,7 +84,8 @@ class DdpEngine(Peer):
 
 
 def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
-    """Hook of DDP for a bucket whose gradients are ready: with the last one, all that are held leave. Returns its Future."""
+    """Hook of DDP for a bucket whose gradients are ready: with the last one, all that are held leave. Returns its
+    Future."""
     import torch
     import torch.distributed as dist
 

@@ -33,7 +33,9 @@ class Deepspeed(EngineOptions):
     def require(self) -> None:
         """Raise ConfigError if DeepSpeed, an extra, is not installed."""
         if importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError("engine", "deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed")
+            raise ConfigError(
+                "engine", "deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+            )
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Wrap the model, with the job's optimizer."""
@@ -47,13 +49,17 @@ class DeepspeedEngine(Peer):
         os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
         import deepspeed
 
-        # DeepSpeed would compile an all-reduce for inference, for a minute. A compiler that is killed leaves a lock, for
-        # which every later start waits forever.
+        # DeepSpeed would compile an all-reduce for inference, for a minute. A compiler that is killed leaves a lock,
+        # for which every later start waits forever.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         zero: dict[str, Any] = {"stage": options.stage}
         if options.bucket_mib is not None:
             elements = int(options.bucket_mib * MIB / next(workload.model.parameters()).element_size())
-            zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements, "stage3_prefetch_bucket_size": elements}
+            zero |= {
+                "reduce_bucket_size": elements,
+                "allgather_bucket_size": elements,
+                "stage3_prefetch_bucket_size": elements,
+            }
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": config.data.batch_size,
             "gradient_accumulation_steps": config.run.accumulation,

@@ -153,7 +153,9 @@ class Fsdp2Engine(Peer):
             if self.shows_messages:
                 module.set_custom_all_gather(timed.Gather(self))
             if self.shows_messages or not own:
-                module.set_custom_reduce_scatter(timed.ReduceScatter(self, timed.reduce_scatter if own else timed.all_to_all))
+                module.set_custom_reduce_scatter(
+                    timed.ReduceScatter(self, timed.reduce_scatter if own else timed.all_to_all)
+                )
 
     def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         self._root.set_requires_gradient_sync(last)

@@ -81,7 +81,8 @@ class MdcsEngine:
         found = self._parallel.records(flush=flush)
         self._over_budget += sum(r.over_budget > 0 for r in found)
         return [
-            Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s, r.grad_norm) for r in found
+            Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s, r.grad_norm)
+            for r in found
         ]
 
     def allocator_retries(self) -> int | None:
@@ -98,7 +99,11 @@ class MdcsEngine:
             "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
             **({"steps_over_budget": self._over_budget} if self.plan.budget is not None else {}),
-            "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
+            "memory": {
+                "predicted": self.prediction.memory,
+                "ledger": memory["predicted"],
+                "measured": memory["measured"],
+            },
         }
 
     def write(self, folder: Path) -> None:

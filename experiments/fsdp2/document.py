@@ -1,4 +1,5 @@
-"""The exported file with what is predicted of FSDP2: the fastest prefetch within the budget, step, memory, and the budget."""
+"""The exported file with what is predicted of FSDP2: the fastest prefetch within the budget, step, memory, and the
+budget."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ KEYS = {
     "predicted": "seconds of a step and bytes per rank: of the plan run by mdcs, and of these calls run by FSDP2",
     "budget": "bytes per rank that the plan keeps with mdcs, its reserve included; null: it has none",
     "budget.fits": "whether these calls are predicted to keep it with FSDP2, which enforces nothing",
-    "budget.would_fit": "units to be fsdp (reshard_after_forward) instead so that it is kept, with that step; null: none needed, "
-    "or too little",
+    "budget.would_fit": "units to be fsdp (reshard_after_forward) instead so that it is kept, with that step; "
+    "null: none needed, or too little",
     "budget.least": "the step with all units fsdp, where not even that keeps it; else null",
 }
 

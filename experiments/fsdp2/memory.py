@@ -64,7 +64,9 @@ class GroupBytes:
             sizes["full"] += layout.param_bytes
             if unit.trainable:
                 opt = profile.optimizers[unit.optimizer]
-                sizes["optimizer"] += int(own * layout.updated_width * opt.state_tensors) + opt.state_fixed * len(unit.segments)
+                sizes["optimizer"] += int(own * layout.updated_width * opt.state_tensors) + opt.state_fixed * len(
+                    unit.segments
+                )
                 sizes["scratch"] = max(sizes["scratch"], opt.scratch(own, layout.updated_width))
                 sizes["gradients"] += layout.param_bytes
                 sizes["reduced"] += layout.grad_bytes
@@ -80,7 +82,12 @@ class MemoryWalk:
     """
 
     def __init__(
-        self, job: Job, groups: tuple[Group, ...], forward: PrefetchLists, backward: PrefetchLists, collectives: Collectives
+        self,
+        job: Job,
+        groups: tuple[Group, ...],
+        forward: PrefetchLists,
+        backward: PrefetchLists,
+        collectives: Collectives,
     ) -> None:
         self._profile, self._groups, self._collectives = job.planned_profile, groups, collectives
         self._waits = collectives.backend == "gloo"  # on the host

@@ -42,7 +42,9 @@ def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
     No group is prefetched further ahead than in the plan (in backward at least by one group, FSDP2's default).
     """
     made = [
-        predict_step(plan, groups, prefetch_lists(plan, groups, Kind.AG_F, limit), prefetch_lists(plan, groups, Kind.AG_B, limit))
+        predict_step(
+            plan, groups, prefetch_lists(plan, groups, Kind.AG_F, limit), prefetch_lists(plan, groups, Kind.AG_B, limit)
+        )
         for limit in range(_FARTHEST + 1)
     ]
     fit = [s for s in made if s.fit(plan)]
@@ -54,8 +56,8 @@ def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
 def fit_to_budget(plan: Plan, groups: tuple[Group, ...]) -> tuple[list[str], Steps]:
     """Return names of units that must become fsdp (hsdp within nodes) for the plan's budget, and the step with them.
 
-    None if the calls keep the budget, all if nothing does. The groups that hold most bytes beyond fsdp change first, one
-    after the other, until the budget is kept.
+    None if the calls keep the budget, all if nothing does. The groups that hold most bytes beyond fsdp change first,
+    one after the other, until the budget is kept.
     """
 
     def beyond(group: Group) -> int:
@@ -80,7 +82,9 @@ def predict_step(plan: Plan, groups: tuple[Group, ...], forward: PrefetchLists, 
     peak = MemoryWalk(plan.job, groups, forward, backward, run.profile.collectives).peak
     return Steps(
         forward, backward,
-        Prediction(times.step_s, times.compute_s, times.communication_s, times.overlap_s, peak_bytes=peak["total"], memory=peak),
+        Prediction(
+            times.step_s, times.compute_s, times.communication_s, times.overlap_s, peak_bytes=peak["total"], memory=peak
+        ),
     )  # fmt: skip
 
 

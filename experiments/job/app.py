@@ -61,11 +61,13 @@ class Program:
 
     - job: runs one job.
     - own: groups of `OWN` that this program has. Keys of the others are refused.
-    - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused, unless its jobs are submitted.
+    - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused, unless its jobs are
+      submitted.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
-    - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
-    - freezes: the config of a submitted job is resolved now, its profile is shared, and it goes on when it is preempted.
-      Otherwise a submitted job is this program with the job's overrides.
+    - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as
+      infinite.
+    - freezes: the config of a submitted job is resolved now, its profile is shared, and it goes on when it is
+      preempted. Otherwise a submitted job is this program with the job's overrides.
     - lists: overrides in the place of a list of values (KEY=A,B), which the program compares in one job.
     - submits: the program's job runs here and submits others (`experiments.job.submission.run_submitted`).
     """
@@ -207,7 +209,11 @@ class _Call:
         else:
             try:
                 session.results.append(self._run_job(composed, settings, overrides, folder))
-            except (ConfigError, HydraException, OmegaConfBaseException) as error:  # Hydra's: of a sweeper that judges no jobs
+            except (
+                ConfigError,
+                HydraException,
+                OmegaConfBaseException,
+            ) as error:  # Hydra's: of a sweeper that judges no jobs
                 told = str(explain(error, overrides))
                 session.results.append(JobResult("invalid", overrides, told))
                 print(told, file=sys.stderr)
@@ -255,8 +261,14 @@ class _Call:
     def _end(self) -> int:
         """Report the sweep. Return the exit code."""
         session = self.session
-        session.results = [_ended(result) if result.status == record.SUBMITTED else result for result in session.results]
-        if session.sweep is not None and self.program.on_sweep_end is not None and any(r.folder for r in session.results):
+        session.results = [
+            _ended(result) if result.status == record.SUBMITTED else result for result in session.results
+        ]
+        if (
+            session.sweep is not None
+            and self.program.on_sweep_end is not None
+            and any(r.folder for r in session.results)
+        ):
             self.program.on_sweep_end(session)
         bad = [result for result in session.results if result.status not in (record.OK, record.SUBMITTED)]
         if session.accepted and bad:
@@ -287,7 +299,8 @@ def _ended(result: JobResult) -> JobResult:
 
 
 def _write_hydra(folder: Path, composed: DictConfig, settings: Any) -> None:
-    """Write `.hydra/` into the folder of a job that has run. Hydra itself would write before the folder is the job's."""
+    """Write `.hydra/` into the folder of a job that has run. Hydra itself would write before the folder is the job's.
+    """
     own = folder / ".hydra"
     own.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, own / "config.yaml")

@@ -17,13 +17,25 @@ from mdcs.planner.registry import decides_schedule
 
 def submits(arguments: Sequence[str]) -> bool:
     """Whether a command line without `-m` submits a job, and does not only show something."""
-    no = {"-m", "--multirun", "hydra.mode=RUN", "-h", "--help", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
+    no = {
+        "-m",
+        "--multirun",
+        "hydra.mode=RUN",
+        "-h",
+        "--help",
+        "-c",
+        "--cfg",
+        "-i",
+        "--info",
+        "-sc",
+        "--shell-completion",
+    }
     launches = any(each.startswith("hydra/launcher=mdcs_") for each in arguments)
     return launches and not any({each, each.partition("=")[0]} & no for each in arguments)
 
 
-_FLAGS = ("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "shell-completion", "config-path",
-          "config-name", "config-dir", "experimental-rerun", "info")  # fmt: skip
+_FLAGS = ("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "shell-completion",
+          "config-path", "config-name", "config-dir", "experimental-rerun", "info")  # fmt: skip
 """Hydra's flags, without their dashes."""
 
 
@@ -32,12 +44,15 @@ def require_own(argument: str, own: Sequence[str]) -> None:
     options of a group."""
     plain = argument.lstrip("-")
     key, _, value = plain.partition("=")
-    if key.lstrip("+") in groups() and re.match(r"\[(.*,)?\s*[\d.]+\s*[,\]]", value):  # of which Hydra makes a traceback
+    # of which Hydra makes a traceback
+    if key.lstrip("+") in groups() and re.match(r"\[(.*,)?\s*[\d.]+\s*[,\]]", value):
         raise ConfigError(key, f"takes names of options, which are files in conf/{key.lstrip('+')}/, got {value}")
     if plain != argument and (ours := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):
         raise ConfigError(argument, f"is {ours[0]}=VALUE")
     name = key.replace("-", "_")
-    if plain != argument and (key in (known := (*groups(), *fields_by_key())) or argument.startswith("--") and key not in _FLAGS):
+    if plain != argument and (
+        key in (known := (*groups(), *fields_by_key())) or argument.startswith("--") and key not in _FLAGS
+    ):
         near = name if name in known else str(unknown_key(name)).partition("did you mean ")[2].rstrip("?")
         raise ConfigError(argument, f"overrides have no dashes: {near or 'KEY'}=VALUE")
     if argument.endswith(",") or argument.startswith(","):

@@ -1,7 +1,7 @@
 """Decide `batch.find`: the largest batch within the budget, or the one of most samples per second.
 
-Profiles of a few batches are measured, and those of the others calculated from them (:mod:`mdcs.planner.batch`); where the
-config calculates its profile, each batch has its own.
+Profiles of a few batches are measured, and those of the others calculated from them (:mod:`mdcs.planner.batch`); where
+the config calculates its profile, each batch has its own.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ class Found:
 def find(config: Config, folder: Path, console: Console, *, known: Profiles | None = None) -> tuple[Found, str]:
     """Return the batches within the budget, and the reason if there is none (else empty).
 
-    The job's folder gets the profile and the plan of the batch that is asked for, and its folders `profile-N` the profiles that
-    are measured, of N samples. Raises ConfigError where the profile would replace the one that the config names.
+    The job's folder gets the profile and the plan of the batch that is asked for, and its folders `profile-N` the
+    profiles that are measured, of N samples. Raises ConfigError where the profile would replace the one that the config
+    names.
     """
     if config.profile.path is not None and Path(config.profile.path).resolve() == (folder / "profile.json").resolve():
-        raise ConfigError("hydra.run.dir", "batch.find would put another batch's profile over profile.path: give another folder")
+        raise ConfigError(
+            "hydra.run.dir", "batch.find would put another batch's profile over profile.path: give another folder"
+        )
     profiled, errors = tuple[int, ...](), dict[int, ScalingError]()
     if config.profile.name == "analytic":
         profile_of = _calculated(config)

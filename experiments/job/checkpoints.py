@@ -27,7 +27,9 @@ def require(config: Config, folder: Path) -> None:
         raise ConfigError("run.resume", f"no such folder: {run.resume}")
     if run.resume is None and run.save_every is not None and any_in(folder):
         own = folder / FOLDER
-        raise ConfigError("run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null")
+        raise ConfigError(
+            "run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null"
+        )
 
 
 def require_same_model(config: Config, folder: Path, model: nn.Module) -> None:
@@ -37,11 +39,15 @@ def require_same_model(config: Config, folder: Path, model: nn.Module) -> None:
     from mdcs.checkpoint import dcp_shards, directory
 
     for saved in directory.candidates(folder / FOLDER if config.run.resume == "auto" else Path(config.run.resume))[:1]:
-        shapes = {path[-1]: tuple(told.size) for path, told in dcp_shards.read_shapes(saved).items() if path[0] == "model"}
+        shapes = {
+            path[-1]: tuple(told.size) for path, told in dcp_shards.read_shapes(saved).items() if path[0] == "model"
+        }
         for name, p in model.named_parameters():
             if shapes.get(name) != tuple(p.shape):
                 there = shapes.get(name, "not")
-                raise ValueError(f"run.resume: {saved} is of another model: {name} is {there} there, {tuple(p.shape)} here")
+                raise ValueError(
+                    f"run.resume: {saved} is of another model: {name} is {there} there, {tuple(p.shape)} here"
+                )
 
 
 def any_in(folder: Path) -> bool:
@@ -77,7 +83,9 @@ class Checkpoints:
                 return 0
             raise ValueError(f"run.resume: {self._run.resume} has no checkpoint")
         if resumed.step >= self._run.steps:
-            raise ValueError(f"run.steps: {resumed.folder} has all {resumed.step} steps already: ask for more, or resume another")
+            raise ValueError(
+                f"run.steps: {resumed.folder} has all {resumed.step} steps already: ask for more, or resume another"
+            )
         self._schedule.load_state_dict(resumed.extra["schedule"])
         self._tell("resumed", step=resumed.step, world=resumed.world, folder=str(resumed.folder))
         return int(resumed.step)

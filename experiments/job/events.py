@@ -46,8 +46,8 @@ def job_event(config: Config, began: float | None = None) -> dict[str, Any]:
     """
     plans, cluster, now = config.engine.plans, config.cluster, time.time()
     return {
-        "event": "job", "schema": SCHEMA, "time": now, "began": began or now, "name": config.run.name, "sweep": config.run.sweep,
-        "model": config.model.label, "engine": config.engine.name,
+        "event": "job", "schema": SCHEMA, "time": now, "began": began or now, "name": config.run.name,
+        "sweep": config.run.sweep, "model": config.model.label, "engine": config.engine.name,
         "strategy": config.strategy.name if plans else config.engine.label,
         "scheduler": (config.scheduler or config.strategy).name if plans else "own",
         "cross_iteration": config.run.cross_iteration if plans else None,
@@ -69,7 +69,8 @@ def command_began() -> float:
 
 @cache
 def provenance() -> dict[str, str | None]:
-    """Where a job's figures come from. commit: of this checkout, with a "+" if files differ from it; None without git."""
+    """Where a job's figures come from. commit: of this checkout, with a "+" if files differ from it; None without git.
+    """
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -77,12 +78,19 @@ def provenance() -> dict[str, str | None]:
         commit = None
     program = next((f"mdcs {name}" for name, path in cli.PROGRAMS.items() if sys.argv[0].endswith(path)), sys.argv[0])
     command = f"{program} {shlex.join(sys.argv[1:])}".strip()
-    return {"commit": commit, "command": command, "host": socket.gethostname(), "torch": importlib.metadata.version("torch")}
+    return {
+        "commit": commit,
+        "command": command,
+        "host": socket.gethostname(),
+        "torch": importlib.metadata.version("torch"),
+    }
 
 
 _NOT_SETTINGS = (
-    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.", "tradeoff.", "run.name",
-    "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
+    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.", "tradeoff.",
+    "run.name",
+    "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path",
+    "profile.cache",
     "profile.refresh", "budget.limit", "budget.schedule_share", "cluster.name", "cluster.ranks", "cluster.rank",
     "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "cluster.peak_tflops", "link.name",
     "run.cross_iteration", "recompute.each", "batch.", "data.workers",
@@ -113,7 +121,8 @@ def start_event(
     A peer has no plan. parameters: of the model; None: those of the plan's units.
     """
     begins = {
-        "event": "start", "time": time.time(), "congestion_control": network.congestion_control(), "parameters": parameters,
+        "event": "start", "time": time.time(), "congestion_control": network.congestion_control(),
+        "parameters": parameters,
         **({"flops": throughput.flops} if throughput and throughput.flops else {}),
     }  # fmt: skip
     if plan is None:
@@ -122,7 +131,8 @@ def start_event(
     predicted = dataclasses.asdict(plan.prediction)
     predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
     return begins | {
-        "parameters": parameters or sum(unit.numel for unit in plan.profile.units), "link_gbit": _link_gbit(config, plan),
+        "parameters": parameters or sum(unit.numel for unit in plan.profile.units),
+        "link_gbit": _link_gbit(config, plan),
         "recomputed": [u.name for u, again in zip(plan.profile.units, plan.recompute, strict=False) if again != "none"],
         "recomputation": in_words(plan), "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
         "world": plan.world, "emulated": plan.profile.link.emulated,
@@ -142,7 +152,13 @@ def _link_gbit(config: Config, plan: mdcs.Plan) -> float | None:
 
 
 def step_event(
-    workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int, throughput: Throughput
+    workload: Workload,
+    engine: Engine,
+    record: Record,
+    loss: float,
+    processor_s: float,
+    warmup: int,
+    throughput: Throughput,
 ) -> dict[str, Any]:
     """The event of a step that has ended.
 
@@ -155,7 +171,8 @@ def step_event(
     retries = engine.allocator_retries()
     return {
         "event": "step", "step": record.step, "warmup": record.step <= warmup,
-        "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
+        "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes,
+        "messages": record.messages,
         **throughput.in_step(record.times.step_s),
         "processor_s": processor_s,
         "peak_bytes": engine.peak_bytes(),
@@ -211,7 +228,9 @@ def departures(records: Sequence[Record]) -> dict[str, Any]:
     counts = Counter(what for record in records for what in record.departures)
     if not counts:
         return {}
-    departing, others = ([r.times.step_s for r in records if bool(r.departures) is departs] for departs in (True, False))
+    departing, others = (
+        [r.times.step_s for r in records if bool(r.departures) is departs] for departs in (True, False)
+    )
     cost_s = sum(departing) - len(departing) * statistics.median(others) if others else None
     words = [f"{count} of {len(records)} steps {what}" for what, count in counts.most_common()]
     return {"departures": words, "departures_cost_s": cost_s}

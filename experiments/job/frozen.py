@@ -45,7 +45,8 @@ def run(folder: Path, what: str = TRAIN) -> int:
         else:
             reason = _train(config, folder, None if before is None else before.identity)
     except ConfigError as error:
-        if before is not None and not isinstance(error.__cause__, Occupied):  # a job in the folder writes its own record
+        # a job in the folder writes its own record
+        if before is not None and not isinstance(error.__cause__, Occupied):
             record.write(folder, before.identity, record.FAILED, str(error))
         print(error, file=sys.stderr)
         return 2

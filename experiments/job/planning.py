@@ -49,7 +49,8 @@ def floor_of(config: Config, job: mdcs.Job) -> int:
 
 
 def budget_bytes(config: Config, floor: int | None, job: mdcs.Job | None) -> int | None:
-    """The config's budget in bytes per rank. None for no limit, and for a share of what is not known: floor, or DDP's job."""
+    """The config's budget in bytes per rank. None for no limit, and for a share of what is not known: floor, or DDP's
+    job."""
     budget = config.budget.value
     if budget.over_floor is not None:
         return None if floor is None else budget.bytes(lambda: 0, lambda: floor)

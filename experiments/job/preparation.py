@@ -1,4 +1,5 @@
-"""Long work before training, such as downloads and tokenization: one rank first, the others with what it leaves in caches."""
+"""Long work before training, such as downloads and tokenization: one rank first, the others with what it leaves in
+caches."""
 
 from __future__ import annotations
 

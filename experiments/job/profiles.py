@@ -121,7 +121,9 @@ def ranks(profile: Profile) -> str:
 
 def calibration_errors(profile: Profile) -> str:
     """One line: the prediction errors of the profile's calibration runs. Empty if none was."""
-    off = (f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.calibration_runs.items())
+    off = (
+        f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.calibration_runs.items()
+    )
     return "predicted against measured in calibration runs: " + ", ".join(off) if profile.calibration_runs else ""
 
 

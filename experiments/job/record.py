@@ -20,7 +20,14 @@ FILE = "status.json"
 PARTS = "identity.json"
 """File in a run's folder: the parts of its identity, by name. It says why a job runs again."""
 SCHEMA = 1
-SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "submitted", "running", "ok", "failed", "interrupted", "preempted"
+SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = (
+    "submitted",
+    "running",
+    "ok",
+    "failed",
+    "interrupted",
+    "preempted",
+)
 
 Parts = dict[str, Any]
 _CONFIG = "config"
@@ -64,8 +71,8 @@ def hash_of(parts: Parts) -> str:
 
 
 def parts_of(config: Config, launcher: Mapping[str, Any] | None = None) -> Parts:
-    """The parts of a job's identity, by name: under ``config`` the config without paths and trackers, then the code of the chosen
-    classes, the contents of the model's files, the machine, and the libraries.
+    """The parts of a job's identity, by name: under ``config`` the config without paths and trackers, then the code of
+    the chosen classes, the contents of the model's files, the machine, and the libraries.
 
     launcher: settings of a launcher that submits jobs, as far as measurements depend on them. SLURM's nodes are other
     machines than this one, so this machine's properties are left out then.

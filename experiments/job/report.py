@@ -13,8 +13,8 @@ from experiments.job.tracking import show_sweep
 
 
 def report(session: Session, started: float) -> None:
-    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table: of all its runs but those
-    that a job of other code, on another machine or with other libraries has left.
+    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table: of all its runs but
+    those that a job of other code, on another machine or with other libraries has left.
 
     started: unix time in seconds. A picture that cannot be drawn is only a warning: the runs are complete.
     """

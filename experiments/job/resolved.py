@@ -41,7 +41,8 @@ def crowded(config: Config) -> str | None:
 
 
 def require_room(config: Config) -> None:
-    """Raise ConfigError for more ranks on this machine than its cores or its free memory carry, or its GPUs with NCCL."""
+    """Raise ConfigError for more ranks on this machine than its cores or its free memory carry, or its GPUs with NCCL.
+    """
     cluster, ranks = config.cluster, config.cluster.processes
     if cluster.device == "cuda":
         import torch  # late: this takes seconds
@@ -50,12 +51,16 @@ def require_room(config: Config) -> None:
         if not gpus:
             raise ConfigError("cluster.device", "torch finds no GPU here, got cuda")
         if cluster.resolved_backend() == "nccl" and ranks > gpus:
-            raise ConfigError("cluster.ranks", f"nccl needs a GPU for each rank, of which there are {gpus}; got {ranks}")
+            raise ConfigError(
+                "cluster.ranks", f"nccl needs a GPU for each rank, of which there are {gpus}; got {ranks}"
+            )
     cores, free = len(os.sched_getaffinity(0)), _free_memory()
     most = min(_MOST * cores, free // _RANK_BYTES)
     if ranks > max(1, most):
         here = f"{cores} cores and {free / GIB:.1f} GiB of free memory"
-        raise ConfigError("cluster.ranks", f"{here} carry {most} ranks, got {ranks}; cluster=emulated runs one rank of many")
+        raise ConfigError(
+            "cluster.ranks", f"{here} carry {most} ranks, got {ranks}; cluster=emulated runs one rank of many"
+        )
 
 
 def _free_memory() -> int:
@@ -101,7 +106,8 @@ def _with_absolute(options: Any, *names: str) -> Any:
 
 
 def environment(cluster: ClusterConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that the ranks' environment has in addition to `base`, the environment of the process that starts them."""
+    """Variables that the ranks' environment has in addition to `base`, the environment of the process that starts them.
+    """
     threads = str(cluster.resolved_threads())
     env = {key: value for key, value in _WARM_HEAP.items() if key not in base}
     env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}

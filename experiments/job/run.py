@@ -118,7 +118,9 @@ def _run(
                     progress.event(event)
                     mirror.event(event)
 
-            outcome = start(folder, cluster, environment(resolved.cluster), module=worker, arguments=arguments, on_tick=on_tick)
+            outcome = start(
+                folder, cluster, environment(resolved.cluster), module=worker, arguments=arguments, on_tick=on_tick
+            )
         if outcome.ok and "preempted" in last:
             step = last["preempted"]["step"]
             outcome = Outcome(False, f"preempted at step {step}, of which it has a checkpoint", step=step)
@@ -130,14 +132,17 @@ def _run(
             raise
     finally:
         if only is None:
-            state = record.PREEMPTED if "preempted" in last or outcome.lost and preemption.expected() else _state(outcome)
+            state = (
+                record.PREEMPTED if "preempted" in last or outcome.lost and preemption.expected() else _state(outcome)
+            )
             doubt = last.get("summary", {}).get("doubt", "")
             with _warned(f"how the job has ended is not in its {record.FILE}"):
                 record.write(folder, identity, state, outcome.reason, doubt=doubt)
         if not outcome.ok:
             where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
             failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
-            with _warned("that the job failed is not in its folder"):  # the outcome reports it, and earlier lines are whole
+            # the outcome reports it, and earlier lines are whole
+            with _warned("that the job failed is not in its folder"):
                 _write(folder, *([] if only is None else [asked]), failure)
         for event in tail.new():
             mirror.event(event)
@@ -167,7 +172,8 @@ def begin(config: Config, folder: Path, *events: Event) -> None:
 def prepare(only: str, config: Config, folder: Path, console: Console, *, known: Profiles | None = None) -> str:
     """Write profile.json into the folder and, for `only="plan"`, plan.json. Return the reason of a failure, else "".
 
-    No ranks are started if the profile is known. Raises ConfigError as `run` does, and for an engine that makes no plan.
+    No ranks are started if the profile is known. Raises ConfigError as `run` does, and for an engine that makes no
+    plan.
     """
     _require_plan(config)
     _require_batch(config)

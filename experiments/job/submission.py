@@ -61,7 +61,10 @@ def starts_its_ranks(launcher: Mapping[str, Any]) -> bool:
 
 
 def config_of(
-    composed: DictConfig, choices: Mapping[str, str] | None, launcher: Mapping[str, Any] | None, overrides: Sequence[str]
+    composed: DictConfig,
+    choices: Mapping[str, str] | None,
+    launcher: Mapping[str, Any] | None,
+    overrides: Sequence[str],
 ) -> Config:
     """The config of a job with the ranks that it will have. Raises ConfigError if the overrides ask for others.
 
@@ -83,8 +86,8 @@ def with_ranks_of(launcher: Mapping[str, Any], config: Config, overrides: Sequen
 def freeze(config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
     """Write what a job needs that starts later, in another working directory, perhaps on another machine.
 
-    A job that needs a profile has to wait for the job that measures it, which is written too. Jobs that are compared are
-    thus planned with the same profile.
+    A job that needs a profile has to wait for the job that measures it, which is written too. Jobs that are compared
+    are thus planned with the same profile.
 
     - folder: of the job.
     - launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
@@ -102,7 +105,11 @@ def _profile(config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
     """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""
     parts = [profiles.key_of(config, elsewhere=True), dict(launcher)]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-    found = folder / f"{key}-{command_began():.0f}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
+    found = (
+        folder / f"{key}-{command_began():.0f}"
+        if config.sweep.force
+        else max(folder.glob(f"{key}*"), default=folder / key)
+    )
     known = cache.read(found / "profile.json")
     if known is not None and profiles.is_short(config, known):
         found = folder / f"{key}-{command_began():.0f}"
@@ -172,7 +179,8 @@ def fail(folder: Path, identity: str, reason: str) -> None:
 
 
 def settled(folder: Path, *, waited: bool) -> str | None:
-    """`why_failed`. A job that was ended from outside and could write nothing has failed from now on, in its files too."""
+    """`why_failed`. A job that was ended from outside and could write nothing has failed from now on, in its files too.
+    """
     reason, said = why_failed(folder, waited=waited), record.read(folder)
     if reason and said is not None and said.state == record.RUNNING:
         fail(folder, said.identity, reason)

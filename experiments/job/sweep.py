@@ -95,7 +95,9 @@ class Session:
         if continues:
             self._subdir = _patterns(config)["subdir"]
             made = {path: record.read(path) for path in _runs_in(self.sweep)}
-            self.earlier = {said.identity: (str(path.relative_to(self.sweep)), said) for path, said in made.items() if said}
+            self.earlier = {
+                said.identity: (str(path.relative_to(self.sweep)), said) for path, said in made.items() if said
+            }
             self._taken = {name for name, _ in self.earlier.values()}
             self._parts = {name: record.read_parts(self.sweep / name) for name in self._taken}
         if found is None:
@@ -110,12 +112,16 @@ class Session:
         self.results.append(JobResult("invalid", tuple(overrides), reason))
 
     def place(
-        self, config: Config, parts: record.Parts, overrides: Sequence[str], on_earlier: Callable[[Config, Path], object] | None
+        self,
+        config: Config,
+        parts: record.Parts,
+        overrides: Sequence[str],
+        on_earlier: Callable[[Config, Path], object] | None,
     ) -> str | None:
         """The job's folder in the sweep's folder; empty for the one that the config gives.
 
-        None if the job is not run: it equals another one, or an earlier sweep has run it to its end, or has submitted it
-        and it has not ended.
+        None if the job is not run: it equals another one, or an earlier sweep has run it to its end, or has submitted
+        it and it has not ended.
 
         - parts: of the job's identity.
         - on_earlier: called for a job that the sweep's folder already has a run of.
@@ -148,7 +154,10 @@ class Session:
         if before.state == record.OK or before.state == record.FAILED and not config.sweep.retry_failed:
             self._keep(JobResult(before.state, asked, before.reason, folder, kept=True), f"{name}: {before.state}")
             return None
-        print(f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})", flush=True)
+        print(
+            f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})",
+            flush=True,
+        )
         return name
 
     def _new_place(self) -> str:
@@ -229,7 +238,9 @@ def _patterns(config: DictConfig) -> dict[str, str]:
 
 def _question(config: Any) -> tuple[str, set[str]]:
     """The request of a sweep: the name of its config, and the overrides that its jobs depend on."""
-    task, hydras = ([str(each) for each in said] for said in (config.hydra.overrides.task, config.hydra.overrides.hydra))
+    task, hydras = (
+        [str(each) for each in said] for said in (config.hydra.overrides.task, config.hydra.overrides.hydra)
+    )
     said = [*task, *(each for each in hydras if _is_of(each, _OF_THE_QUESTION))]
     return str(config.hydra.job.config_name), {each for each in said if not each.lstrip("+").startswith("sweep.")}
 

@@ -21,7 +21,8 @@ class Throughput:
 
     - samples: of all ranks.
     - tokens: of all ranks; None for models that do not read tokens.
-    - flops: of forward and backward on one rank, without recomputation; None where they cannot be counted or are not asked for.
+    - flops: of forward and backward on one rank, without recomputation; None where they cannot be counted or are not
+      asked for.
     - peak: of one device, FLOPs/s; None where it is not given.
     """
 
@@ -59,7 +60,8 @@ def throughput_of(workload: Workload) -> Throughput:
 
 
 def forward_flops(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """FLOPs of a forward pass, counted on tensors that have shapes and no memory. Raises what the model raises on them."""
+    """FLOPs of a forward pass, counted on tensors that have shapes and no memory. Raises what the model raises on them.
+    """
     meta = {key: v.to("meta", dtype if v.is_floating_point() else None) for key, v in batch.items()}
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         loss(_OnMeta(model), meta)

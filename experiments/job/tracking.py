@@ -147,7 +147,9 @@ def former(folder: Path) -> list[Event]:
         events = read_events(folder / METRICS)
     except (OSError, ValueError):
         return []
-    last = {(int(event["step"]), event["event"] == "eval"): event for event in events if event["event"] in ("step", "eval")}
+    last = {
+        (int(event["step"]), event["event"] == "eval"): event for event in events if event["event"] in ("step", "eval")
+    }
     return [last[key] for key in sorted(last)]
 
 

@@ -54,7 +54,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
 
         def tell(*, flush: bool) -> list[Record]:
-            """Write the events of steps that have ended on the device, one step later than compute. Return the records."""
+            """Write the events of steps that have ended on the device, one step later than compute. Return the records.
+            """
             records = engine.records(flush=flush)
             for record in records:
                 losses[record.step] = loss = float(losses[record.step])
@@ -65,7 +66,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
 
         @contextmanager
         def beside(what: str) -> Iterator[None]:
-            """Time the block by itself, not as a part of the next step; messages that are in flight are of that step."""
+            """Time the block by itself, not as a part of the next step; messages that are in flight are of that step.
+            """
             nonlocal used
             engine.drain()
             began, used_before = time.perf_counter(), time.process_time()
@@ -113,7 +115,9 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     gc.enable()
     if metrics:
         began = last_attempt(read_events(folder / METRICS))[0]["began"]
-        metrics.write(summary | departures | beside_s | of_engine | {"first_step_s": None if first is None else first - began})
+        metrics.write(
+            summary | departures | beside_s | of_engine | {"first_step_s": None if first is None else first - began}
+        )
         metrics.close()
 
 
@@ -172,7 +176,8 @@ def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step
 
 
 def over_ranks(workload: Workload, loss: float, peak: int | None) -> tuple[float, int | None]:
-    """Mean loss and highest peak in bytes of all ranks; no peak if a rank measures no memory. Called after training only."""
+    """Mean loss and highest peak in bytes of all ranks; no peak if a rank measures no memory. Called after training
+    only."""
     told: list[Any] = [None] * workload.processes
     dist.all_gather_object(told, (loss, peak))
     losses, peaks = zip(*told, strict=True)

@@ -80,7 +80,9 @@ class Workload:
             units = mdcs.partition(self.model, policy)
             owners = {u.modules[0] for u in units if len(u.modules) == 1}
             chosen = {name for name, module in named.items() if module in owners}
-        return [module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen]
+        return [
+            module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen
+        ]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
         """This rank's batches on its device. Raises ValueError at the call if there are too few samples for one batch.
@@ -94,7 +96,8 @@ class Workload:
         return ({key: self._on_device(value) for key, value in batch.items()} for batch in made)
 
     def _on_device(self, value: Tensor) -> Tensor:
-        value = value.to(self.device, non_blocking=True)  # first: a copy that changes the type as well is not asynchronous
+        # first: a copy that changes the type as well is not asynchronous
+        value = value.to(self.device, non_blocking=True)
         return value.to(self.dtype) if value.is_floating_point() else value
 
     def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
@@ -105,14 +108,17 @@ class Workload:
             if not error.args or error.args[0] in batch:
                 raise
             there = ", ".join(batch)
-            raise ValueError(f"model.loss: a batch of data={self.config.data.name} has no {error}, but {there}") from error
+            raise ValueError(
+                f"model.loss: a batch of data={self.config.data.name} has no {error}, but {there}"
+            ) from error
 
     def shown(self, value: float) -> float | None:
         """A loss or a norm; None for emulated ranks, where it has no meaning."""
         return None if self.emulate else value
 
     def profile(self) -> mdcs.Profile:
-        """The profile that is known, or one that all ranks measure now, with recomputation where the budget needs it."""
+        """The profile that is known, or one that all ranks measure now, with recomputation where the budget needs it.
+        """
         config = self.config
         known = on_rank_zero(lambda: profiles.known(config))  # the file is on rank 0's host
         if known is not None:
@@ -127,10 +133,11 @@ class Workload:
     def _measured(self, config: Config) -> mdcs.Profile:
         emulated = profiles.emulated(config)
         return mdcs.autoprofile(
-            self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
+            self.model, self.optimizer, self.units, self._trying(),
+            link=MeasuredLink(*emulated, {}) if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
-            grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config), emulate=self.emulate,
-            computes=config.model.computes, seconds=_PROFILING_S, progress=False,
+            grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config),
+            emulate=self.emulate, computes=config.model.computes, seconds=_PROFILING_S, progress=False,
             recompute=measures_recomputation(config),
         )  # fmt: skip
 
@@ -144,8 +151,8 @@ class Workload:
         pairs = zip_longest(of_profile, of_model)
         number, there, here = next((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         raise ValueError(
-            f"the profile {self.config.profile.path} is of another model: its unit {number} is {_unit(there)}, the model's is "
-            f"{_unit(here)}; measure it anew (profile.refresh=true, without profile.path)"
+            f"the profile {self.config.profile.path} is of another model: its unit {number} is {_unit(there)}, the "
+            f"model's is {_unit(here)}; measure it anew (profile.refresh=true, without profile.path)"
         )
 
     def try_plans(self) -> None:
@@ -159,7 +166,9 @@ class Workload:
             return
         status.set(phase="trying plans")
         plans = on_rank_zero(lambda: candidates(plan, asked))
-        self.plan, self.trials = fastest(plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate)
+        self.plan, self.trials = fastest(
+            plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate
+        )
 
     def _trying(self) -> Callable[[], Tensor]:
         """A function that runs forward passes on the first batches, for measurements before training."""

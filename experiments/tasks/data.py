@@ -85,15 +85,15 @@ class Data(Checked, ABC):
         """
 
     def batches(
-        self, inputs: Inputs, *, rank: int, world: int, held_out: bool = False, epochs: int | None = None, first_step: int = 0,
-        workers: int = 0, pinned: bool = False,
+        self, inputs: Inputs, *, rank: int, world: int, held_out: bool = False, epochs: int | None = None,
+        first_step: int = 0, workers: int = 0, pinned: bool = False,
     ) -> Iterator[dict[str, Tensor]]:  # fmt: skip
         """Yield this rank's batches for a model that reads `inputs`, as CPU tensors, from a DataLoader.
 
         Each epoch is reshuffled and drops the remainder of the last global batch. `epochs=None` never ends. Evaluation
         is one pass over the other split: `held_out=True, epochs=1`. With `first_step` a run continues: the first batch
-        is the one that a run from 0 would yield after `first_step` batches. Neither `workers`, the number of processes that
-        make batches ahead, nor `pinned`, whether batches are in pinned memory, changes a batch.
+        is the one that a run from 0 would yield after `first_step` batches. Neither `workers`, the number of processes
+        that make batches ahead, nor `pinned`, whether batches are in pinned memory, changes a batch.
 
         Raises ValueError at the call, not at the first batch, if this source cannot provide such inputs, for a rank
         outside of the world, or for fewer samples than one global batch.

@@ -56,7 +56,8 @@ def is_local(name: str) -> bool:
 
 @lru_cache(maxsize=4)
 def rows(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, bool]:
-    """The rows of a split, and whether they are a split of the source's own. Raises ValueError if they cannot be read."""
+    """The rows of a split, and whether they are a split of the source's own. Raises ValueError if they cannot be read.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -77,7 +78,9 @@ def rows(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, boo
 def require_columns(path: str, found: Any, *columns: str) -> None:
     """Raise ValueError unless the rows of `path` have these columns."""
     if missing := {*columns} - {*found.column_names}:
-        raise ValueError(f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {', '.join(found.column_names)}")
+        raise ValueError(
+            f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {', '.join(found.column_names)}"
+        )
 
 
 def split(indices: NDArray[np.int64], held_out: bool, one_in: int) -> NDArray[np.int64]:

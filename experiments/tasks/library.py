@@ -28,7 +28,9 @@ class Library(Model):
     """The class whose modules become units; the other parameters lie outside of them."""
 
     weights: str | None = option(
-        None, "what training starts from: a folder that save_pretrained has written, or a name on the hub; null: random weights",
+        None,
+        "what training starts from: a folder that save_pretrained has written, or a name on the hub; null: random "
+        "weights",
         profiled=False,
     )
 
@@ -234,11 +236,14 @@ class ResNet(Library, ImageModel):
         for size in self.hidden_sizes:
             # The inner convolutions of a bottleneck have a quarter of its width.
             if size % (4 * self.width_divisor):
-                raise OptionError("hidden_sizes", f"must be multiples of 4 × width_divisor={self.width_divisor}, got {size}")
+                raise OptionError(
+                    "hidden_sizes", f"must be multiples of 4 × width_divisor={self.width_divisor}, got {size}"
+                )
 
     def numbers(self) -> dict[str, Any]:
         return {
-            "num_channels": self.channels, "embedding_size": self.stem // self.width_divisor, "depths": list(self.depths),
+            "num_channels": self.channels, "embedding_size": self.stem // self.width_divisor,
+            "depths": list(self.depths),
             "hidden_sizes": [size // self.width_divisor for size in self.hidden_sizes], "layer_type": "bottleneck",
         }  # fmt: skip
 

@@ -28,8 +28,8 @@ Encode = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Nli(hub.Named):
-    """Pairs of sentences; without a path, those of a small file of this repository. Without a tokenizer, tokens are bytes
-    and three special ones.
+    """Pairs of sentences; without a path, those of a small file of this repository. Without a tokenizer, tokens are
+    bytes and three special ones.
     """
 
     name, gives, classes, vocabulary = "nli", Pairs, 3, SEP + 1

@@ -20,7 +20,9 @@ class Optimizer(Checked, ABC):
 
     name: ClassVar[str] = "optimizer"
 
-    schedule: str = option("constant", "schedule of the learning rate", choices=("constant", "linear", "cosine"), profiled=False)
+    schedule: str = option(
+        "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine"), profiled=False
+    )
     warmup_steps: int = option(0, "steps in which the learning rate rises linearly to lr", at_least=0, profiled=False)
     clip_norm: float | None = option(
         None, "largest global norm of the gradient; a barrier before the update", above=0, profiled=False
@@ -83,7 +85,9 @@ class Adam(Torch):
 
     name, cls = "adam", "Adam"
 
-    betas: tuple[float, ...] = option((0.9, 0.999), "decay rates of averages", at_least=0, below=1, length=2, profiled=False)
+    betas: tuple[float, ...] = option(
+        (0.9, 0.999), "decay rates of averages", at_least=0, below=1, length=2, profiled=False
+    )
     eps: float = option(1e-8, "added to Adam's denominator", above=0, profiled=False)
 
 

@@ -71,7 +71,8 @@ class Own(Checked):
         return {name: value for name, value in values.items() if value is not None or name not in self.unknown}
 
     def call(self, *first: Any, **more: Any) -> Any:
-        """Call the callable with its arguments, and with `first` and `more`. Raises ValueError for whatever it raises."""
+        """Call the callable with its arguments, and with `first` and `more`. Raises ValueError for whatever it raises.
+        """
         try:
             made = instantiate({"_convert_": "all", **self.arguments(), "_target_": self.target, "_partial_": True})
             return made(*first, **more)
@@ -88,7 +89,9 @@ class OwnModel(Own, Model):
     _group = "model"
     blocks: tuple[str, ...] = option((), "classes whose modules become units; none: repeated blocks are found")
     reads: Any = option({}, "what it reads: keys of experiments.tasks.inputs.Tokens, or another _target_ and its keys")
-    loss: Any = option(None, "(model, batch) → loss, e.g. a _target_ with _partial_; null: cross-entropy of what it returns")
+    loss: Any = option(
+        None, "(model, batch) → loss, e.g. a _target_ with _partial_; null: cross-entropy of what it returns"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,7 +137,9 @@ class OwnData(Own, Data):
     """
 
     _group = "data"
-    collate: Any = option(None, "samples → batch, a _target_ with _partial_; null: the DataLoader's, or torch's default")
+    collate: Any = option(
+        None, "samples → batch, a _target_ with _partial_; null: the DataLoader's, or torch's default"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +182,9 @@ class OwnData(Own, Data):
         if not isinstance(found, IterableDataset) and hasattr(found, "__len__") and hasattr(found, "__getitem__"):
             return Samples(len(found), lambda indices, epoch: batch([found[int(i)] for i in indices]))
         if not hasattr(found, "__iter__"):
-            raise TypeError(f"data: {self.target} returned {type(found).__name__}, no Dataset, IterableDataset or DataLoader")
+            raise TypeError(
+                f"data: {self.target} returned {type(found).__name__}, no Dataset, IterableDataset or DataLoader"
+            )
         return Stream(found, batch)
 
 
@@ -186,7 +193,9 @@ def _batch(collate: Callable[[list[Any]], Any], target: str, samples: list[Any])
     if isinstance(made, (list, tuple)) and len(made) == 2:
         return dict(zip(("inputs", "labels"), made, strict=True))
     if not isinstance(made, Mapping):
-        raise TypeError(f"data: a batch of {target} must be a dict of tensors, or (inputs, labels), got {type(made).__name__}")
+        raise TypeError(
+            f"data: a batch of {target} must be a dict of tensors, or (inputs, labels), got {type(made).__name__}"
+        )
     return dict(made)
 
 
@@ -207,7 +216,8 @@ KINDS: dict[str, type[Own]] = {"model": OwnModel, "data": OwnData, "optimizer": 
 def located(target: str) -> Any:
     """The object that a `_target_` names: package.module.name, or package.module.Class.name.
 
-    Raises ModuleNotFoundError for a module that is missing, and ValueError for whatever else goes wrong, both with one line.
+    Raises ModuleNotFoundError for a module that is missing, and ValueError for whatever else goes wrong, both with one
+    line.
     """
     module, _, name = target.rpartition(".")
     if not module or not name:
@@ -239,10 +249,11 @@ def _targets(value: Any) -> Iterator[str]:
 
 
 def class_of(group: str, builder: Callable[..., Any], target: str, given: Mapping[str, Any]) -> type[Own]:
-    """The class of the group's objects that `builder` makes. Its options are those of the group and the builder's arguments.
+    """The class of the group's objects that `builder` makes. Its options are those of the group and the builder's
+    arguments.
 
-    given: keys and values of a config. An argument with a default whose name the group uses is no option. Raises ValueError
-    for one without a default.
+    given: keys and values of a config. An argument with a default whose name the group uses is no option. Raises
+    ValueError for one without a default.
     """
     more = {*given} & {*_SPECIAL}
     if not isinstance(positional := given.get("_args_") or [], list):

@@ -44,7 +44,8 @@ class Synthetic(Data):
 
 def _rows(tokens: Tokens, seed: int, held_out: bool, indices: NDArray[np.int64]) -> NDArray[np.int64]:
     rows = [
-        random(seed, CONTENT, int(held_out), int(i)).integers(0, tokens.vocabulary, tokens.sequence + 1) for i in indices
+        random(seed, CONTENT, int(held_out), int(i)).integers(0, tokens.vocabulary, tokens.sequence + 1)
+        for i in indices
     ]
     return np.stack(rows)
 

@@ -58,7 +58,9 @@ class Text(hub.Named):
 def _tokens(tokenizer: str | None, column: str, rows: dict[str, list[str]]) -> dict[str, Any]:
     """The tokens of these rows, as one row."""
     if tokenizer is None:
-        return {"tokens": [np.frombuffer("".join(f"{row}\n" for row in rows[column]).encode(), np.uint8).astype(np.int32)]}
+        return {
+            "tokens": [np.frombuffer("".join(f"{row}\n" for row in rows[column]).encode(), np.uint8).astype(np.int32)]
+        }
     made = hub.tokenizer(tokenizer)
     end = [] if made.eos_token_id is None else [made.eos_token_id]
     return {"tokens": [[token for ids in made(rows[column])["input_ids"] for token in [*ids, *end]]]}

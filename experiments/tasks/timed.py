@@ -1,6 +1,7 @@
 """A stand-in for a model on a missing device: parameters, gradients and updates are real, but compute only waits.
 
-Compute sleeps for its time and leaves the cores to messages and updates. So ranks on a few cores stand for as many devices.
+Compute sleeps for its time and leaves the cores to messages and updates. So ranks on a few cores stand for as many
+devices.
 """
 
 from __future__ import annotations

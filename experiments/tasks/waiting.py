@@ -4,9 +4,10 @@
 delay the device that the stand-in represents: when a wait oversleeps, the next wait is shorter by that time, unless
 compute has waited for something else in between. No core is kept busy for exact times.
 
-*The sum.* The model is a weighted sum of its inputs, with one input per block. The weight of an input is a sum over a few
-elements of each parameter of the block. All elements of a parameter get the gradient of those few. So gradients cost one
-pass over memory and depend on the batch and on every block. A stale weight or a lost gradient changes the next loss.
+*The sum.* The model is a weighted sum of its inputs, with one input per block. The weight of an input is a sum over a
+few elements of each parameter of the block. All elements of a parameter get the gradient of those few. So gradients
+cost one pass over memory and depend on the batch and on every block. A stale weight or a lost gradient changes the next
+loss.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, numel: int, tensors: int, kept: int, forward_s: float, backward_s: float, clock: Clock, checkpointing: bool
+        self,
+        numel: int,
+        tensors: int,
+        kept: int,
+        forward_s: float,
+        backward_s: float,
+        clock: Clock,
+        checkpointing: bool,
     ) -> None:
         super().__init__()
         self._kept, self._forward_s, self._clock, self._checkpointing = kept, forward_s, clock, checkpointing

@@ -109,5 +109,10 @@ def train_values(step: Event) -> dict[str, Any]:
 
 
 def predicted_values(start: Event) -> dict[str, Any]:
-    """Predicted values of a start event, for charts beside those of `train_values`: predicted/step_s; none for other events."""
-    return {f"predicted/{key}": value for key, value in start.get("predicted", {}).items() if isinstance(value, (int, float))}
+    """Predicted values of a start event, for charts beside those of `train_values`: predicted/step_s; none for other
+    events."""
+    return {
+        f"predicted/{key}": value
+        for key, value in start.get("predicted", {}).items()
+        if isinstance(value, (int, float))
+    }

@@ -39,9 +39,13 @@ class Wandb(Tracker):
         None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
     )
 
-    private: bool = option(False, "true: the config and the run's events alone; no system metrics, commit, command line or host")
+    private: bool = option(
+        False, "true: the config and the run's events alone; no system metrics, commit, command line or host"
+    )
     timeout_s: float = option(
-        30.0, "an answer that takes longer, uploads included, is not waited for; a start for half of it, then the run is offline",
+        30.0,
+        "an answer that takes longer, uploads included, is not waited for; a start for half of it, then the run is "
+        "offline",
         above=0,
     )  # fmt: skip
 
@@ -76,7 +80,9 @@ class WandbMirror(Mirror):
             # W&B still holds the id. The offline copy is whole, so it must not be sent into a run that has been online.
             self._begin(tracker, run, f"{own}-offline", "offline")
             send = f"wandb sync {run.folder}/wandb/offline-run-*"
-            warnings.warn(f"W&B cannot be reached, runs are kept offline ({send} sends this one): {_UNREACHED[0]}", stacklevel=2)
+            warnings.warn(
+                f"W&B cannot be reached, runs are kept offline ({send} sends this one): {_UNREACHED[0]}", stacklevel=2
+            )
 
     def _begin(self, tracker: Wandb, run: Shown, own: str, mode: str) -> None:
         import wandb
@@ -89,7 +95,9 @@ class WandbMirror(Mirror):
             for former in run.folder.glob(f"wandb/offline-run-*-{own}"):
                 shutil.rmtree(former)
         private = self._private = tracker.private
-        place: dict[str, Any] = {"host": "private"} if private else {"git_root": str(Path(__file__).resolve().parents[2])}
+        place: dict[str, Any] = (
+            {"host": "private"} if private else {"git_root": str(Path(__file__).resolve().parents[2])}
+        )
         self._run = self._wandb.init(
             project=tracker.project, entity=tracker.entity, group=tracker.group or run.group, job_type=run.kind, id=own,
             name=run.name, dir=str(run.folder), mode=mode, config=dict(run.config),
@@ -130,7 +138,8 @@ class WandbMirror(Mirror):
             self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
 
     def document(self, kind: str, file: Path, used: bool) -> None:
-        """Log the file as an artifact that the run made or used. Its name is its content's, so equal files are sent once."""
+        """Log the file as an artifact that the run made or used. Its name is its content's, so equal files are sent
+        once."""
         artifact = self._wandb.Artifact(f"{kind}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}", type=kind)
         artifact.add_file(str(file), name=f"{kind}.json")
         if not used:
@@ -148,7 +157,9 @@ class WandbMirror(Mirror):
         points = [row for row in rows if row[x] is not None and row[y] is not None]
         if points:
             drawn = self._wandb.Table(columns=list(columns), data=[list(row) for row in points])
-            self._run.log({"step time over budget": self._wandb.plot.scatter(drawn, *SCATTER, title="step time over budget")})
+            self._run.log(
+                {"step time over budget": self._wandb.plot.scatter(drawn, *SCATTER, title="step time over budget")}
+            )
 
     def finish(self, ok: bool) -> None:
         """End the run, as failed or not."""

@@ -23,7 +23,14 @@ from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.pipeline import limit_of, make_plan, unsharded_bytes
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, in_words, recompute_named
-from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
+from mdcs.planner.registry import (
+    JointPlanner,
+    Scheduler,
+    StrategyPlanner,
+    decides_schedule,
+    scheduler_named,
+    strategy_named,
+)
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
@@ -40,7 +47,9 @@ T = TypeVar("T")
 def require_measured(budget: Budget, device: torch.device) -> None:
     """Raise ValueError for a budget that depends on activations where memory cannot be measured."""
     if budget.is_limit and budget.size is None and (why := unmeasured(device)):
-        raise ValueError(f"a budget of {budget} depends on the bytes of activations: {why}, or give the budget in bytes")
+        raise ValueError(
+            f"a budget of {budget} depends on the bytes of activations: {why}, or give the budget in bytes"
+        )
 
 
 def autoplan(
@@ -67,28 +76,30 @@ def autoplan(
 ) -> Plan:
     """Return a plan for training ``model`` within ``budget`` per rank. Collective: call it on every rank.
 
-    ``budget`` is in bytes or in words (:class:`mdcs.sizes.Budget`): a size such as ``"40GiB"``, a part such as ``"75% of ddp"``
-    of what data parallelism without sharding (DDP) needs, or ``"floor+10%"``, above the smallest possible; None is no limit.
-    The profile is that of :func:`mdcs.autoprofile`, or ``profile``, one of an equal job, the same on every rank; without ranks
+    ``budget`` is in bytes or in words (:class:`mdcs.sizes.Budget`): a size such as ``"40GiB"``, a part such as
+    ``"75% of ddp"`` of what data parallelism without sharding (DDP) needs, or ``"floor+10%"``, above the smallest
+    possible; None is no limit. The profile is that of :func:`mdcs.autoprofile`, or ``profile``, one of an equal job,
+    the same on every rank; without ranks
     :func:`mdcs.make_plan` plans alike.
-    ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that the
-    loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
+    ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that
+    the loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
 
     ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority
     unless one is given, and none for a strategy that decides the schedule. ``recompute`` (auto, none, all, selective,
-    random, planned, or a rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`); with auto none
-    does unless no other plan keeps the budget, and one line says what that frees and costs. ``schedule_share`` is
+    random, planned, or a rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`); with auto
+    none does unless no other plan keeps the budget, and one line says what that frees and costs. ``schedule_share`` is
     that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of
     :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
-    :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and the
-    best of heuristics, run for a few steps each, and the fastest is returned (:func:`mdcs.profiler.autotune.fastest`).
-    Where memory cannot be measured (:func:`mdcs.telemetry.memory_meter.unmeasured`), a budget in bytes does not count
-    activations, with a warning, and a part is refused.
+    :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and
+    the best of heuristics, run for a few steps each, and the fastest is returned
+    (:func:`mdcs.profiler.autotune.fastest`). Where memory cannot be measured
+    (:func:`mdcs.telemetry.memory_meter.unmeasured`), a budget in bytes does not count activations, with a warning, and
+    a part is refused.
 
-    ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are named, not
-    given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With ``progress`` rank 0
-    logs a line for each phase; without handlers for logging it writes them to stderr, with a bar on a terminal. A budget that
-    no plan can keep is refused as soon as that is known.
+    ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are
+    named, not given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With
+    ``progress`` rank 0 logs a line for each phase; without handlers for logging it writes them to stderr, with a bar on
+    a terminal. A budget that no plan can keep is refused as soon as that is known.
 
     Raises ValueError for an unknown name and for ``seconds`` that are not above 0, UnsupportedModel as
     :func:`mdcs.profiler.model_profile.measure_profile` does, and on every rank what planning raises on rank 0:

@@ -119,7 +119,11 @@ class TensorShards:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         # While loading, the index is that of __create_chunk_list__; pieces may overlap then, as a shard and a whole do.
-        if index.index is not None and index.index < len(self._boxes) and self._boxes[index.index][0].offsets == index.offset:
+        if (
+            index.index is not None
+            and index.index < len(self._boxes)
+            and self._boxes[index.index][0].offsets == index.offset
+        ):
             return self._boxes[index.index][1]
         return next(values for box, values in self._boxes if box.offsets == index.offset)
 
@@ -258,7 +262,9 @@ def _translate_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise RanksFailed({rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}) from error
+        raise RanksFailed(
+            {rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}
+        ) from error
 
 
 def load_full(folder: Path) -> dict[str, Any]:
@@ -291,13 +297,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     state, groups = tree.get("optimizer", {}).get("state", {}), iter(run["param_groups"])
     counts = run.get("groups_by_optimizer", [len(run["param_groups"])])
     optimizers = [_packed(state, list(itertools.islice(groups, count))) for count in counts]
-    return {"model": tree["model"], "optimizer": optimizers if len(optimizers) > 1 else optimizers[0], "step": run["step"]}
+    return {
+        "model": tree["model"],
+        "optimizer": optimizers if len(optimizers) > 1 else optimizers[0],
+        "step": run["step"],
+    }
 
 
 def _packed(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a state dict with numbers in the place of names."""
     places: dict[str, int] = {}
-    numbered = [{**group, "params": [places.setdefault(name, len(places)) for name in group["params"]]} for group in groups]
+    numbered = [
+        {**group, "params": [places.setdefault(name, len(places)) for name in group["params"]]} for group in groups
+    ]
     return {"state": {place: state[name] for name, place in places.items() if name in state}, "param_groups": numbered}
 
 

@@ -173,8 +173,8 @@ def _sync(folder: Path) -> None:
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Return a value as ``torch.save`` writes it. Raises ValueError, naming ``what`` it is, for a value that :func:`load`
-    would refuse.
+    """Return a value as ``torch.save`` writes it. Raises ValueError, naming ``what`` it is, for a value that
+    :func:`load` would refuse.
     """
     data = io.BytesIO()
     try:

@@ -29,11 +29,13 @@ KEYS = {
     "groups": "calls of torch.distributed.fsdp.fully_shard, in this order: inner modules before those around them",
     "groups.modules": "names for model.get_submodule; several are one call with a list; '' is the model itself",
     "groups.units": "of the plan, for messages",
-    "groups.elements": "of the modules' parameters that no group before has, padding included; another number is another model",
-    "groups.mesh": "its shape, of ranks in their order: all of them, or replicas x shards, with names for both dimensions",
+    "groups.elements": "of the modules' parameters that no group before has, padding included; another number is "
+    "another model",
+    "groups.mesh": "its shape, of ranks in their order: all of them, or replicas x shards, with names for both "
+    "dimensions",
     "groups.reshard_after_forward": "argument of fully_shard",
-    "groups.recompute": "modules to wrap in checkpoint_wrapper before any fully_shard, and what they keep until backward; "
-    "full: inputs; selective: outputs of matrix products and attention, too",
+    "groups.recompute": "modules to wrap in checkpoint_wrapper before any fully_shard, and what they keep until "
+    "backward; full: inputs; selective: outputs of matrix products and attention, too",
     "groups.forward_prefetch": "first modules of groups, for set_modules_to_forward_prefetch; empty: leave it",
     "groups.backward_prefetch": "first modules of groups, for set_modules_to_backward_prefetch; empty: leave it",
     "lost": "what the plan does and FSDP2 cannot, with the units; no units: the whole plan",
@@ -55,7 +57,8 @@ def document(plan: Plan, forward: PrefetchLists | None = None, backward: Prefetc
     lists = {Kind.AG_F: forward, Kind.AG_B: backward}
     return {
         "schema": SCHEMA,
-        "about": "how torch's fully_shard (FSDP2, torch >= 2.6) comes nearest to a plan of mdcs; docs/export.md has a loader",
+        "about": "how torch's fully_shard (FSDP2, torch >= 2.6) comes nearest to a plan of mdcs; docs/export.md has "
+        "a loader",
         "plan": plan.hash,
         "ranks": plan.world,
         "groups": [_group(plan, g, forward, backward) for g in groups],
@@ -91,11 +94,13 @@ def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, Pref
         if plan.profile.units[unit].name not in units:
             units.append(plan.profile.units[unit].name)
     if plan.budget is not None:
-        found["has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to"] = []
+        found[
+            "has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to"
+        ] = []
     if plan.cross_iteration:
         found[
-            "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them in"
-            " optimizer.step(), after backward, and gathers nothing before it"
+            "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them "
+            "in optimizer.step(), after backward, and gathers nothing before it"
         ] = []
     if any(unit.master_dtype for unit in plan.profile.units):
         found[
@@ -105,7 +110,9 @@ def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, Pref
     return found
 
 
-def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]) -> Iterator[tuple[int, str]]:
+def _limitations_by_unit(
+    plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]
+) -> Iterator[tuple[int, str]]:
     together = fused_with(plan)
     ahead = {kind: prefetch_distance(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
     of = {u: g for g in groups for u in g.units}
@@ -113,13 +120,16 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], lists: Mapping[K
         g, own = of[u], [m for m in plan.messages if m.micro == 0 and any(v == u for v, _ in m.parts)]
         if strategy is Strategy.zero2 and g.strategy is Strategy.sdp:
             yield u, (
-                "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from"
-                " forward to backward, not between steps, and are gathered right before their use"
+                "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held "
+                "from forward to backward, not between steps, and are gathered right before their use"
             )
         elif fsdp2_strategy(strategy) is not g.strategy:
             yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
         if g.strategy is Strategy.dp:
-            yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
+            yield (
+                u,
+                "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used",
+            )
         uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)
         if g.strategy.regathers and uses > len(modules_of(plan, u)):
             yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
@@ -137,7 +147,10 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], lists: Mapping[K
             order = [each.name for each in in_order(groups, kind)]
             by = next((name for name, targets in ahead_of.items() if g.name in targets), g.name)
             if g.name in order and ahead[kind].get(g.name, 0) > order.index(g.name) - order.index(by):
-                yield u, f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes"
+                yield (
+                    u,
+                    f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes",
+                )
 
 
 def describe_group(group: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""A plan applied to a model by torch's checkpoint_wrapper and fully_shard (FSDP2), and the loop's work for several meshes."""
+"""A plan applied to a model by torch's checkpoint_wrapper and fully_shard (FSDP2), and the loop's work for several
+meshes."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ from mdcs.sizes import aligned
 from mdcs.torch_compat import checkpoint_wrapper, gather_on_cpu_ahead
 
 
-def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+def apply_plan(
+    model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any
+) -> nn.Module:
     """Call fully_shard on ``model`` as a plan, or its exported file, says; return the model. Collective.
 
-    Modules that recompute their activations are wrapped in torch's checkpoint_wrapper first, of which state dicts show nothing.
+    Modules that recompute their activations are wrapped in torch's checkpoint_wrapper first, of which state dicts show
+    nothing.
 
     - ``mesh``: all ranks, by default in one dimension; the ranks of a node are neighbours. Units that are replicated,
       in whole or across nodes, get meshes of (replicas, shards) of the same ranks.
@@ -49,7 +53,9 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
     made: dict[str, Any] = {}
     for modules, group in groups:
         of: Any = modules if len(modules) > 1 else modules[0]
-        fully_shard(of, mesh=meshes[tuple(group["mesh"])], reshard_after_forward=group["reshard_after_forward"], **options)
+        fully_shard(
+            of, mesh=meshes[tuple(group["mesh"])], reshard_after_forward=group["reshard_after_forward"], **options
+        )
         made[group["modules"][0]] = modules[0]
     for _, group in groups:
         module = made[group["modules"][0]]
@@ -57,7 +63,8 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
             module.set_modules_to_forward_prefetch([made[name] for name in ahead])
         if ahead := group["backward_prefetch"]:
             module.set_modules_to_backward_prefetch([made[name] for name in ahead])
-    if mesh.device_type == "cpu":  # no streams on CPU: without async_op the host waits for every gather where it is issued
+    # no streams on CPU: without async_op the host waits for every gather where it is issued
+    if mesh.device_type == "cpu":
         gather_on_cpu_ahead(made[""])
     return model
 
@@ -91,7 +98,9 @@ def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str
         unit = describe_group(group)
         missing = next((name for name in group["modules"] if name not in modules), None)
         if missing is not None:
-            raise ValueError(f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one")
+            raise ValueError(
+                f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one"
+            )
         own = [p for name in group["modules"] for p in modules[name].parameters() if p in names]
         sizes = [p.numel() for p in dict.fromkeys(own)]
         for p in own:
@@ -112,7 +121,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip gradients as torch.nn.utils.clip_grad_norm_ does, for parameters on several meshes; return their 2-norm [scalar]."""
+    """Clip gradients as torch.nn.utils.clip_grad_norm_ does, for parameters on several meshes; return their 2-norm
+    [scalar]."""
     meshes = _by_mesh(p for p in parameters if p.grad is not None)
     norms = [get_total_norm([p.grad for p in members if p.grad is not None]) for members in meshes]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]

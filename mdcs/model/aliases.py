@@ -21,7 +21,8 @@ from mdcs.torch_compat import without_torch_function
 
 _MOST_OBJECTS = 100_000  # objects visited at most: a module may hold a data set
 _OPAQUE = (
-    str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType, types.FrameType,
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType,
+    types.FrameType,
 )  # fmt: skip
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 
@@ -123,7 +124,8 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         path, value = queue.popleft()
         if isinstance(value, _OPAQUE) or id(value) in seen or id(value) in registered:
             continue
-        if type(value).__module__.partition(".")[0] == "mdcs":  # a run's own objects hold the flat buffers under the parameters
+        # a run's own objects hold the flat buffers under the parameters
+        if type(value).__module__.partition(".")[0] == "mdcs":
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
@@ -175,7 +177,10 @@ def _same(a: _Region, b: _Region) -> bool:
 def _overlap(a: _Region, b: _Region) -> bool:
     """Return whether two regions that intersect share an element: the left and right halves of a matrix share none."""
     with without_torch_function():
-        if all(_span(r.tensor) == r.tensor.numel() for r in (a, b)) or a.tensor.element_size() != b.tensor.element_size():
+        if (
+            all(_span(r.tensor) == r.tensor.numel() for r in (a, b))
+            or a.tensor.element_size() != b.tensor.element_size()
+        ):
             return True
         begin, size = min(a.begin, b.begin), a.tensor.element_size()
         taken = torch.zeros((max(a.end, b.end) - begin) // size, dtype=torch.bool, device="cpu")

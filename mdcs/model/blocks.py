@@ -21,10 +21,10 @@ T = TypeVar("T")
 def block_roots(model: nn.Module) -> set[str]:
     """Return the names of the repeated blocks in ``model``; none for a model of single layers.
 
-    Blocks are modules of one class in a list (``nn.ModuleList``, ``nn.ModuleDict``, ``nn.Sequential``), or attributes of
-    one class, and all others of their classes. A module without children is a layer, no block. Where members of a list
-    differ much in size they are stages (of a ResNet, for example), and the blocks inside of them are taken; so are those
-    inside of attributes.
+    Blocks are modules of one class in a list (``nn.ModuleList``, ``nn.ModuleDict``, ``nn.Sequential``), or attributes
+    of one class, and all others of their classes. A module without children is a layer, no block. Where members of a
+    list differ much in size they are stages (of a ResNet, for example), and the blocks inside of them are taken; so are
+    those inside of attributes.
     """
     kinds = {type(model.get_submodule(name)) for name in _repeated(model, "")}
     found: list[str] = []
@@ -61,9 +61,9 @@ def merged(
 ) -> dict[tuple[str, ...], list[T]]:
     """Return the groups (module names -> members) with small layers outside of the blocks merged with their neighbours.
 
-    A message for a single norm costs more than it saves. Neighbours are merged while they are no larger than the largest
-    block, or 1/16 of a model without blocks; a tiny layer is merged with any neighbour. Tied parameters, and parameters of
-    a module that contains blocks, stay alone.
+    A message for a single norm costs more than it saves. Neighbours are merged while they are no larger than the
+    largest block, or 1/16 of a model without blocks; a tiny layer is merged with any neighbour. Tied parameters, and
+    parameters of a module that contains blocks, stay alone.
 
     - ``sizes``: elements of the groups.
     """

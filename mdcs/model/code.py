@@ -20,9 +20,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 def code_of(cls: type, not_followed: Sequence[str] = ("mdcs",)) -> str:
     """Return the hash of the code of a class, 12 hexadecimal digits.
 
-    ``not_followed``: packages that are left out. The hash covers the module of the class, all modules of its project that
-    these modules import, wherever in a file, and the versions of installed packages. Comments and layout do not change it;
-    docstrings do.
+    ``not_followed``: packages that are left out. The hash covers the module of the class, all modules of its project
+    that these modules import, wherever in a file, and the versions of installed packages. Comments and layout do not
+    change it; docstrings do.
     """
     own = {cls.__module__.partition(".")[0]}
     left = [each.__module__ for each in cls.__mro__ if each.__module__ != "builtins"]
@@ -89,7 +89,8 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the Python file of a module, found without importing its packages; None if there is no such file or module."""
+    """Return the Python file of a module, found without importing its packages; None if there is no such file or
+    module."""
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if loaded is None:
         loaded = _search(name)

@@ -1,9 +1,9 @@
 """How an optimizer can run on shards, found out by trying it, and the state that it keeps there.
 
 A shard is a flat piece of parameters. An elementwise optimizer gives a piece the values that it gives the whole
-parameter. The trial compares both over a few steps of the optimizer's own class, with the options and the shapes of each of
-its groups. Of an optimizer that looks at a parameter as a whole (its rows, its norm), a second trial finds whether it updates
-each parameter on its own: such parameters are updated whole, each by one rank. Others are refused.
+parameter. The trial compares both over a few steps of the optimizer's own class, with the options and the shapes of
+each of its groups. Of an optimizer that looks at a parameter as a whole (its rows, its norm), a second trial finds
+whether it updates each parameter on its own: such parameters are updated whole, each by one rank. Others are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 _SCALES = 1, 1, 1e-3, 1e3, 1  # of the values and of each step's gradients: limits may be anywhere
 _MOST = 1 << 16
-"""Elements of a tensor in the trial: larger parameters are tried smaller. Sizes from which optimizers differ are below."""
+"""Elements of a tensor in the trial: larger parameters are tried smaller. Sizes from which optimizers differ are below.
+"""
 _FEWEST = 192  # elements that are cut into pieces
 _RATE = 1e-2  # where a schedule begins with 0
 _ROUNDING = 1e-9  # of float64, in which the trial runs
@@ -40,12 +41,14 @@ class StateLayout:
     """State that an optimizer keeps for a flat tensor, or, if ``whole``, for a whole parameter in its shape.
 
     - ``per_element``: key -> type of the state that has the tensor's shape; None: the tensor's type.
-    - ``replicated``: keys of the other state, which is the same for every piece of a parameter: step counts, numbers. Of
-      whole parameters also state of another shape, such as a sum per row.
+    - ``replicated``: keys of the other state, which is the same for every piece of a parameter: step counts, numbers.
+      Of whole parameters also state of another shape, such as a sum per row.
     - ``plain``: the replicated keys whose values are Python numbers.
     - ``fixed``: bytes of the replicated tensors.
-    - ``scratch``: temporary tensors of an update, in copies of the tensor: an estimate for updates that are not measured.
-    - ``counts``: whether a step changes numbers of the optimizer's groups or object (:class:`mdcs.model.flat_optimizer.Counts`).
+    - ``scratch``: temporary tensors of an update, in copies of the tensor: an estimate for updates that are not
+      measured.
+    - ``counts``: whether a step changes numbers of the optimizer's groups or object
+      (:class:`mdcs.model.flat_optimizer.Counts`).
     """
 
     per_element: Mapping[str, torch.dtype | None] = field(default_factory=dict)
@@ -65,8 +68,8 @@ class StateLayout:
         replicated = self.replicated | other.replicated
         per_element = {k: v for k, v in {**self.per_element, **other.per_element}.items() if k not in replicated}
         return StateLayout(
-            per_element, replicated, self.plain | other.plain, max(self.fixed, other.fixed), max(self.scratch, other.scratch),
-            self.whole or other.whole, self.counts or other.counts,
+            per_element, replicated, self.plain | other.plain, max(self.fixed, other.fixed),
+            max(self.scratch, other.scratch), self.whole or other.whole, self.counts or other.counts,
         )  # fmt: skip
 
 
@@ -78,7 +81,8 @@ class GroupLayout(NamedTuple):
 
 
 def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
-    """Return the groups that are updated on flat pieces, and those that are updated whole, with the state that they keep.
+    """Return the groups that are updated on flat pieces, and those that are updated whole, with the state that they
+    keep.
 
     The state is that of the group that keeps the most. Raises UnsupportedModel, naming the class and the reason, for an
     optimizer that cannot run on shards.
@@ -199,7 +203,8 @@ class _Trial:
         self._optimizer, self._options = optimizer, options
         random, own = torch.Generator().manual_seed(0), [*shapes, shapes[0]]
         self._start, *self._gradients = (
-            [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) * scale for shape in own] for scale in _SCALES
+            [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) * scale for shape in own]
+            for scale in _SCALES
         )
         self._parameters = [torch.nn.Parameter(start.clone()) for start in self._start]
         self._states, self._counted = self._try("on a parameter it raises", self._together)
@@ -221,7 +226,9 @@ class _Trial:
         changed = {k: v for k, v in numbers_of(made).items() if before.get(k) != v}
         return [dict(made.state.get(p, {})) for p in self._parameters], changed
 
-    def _apart(self, places: Sequence[Tensor], gradients_of: Callable[[list[Tensor]], Iterable[Tensor]]) -> list[dict[str, Any]]:
+    def _apart(
+        self, places: Sequence[Tensor], gradients_of: Callable[[list[Tensor]], Iterable[Tensor]]
+    ) -> list[dict[str, Any]]:
         """Update tensors one after the other as the runtime does, with one object for all; return their state.
 
         Gradients are overwritten after the step: no state may be a view of them.
@@ -251,8 +258,8 @@ class _Trial:
     def in_pieces(self, elements: int) -> StateLayout:
         """Return the state of flat pieces. Raises _ActsOnWhole where pieces and whole differ.
 
-        The parameters lie one after the other, again and again: pieces of a unit, too, have parts of parameters, and many
-        parameters. The longest piece has ``elements`` at least.
+        The parameters lie one after the other, again and again: pieces of a unit, too, have parts of parameters, and
+        many parameters. The longest piece has ``elements`` at least.
         """
         own = sum(start.numel() for start in self._start)
         times = -(-2 * max(elements, _FEWEST) // own)
@@ -262,7 +269,8 @@ class _Trial:
 
         end, updated = own * times, flat(self._parameters)
         cuts = 0, 7, end // 5, end // 2 + 1, end
-        for count in (1, len(cuts) - 1):  # the short one first: a matrix optimizer may need the square of a piece's bytes
+        # the short one first: a matrix optimizer may need the square of a piece's bytes
+        for count in (1, len(cuts) - 1):
             places, moved = [slice(a, b) for a, b in zip(cuts[:count], cuts[1:], strict=False)], flat(self._start)
             pieces = [moved[place] for place in places]
             apart = functools.partial(self._apart, pieces, lambda own: [flat(own)[place] for place in places])  # noqa: B023
@@ -292,9 +300,12 @@ class _Trial:
     # -- parameter by parameter
 
     def one_by_one(self) -> StateLayout:
-        """Return the state of a parameter that is updated alone. Raises UnsupportedModel where together and alone differ."""
+        """Return the state of a parameter that is updated alone. Raises UnsupportedModel where together and alone
+        differ."""
         alone = [start.clone() for start in self._start]
-        states = self._try(f"updated alone, a parameter makes it raise{_REMEDY}", lambda: self._apart(alone, lambda own: own))
+        states = self._try(
+            f"updated alone, a parameter makes it raise{_REMEDY}", lambda: self._apart(alone, lambda own: own)
+        )
         layout = StateLayout(whole=True, counts=bool(self._counted))
         for p, state, q, own in zip(self._parameters, self._states, alone, states, strict=True):
             for key in [*state, *(k for k in own if k not in state)]:

@@ -73,8 +73,8 @@ class FlatOptimizer:
 class Counts:
     """Numbers that an optimizer counts in its groups or on its object. A plain loop's ``step()`` moves them on once.
 
-    The runtime steps one piece after the other, each with the numbers that the iteration began with. What they are after the
-    step is found by a step for all groups, on a tensor of a few elements each.
+    The runtime steps one piece after the other, each with the numbers that the iteration began with. What they are
+    after the step is found by a step for all groups, on a tensor of a few elements each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -88,7 +88,9 @@ class Counts:
     def look_ahead(self) -> None:
         """Find the numbers after the next step."""
         made, before = self._made, [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
-        made.param_groups = [{**copy.deepcopy(group), "params": [p]} for group, p in zip(before, self._small, strict=True)]
+        made.param_groups = [
+            {**copy.deepcopy(group), "params": [p]} for group, p in zip(before, self._small, strict=True)
+        ]
         vars(made).update(_counted(self._optimizer))
         for p in self._small:
             p.grad = torch.ones_like(p)
@@ -108,7 +110,9 @@ class Counts:
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the options of an optimizer's groups, and the numbers of its object, by name, in words."""
-    options = {f"{k} of its parameter groups": repr(v) for g in optimizer.param_groups for k, v in g.items() if k != "params"}
+    options = {
+        f"{k} of its parameter groups": repr(v) for g in optimizer.param_groups for k, v in g.items() if k != "params"
+    }
     return options | {f"its attribute {name}": repr(number) for name, number in _numbers(vars(optimizer))}
 
 

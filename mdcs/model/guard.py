@@ -46,14 +46,16 @@ def _getters(*names: str) -> set[Any]:
 
 _HARMLESS = {
     *_getters(
-        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn", "is_cuda",
-        "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "names", "retains_grad",
-        "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn",
+        "is_cuda",
+        "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "names",
+        "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
     ),
     *(
         getattr(Tensor, name)
         for name in (
-            "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
+            "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
+            "is_contiguous",
             "is_floating_point", "is_complex", "is_inference", "get_device", "register_hook", "__len__",
         )
     ),
@@ -109,8 +111,8 @@ def _refuse(parameter: GuardedParameter, what: str) -> None:
     guard = type(parameter).guard()
     if guard is None:
         raise RuntimeError(
-            f"this parameter cannot be used any more ({what}): its run was dropped without close(), and it is sharded. Keep "
-            "what parallelize() returns, and close() it"
+            f"this parameter cannot be used any more ({what}): its run was dropped without close(), and it is "
+            "sharded. Keep what parallelize() returns, and close() it"
         )
     guard.refuse(parameter, what)
 

@@ -1,10 +1,10 @@
 """Module and gradient hooks that turn passes into slots, which the profiler measures and the runtime schedules.
 
 A slot begins when the forward of a unit's module begins, or when the gradient of its output is ready. Slots follow the
-order of execution, so modules called twice, tied parameters and nested units need no special case. Parameters can be used
-without a call of their module (``F.linear(x, self.embedding.weight)``, ``block.forward(x)``): the guard of closed
-parameters tells (:meth:`Hooks.used_outside`). And outputs can be out of the hooks' reach, in a closure for example: then a
-backward slot begins with the unit's first gradient, or with the first computation of a backward pass.
+order of execution, so modules called twice, tied parameters and nested units need no special case. Parameters can be
+used without a call of their module (``F.linear(x, self.embedding.weight)``, ``block.forward(x)``): the guard of closed
+parameters tells (:meth:`Hooks.used_outside`). And outputs can be out of the hooks' reach, in a closure for example:
+then a backward slot begins with the unit's first gradient, or with the first computation of a backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.torch_compat import at_end_of_backward, backward_pass, base_of, in_function_forward, is_backward_compiled, transforms
+from mdcs.torch_compat import (
+    at_end_of_backward,
+    backward_pass,
+    base_of,
+    in_function_forward,
+    is_backward_compiled,
+    transforms,
+)
 
 
 class Listener(Protocol):
@@ -90,8 +97,8 @@ class Hooks:
         self._trained = [p for unit in reversed(units) if unit.trainable for _, p in reversed(unit.parameters)]
         self.reentrant = reentrant or ReentrantPasses(self._trained)
         self._handles: list[Any] = []
-        # Units around one module begin their forward in their own order, and their backward in reverse, as other units do:
-        # the hook that is prepended last runs first, and so does the first of the hooks of outputs.
+        # Units around one module begin their forward in their own order, and their backward in reverse, as other units
+        # do: the hook that is prepended last runs first, and so does the first of the hooks of outputs.
         for u, unit in reversed([*enumerate(units)]):
             for module in unit.modules:
                 # prepend: hooks of others may read parameters, as weight_norm's does.
@@ -157,7 +164,9 @@ class Hooks:
         if self._side_depth or self._depth:
             is_side = self._side_depth > 0
         else:  # a frozen unit alone often runs without gradients, as part of the step
-            has_gradients = not trained or trained[0].requires_grad and (torch.is_grad_enabled() or in_function_forward())
+            has_gradients = (
+                not trained or trained[0].requires_grad and (torch.is_grad_enabled() or in_function_forward())
+            )
             is_side = self.listener.accumulates or not has_gradients
         self._side_depth, self._depth = self._side_depth + is_side, self._depth + (not is_side)
         return is_side
@@ -190,7 +199,8 @@ class Hooks:
     def _after(self, unit: int, of: ModelUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.in_backward:
-                if torch.is_grad_enabled():  # a reentrant checkpoint runs a backward pass for what this forward computed
+                # a reentrant checkpoint runs a backward pass for what this forward computed
+                if torch.is_grad_enabled():
                     self._call_in_backward(output, of.name, lambda hooks: hooks._continue_slot(unit))
                 return
             is_side = self._leave()
@@ -215,8 +225,8 @@ class Hooks:
                     )
                 begin(hooks)
 
-        # A parameter itself would keep the hook in later passes. Autograd rebuilds a view that is changed in place from its
-        # base; the view's own hook is lost.
+        # A parameter itself would keep the hook in later passes. Autograd rebuilds a view that is changed in place from
+        # its base; the view's own hook is lost.
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         tensors += [base for base in map(base_of, tensors) if base is not None and base.grad_fn is not None]
         register_multi_grad_hook(tensors, hook, mode="any")
@@ -277,8 +287,8 @@ def _refuse_transforms(unit: ModelUnit) -> None:
     names = transforms()
     if names and (unit.trainable or set(names) - {"vmap", "functionalize"}):
         raise UnsupportedModel(
-            f"{unit.name}: its forward runs inside of torch.func ({', '.join(names)}), where its gradients and messages "
-            "cannot be followed: transform a plain copy of the model, made in parallel.full_parameters()"
+            f"{unit.name}: its forward runs inside of torch.func ({', '.join(names)}), where its gradients and "
+            "messages cannot be followed: transform a plain copy of the model, made in parallel.full_parameters()"
         )
 
 
@@ -301,7 +311,8 @@ class ModuleHook:
 
 
 _WHOLE_GRAPHS = (
-    "mdcs sends messages before and after the forward of a unit, which no graph can hold. With fullgraph=True compile what is "
+    "mdcs sends messages before and after the forward of a unit, which no graph can hold. With fullgraph=True compile "
+    "what is "
     'inside of a unit: wrap the compiled module itself, mdcs.ByClass(("OptimizedModule",)), or compile its forward, '
     "block.forward = torch.compile(block.forward, fullgraph=True). Or leave fullgraph out"
 )
@@ -320,8 +331,8 @@ def _refuse_compiled_autograd(unit: ModelUnit) -> None:
     """Raise UnsupportedModel under compiled autograd: it calls hooks while tracing, when no message can be sent."""
     if is_backward_compiled():
         raise UnsupportedModel(
-            f"{unit.name}: its backward would be compiled (compiled autograd), and messages have no place in it: run the step "
-            "with torch._dynamo.config.compiled_autograd = False, and without compiled_autograd._enable()"
+            f"{unit.name}: its backward would be compiled (compiled autograd), and messages have no place in it: run "
+            "the step with torch._dynamo.config.compiled_autograd = False, and without compiled_autograd._enable()"
         )
 
 

@@ -1,4 +1,5 @@
-"""The optimizers of a model: which parameters they have, how these are updated, and in which order that puts them in a unit."""
+"""The optimizers of a model: which parameters they have, how these are updated, and in which order that puts them in a
+unit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Optimizers:
     def __init__(self, given: GivenOptimizers) -> None:
         self.members = tuple(map(without_accelerate, given if isinstance(given, Sequence) else [given]))
         if not self.members:
-            raise ValueError("there must be an optimizer: parallelize(model, optimizer) or parallelize(model, [muon, adamw])")
+            raise ValueError(
+                "there must be an optimizer: parallelize(model, optimizer) or parallelize(model, [muon, adamw])"
+            )
         owner: dict[torch.Tensor, torch.optim.Optimizer] = {}
         for optimizer in self.members:
             for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -69,10 +72,12 @@ class Optimizers:
 
 
 class WithAverage(torch.optim.Optimizer):
-    """Keeps a moving average (EMA) of the parameters as the optimizer's state ``average``, which is sharded as any state is.
+    """Keeps a moving average (EMA) of the parameters as the optimizer's state ``average``, which is sharded as any
+    state is.
 
-    Put it before the optimizer's own class: ``class AdamW(mdcs.WithAverage, torch.optim.AdamW): average_decay = 0.9999``. The
-    average is the parameter before its first step. After each step in which the parameter has a gradient the average moves by
+    Put it before the optimizer's own class:
+    ``class AdamW(mdcs.WithAverage, torch.optim.AdamW): average_decay = 0.9999``. The average is the parameter before
+    its first step. After each step in which the parameter has a gradient the average moves by
     ``lerp_(parameter, 1 - average_decay)``. Where the decay changes, set ``average_decay`` as an option of the groups.
     """
 
@@ -81,7 +86,9 @@ class WithAverage(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step the optimizer, then move the averages."""
-        groups = [(p, group.get("average_decay", self.average_decay)) for group in self.param_groups for p in group["params"]]
+        groups = [
+            (p, group.get("average_decay", self.average_decay)) for group in self.param_groups for p in group["params"]
+        ]
         begun = {p: p.clone() for p, _ in groups if "average" not in self.state.get(p, ())}
         loss = super().step(closure)
         for p, decay in groups:

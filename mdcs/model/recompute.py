@@ -1,7 +1,7 @@
 """Activation checkpointing of units: forwards that free their activations, and that backward computes again.
 
-The checkpointed forward takes the place of ``module.forward``, inside of the module's hooks. So hooks run once, in forward;
-in backward the slot of the module has begun, and its parameters are gathered, before its forward runs again.
+The checkpointed forward takes the place of ``module.forward``, inside of the module's hooks. So hooks run once, in
+forward; in backward the slot of the module has begun, and its parameters are gathered, before its forward runs again.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class CheckpointedForward:
             context_fn=functools.partial(self._contexts, recomputing),
         )  # fmt: skip
         after = self._versions()
-        if any(after.get(place) != seen for place, seen in before.items()):  # one that this forward has made is no change
+        # one that this forward has made is no change
+        if any(after.get(place) != seen for place, seen in before.items()):
             self._refuse("changes a buffer")
         if [*map(id, held)] != [id(tensor) for tensor in tensors_in(given)]:
             self._refuse("changes an object that it is called with")
@@ -164,7 +165,8 @@ class CheckpointedForward:
 def checkpoint_contexts(
     module: nn.Module, selective: bool, recomputing: Recomputing = contextlib.nullcontext
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a module's forward, and of the same forward computed again: ``context_fn`` of torch's checkpoint.
+    """Return the contexts of a module's forward, and of the same forward computed again: ``context_fn`` of torch's
+    checkpoint.
 
     - ``selective``: whether outputs of matrix products, convolutions and attention are kept.
     """
@@ -176,7 +178,9 @@ def checkpoint_contexts(
 
 
 @contextlib.contextmanager
-def _computed_again(module: nn.Module, recomputing: Recomputing, operators: AbstractContextManager[Any]) -> Iterator[None]:
+def _computed_again(
+    module: nn.Module, recomputing: Recomputing, operators: AbstractContextManager[Any]
+) -> Iterator[None]:
     """Compute again, with copies of running statistics, which the first forward has updated."""
     kept = [(m, dict(m._buffers)) for m in module.modules() if m.training and has_batch_statistics(m)]
     for of, buffers in kept:

@@ -1,8 +1,8 @@
 """Reentrant checkpoints (``torch.utils.checkpoint(…, use_reentrant=True)``): backward passes inside of a backward pass.
 
-In forward their modules run in a custom autograd function, without gradients. Backward runs the modules again, and then a
-backward pass of their own. Before that, autograd does not know which parameters this inner pass will reach; and inside of it,
-it does not tell which ones the outer pass will.
+In forward their modules run in a custom autograd function, without gradients. Backward runs the modules again, and then
+a backward pass of their own. Before that, autograd does not know which parameters this inner pass will reach; and
+inside of it, it does not tell which ones the outer pass will.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class ByClass:
         if not found:
             there = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
             raise UnsupportedModel(
-                f"no module of class {' or '.join(self.classes)} in {type(model).__name__}, which has {', '.join(there)}: "
-                "name one of these, or give partition() no policy"
+                f"no module of class {' or '.join(self.classes)} in {type(model).__name__}, which has "
+                f"{', '.join(there)}: name one of these, or give partition() no policy"
             )
         return found
 
@@ -159,7 +159,9 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
             units.append(ModelUnit(name + marked(marks), around, tuple(alike[frozen, dtype]), not frozen))
     for name, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UnsupportedModel(f"{name}.weight: sparse gradients are not supported: make the layer with sparse=False")
+            raise UnsupportedModel(
+                f"{name}.weight: sparse gradients are not supported: make the layer with sparse=False"
+            )
     if not any(u.trainable for u in units):
         raise UnsupportedModel("the model has no trainable parameter: requires_grad_() those that the optimizer has")
     return units
@@ -171,7 +173,8 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def marked(marks: Iterable[str]) -> str:
-    """Return the end of the name of a unit beside others around the same modules: ``[float32, frozen]``; "" for no marks."""
+    """Return the end of the name of a unit beside others around the same modules: ``[float32, frozen]``; "" for no
+    marks."""
     text = ", ".join(marks)
     return f"[{text}]" if text else ""
 
@@ -192,7 +195,9 @@ def _caller_of(module: str, modules: dict[str, nn.Module]) -> str:
     This is the module itself, except for lists and dictionaries of parameters: then the module around them.
     """
     if isinstance(modules[module], (nn.ParameterList, nn.ParameterDict)):
-        while module and isinstance(modules[module], (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)):
+        while module and isinstance(
+            modules[module], (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+        ):
             module = module.rpartition(".")[0]
     return module
 
@@ -203,11 +208,13 @@ def _refuse(name: str, p: nn.Parameter) -> None:
     kind: Any = p
     if is_traceable_wrapper_subclass(kind):
         raise UnsupportedModel(
-            f"{name}: is already sharded (FSDP2 or tensor parallel) or quantized ({type(p).__name__}): remove fully_shard() or "
-            "the quantization, mdcs shards the model"
+            f"{name}: is already sharded (FSDP2 or tensor parallel) or quantized ({type(p).__name__}): remove "
+            "fully_shard() or the quantization, mdcs shards the model"
         )
     if not p.is_floating_point():
-        raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported: register_buffer() keeps what is not trained")
+        raise UnsupportedModel(
+            f"{name}: {p.dtype} parameters are not supported: register_buffer() keeps what is not trained"
+        )
     if p.layout is not torch.strided:
         raise UnsupportedModel(f"{name}: {p.layout} parameters are not supported: make it dense, .to_dense()")
 
@@ -229,8 +236,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
             "make one parameter of both, and slice it in forward, or give each its own memory (clone())"
         )  # fmt: skip
         raise UnsupportedModel(
-            f"{name}: is another parameter than {other} and shares {'its' if is_whole else 'a part of its'} memory, so they "
-            f"would be trained as two: {remedy}"
+            f"{name}: is another parameter than {other} and shares {'its' if is_whole else 'a part of its'} memory, "
+            f"so they would be trained as two: {remedy}"
         )
     buffer = buffer_over_parameter(model)
     if buffer is not None:
@@ -242,8 +249,8 @@ def alias_refused(alias: Alias, what: str = "") -> UnsupportedModel:
     follow.
     """
     return UnsupportedModel(
-        f"{what}{alias.path}: shares memory with the parameter {alias.parameter}, which has other memory while a plan runs: "
-        "use the parameter itself in forward, or keep a copy (clone())"
+        f"{what}{alias.path}: shares memory with the parameter {alias.parameter}, which has other memory while a plan "
+        "runs: use the parameter itself in forward, or keep a copy (clone())"
     )
 
 

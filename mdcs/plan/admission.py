@@ -1,12 +1,12 @@
 """Admission: which bytes may be taken now, beside all that is promised and in flight. Pure numbers, without threads.
 
 One object serves the runtime's queue on every device, and tests replay plans with it; the replay's loops
-(:mod:`mdcs.simulator.kernel`) ask the same questions of arrays. The worst case by slot (:mod:`mdcs.plan.worst_case`) says
-that waiting for messages that are issued makes room in the end.
+(:mod:`mdcs.simulator.kernel`) ask the same questions of arrays. The worst case by slot (:mod:`mdcs.plan.worst_case`)
+says that waiting for messages that are issued makes room in the end.
 
-A message that is issued reserves what stays after it (``held``), and may need ``transient`` bytes of its own while it is
-in flight; when it is done, it frees buffers of slots and earlier messages (``freed``). Only ``depth`` messages need their
-own bytes at a time.
+A message that is issued reserves what stays after it (``held``), and may need ``transient`` bytes of its own while it
+is in flight; when it is done, it frees buffers of slots and earlier messages (``freed``). Only ``depth`` messages need
+their own bytes at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Admission:
         return self.cap is None or self.reserved + size <= self.cap
 
     def admits(self, size: int, transient: int = 0) -> bool:
-        """Return whether ``size`` bytes fit beside everything reserved and in flight, and a message of ``transient`` bytes.
+        """Return whether ``size`` bytes fit beside everything reserved and in flight, and a message of ``transient``
+        bytes.
 
         The excess is counted as far as waiting can make room for it: if the bytes would not fit beside it with nothing
         in flight, waiting is in vain.

@@ -9,8 +9,8 @@ there, gap included (:class:`mdcs.profile.contention.Contention`). Two costs on 
 - the update after a reduction: all elements after an all-reduce, the rank's part after a reduce-scatter.
 
 The simulator, planners, bounds and calibration read seconds only from this module. Delays that depend on when a message
-comes (the contention's skew, dispatch and turn) are no part of a message's cost: the replay adds them, and planners that
-do not replay, and bounds, leave them out.
+comes (the contention's skew, dispatch and turn) are no part of a message's cost: the replay adds them, and planners
+that do not replay, and bounds, leave them out.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class CostModel:
     def update_s(self, kind: Kind, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of the updates after a message of these (unit, elements) pairs. 0 for a gather.
 
-        For each elementwise optimizer elements/ranks·seconds_per_element + pieces·seconds_per_run. ``ranks`` is 1 for an
-        all-reduce, the ranks of a node for RS_N, and the world otherwise. Ranks have unequal shares of whole parameters:
-        the slowest rank counts.
+        For each elementwise optimizer elements/ranks·seconds_per_element + pieces·seconds_per_run. ``ranks`` is 1 for
+        an all-reduce, the ranks of a node for RS_N, and the world otherwise. Ranks have unequal shares of whole
+        parameters: the slowest rank counts.
         """
         if kind.is_gather:
             return 0.0
@@ -142,7 +142,8 @@ class CostModel:
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
-        """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp, at least 0.
+        """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp, at least
+        0.
 
         - ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
         """
@@ -153,4 +154,5 @@ class CostModel:
             if unit.trainable
         )
         seconds = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
-        return max(0.0, seconds - profile.link.beta_of(Kind.AR) * all_dp)  # an all-reduce may be slower than its two halves
+        # an all-reduce may be slower than its two halves
+        return max(0.0, seconds - profile.link.beta_of(Kind.AR) * all_dp)

@@ -1,7 +1,8 @@
-"""The job that a plan is made for: a profile, settings, and the slots of a step in which some units compute activations again.
+"""The job that a plan is made for: a profile, settings, and the slots of a step in which some units compute activations
+again.
 
-A unit's recomputation runs at the start of its backward slot: the slot takes longer, and gradients become ready later in
-it. Between the unit's forward and its backward it holds fewer bytes.
+A unit's recomputation runs at the start of its backward slot: the slot takes longer, and gradients become ready later
+in it. Between the unit's forward and its backward it holds fewer bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Job:
     - ``recompute``: for each unit what it does with its activations: none (it keeps them), full or selective
       (:mod:`mdcs.profile.recompute`). Empty: all units keep theirs. None for all units becomes empty.
 
-    The slots of ``profile`` are measured without recomputation. Those of ``period`` and ``planned_profile`` are with it.
-    All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model. Raises ValueError for numbers out
-    of range, and for a recomputation that the profile has no option for.
+    The slots of ``profile`` are measured without recomputation. Those of ``period`` and ``planned_profile`` are with
+    it. All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model. Raises ValueError for numbers
+    out of range, and for a recomputation that the profile has no option for.
     """
 
     profile: Profile

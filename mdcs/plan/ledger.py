@@ -33,7 +33,9 @@ def _total(rows: Iterable[Row]) -> int:
 
 def _bytes(category: str, *of: str) -> cached_property[int]:
     """Return a property: the bytes of a category in these fields."""
-    return cached_property(lambda self: sum(r.bytes for field in of for r in getattr(self, field) if r.category == category))
+    return cached_property(
+        lambda self: sum(r.bytes for field in of for r in getattr(self, field) if r.category == category)
+    )
 
 
 def _pairs(category: str, of: str, freed: Moment | None = None) -> cached_property[tuple[tuple[int, int], ...]]:
@@ -93,9 +95,11 @@ class MessageBytes:
     staging = _bytes("staging", "own")
     shards = _bytes("gradient_shards", "own", "kept")  # that it makes
     shards_held = _bytes("gradient_shards", "kept")  # that stay until the barrier
-    shards_freed = _bytes("gradient_shards", "own", "ended")  # after its update; in barrier mode those of all reductions
+    # after its update; in barrier mode those of all reductions
+    shards_freed = _bytes("gradient_shards", "own", "ended")
     scratch = _bytes("update_scratch", "own")
-    gradients_after_link = _pairs("gradients", "ended", freed="landed")  # freed when the collective ends (reduce-scatter)
+    # freed when the collective ends (reduce-scatter)
+    gradients_after_link = _pairs("gradients", "ended", freed="landed")
     gradients_after_update = _pairs("gradients", "ended", freed="done")  # freed after the update (all-reduce)
 
 
@@ -187,7 +191,11 @@ class AssignmentBytes:
     """
 
     def __init__(
-        self, period: Period, strategies: tuple[Strategy, ...], blocks: Sequence[tuple[int, ...]], rank: int | None = None
+        self,
+        period: Period,
+        strategies: tuple[Strategy, ...],
+        blocks: Sequence[tuple[int, ...]],
+        rank: int | None = None,
     ) -> None:
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self.scratch: dict[tuple[int, int], int] = {}

@@ -82,8 +82,11 @@ def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
     profile = period.profile
     of, layout, parts = profile.units[unit], profile.layouts[unit], strategy.parts(profile)
     size = layout.elements // (parts if strategy.sharded else 1)
-    parameters = 0 if strategy.sharded and layout.master_width else size * layout.param_width  # 0: the master shard is all
-    optimizer = layout.elements // parts * layout.master_width + (state_bytes(profile, unit, parts) if of.trainable else 0)
+    # 0: the master shard is all
+    parameters = 0 if strategy.sharded and layout.master_width else size * layout.param_width
+    optimizer = layout.elements // parts * layout.master_width + (
+        state_bytes(profile, unit, parts) if of.trainable else 0
+    )
     rows = [Row("parameters", parameters, None, None, unit), Row("optimizer", optimizer, None, None, unit)]
     for kind in strategy.kinds(of.trainable, of.backward is not None):
         for op in [Op(kind, unit, m) for m in range(period.micro_steps)] if kind.is_gather and strategy.sharded else ():
@@ -128,7 +131,13 @@ def staging_bytes(profile: Profile, kind: Kind, payload: int, parts: int) -> int
 
 def bytes_between(rows: Iterable[Row], allocated: Moment, freed: Moment) -> int:
     """Return the bytes of the rows with these moments."""
-    return sum([r.bytes for r in rows if r.allocated and r.allocated.moment == allocated and r.freed and r.freed.moment == freed])
+    return sum(
+        [
+            r.bytes
+            for r in rows
+            if r.allocated and r.allocated.moment == allocated and r.freed and r.freed.moment == freed
+        ]
+    )
 
 
 def at_rest(rows: tuple[Row, ...]) -> dict[str, int]:

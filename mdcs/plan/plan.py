@@ -38,10 +38,12 @@ class Plan:
       section.
     - ``messages``: messages in wire order.
     - ``budget``: bytes that the plan was made for, of which the job's reserve stays free. None: unlimited.
-    - ``limit``: bytes that admission enforces, reserve included, where a share leaves less than the budget. None: the budget.
+    - ``limit``: bytes that admission enforces, reserve included, where a share leaves less than the budget. None: the
+      budget.
     - ``strategy``, ``scheduler``: names of the planners.
     - ``outcome``: status of the solver. Empty if no solver was used.
-    - ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was proven.
+    - ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was
+      proven.
     - ``prediction``: result of the replay.
 
     Raises PlanError for a plan that cannot run (:func:`mdcs.plan.validity.validate`).
@@ -144,8 +146,8 @@ class Plan:
 
     @cached_property
     def held_update(self) -> int | None:
-        """The message behind which all updates wait for the loop's ``step()``, which may leave them out: with a barrier the last
-        reduction. None where there is none, and where backward still needs a message behind it.
+        """The message behind which all updates wait for the loop's ``step()``, which may leave them out: with a barrier
+        the last reduction. None where there is none, and where backward still needs a message behind it.
         """
         last = max(self.schedule.updated_by, default=-1)
         if self.cross_iteration or last < 0:
@@ -172,7 +174,8 @@ class Plan:
 
     @cached_property
     def execution_hash(self) -> str:
-        """Identity of what is executed, whatever the budget: with equal predictions, plans of one differ only by noise."""
+        """Identity of what is executed, whatever the budget: with equal predictions, plans of one differ only by noise.
+        """
         return _hash({k: v for k, v in self._flat().items() if k not in ("budget", "limit")} | {"budget": None})
 
     def sent_bytes(self) -> dict[str, int]:

@@ -1,12 +1,12 @@
 """The schedule: what waits for what in an order of messages, as a struct of arrays.
 
 A :class:`~mdcs.plan.plan.Plan` names units and kinds; the loops below turn its messages, or any other order of the same
-messages in a search, into the numbers that everything else reads: validity, the ledger, the worst case, the runtime's queue
-and the replay. Loops use only numbers and sequences of numbers, so that :mod:`mdcs.simulator.machine_code` can compile them
-for searches.
+messages in a search, into the numbers that everything else reads: validity, the ledger, the worst case, the runtime's
+queue and the replay. Loops use only numbers and sequences of numbers, so that :mod:`mdcs.simulator.machine_code` can
+compile them for searches.
 
-The barrier is data: ``updated_by`` of a reduction is the message whose end runs its update. That is the reduction itself, or
-with a barrier the last reduction of the period.
+The barrier is data: ``updated_by`` of a reduction is the message whose end runs its update. That is the reduction
+itself, or with a barrier the last reduction of the period.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Message:
     - ``kind``: the collective.
     - ``parts``: (unit, block) pairs. All elements have one type. A fused message carries several units, a partitioned
       one a block of a unit.
-    - ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier if
-      its gradients are ready (:attr:`Schedule.ready`).
+    - ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier
+      if its gradients are ready (:attr:`Schedule.ready`).
     - ``blocking``: compute waits at the slot until the message is done, before anything else is issued.
     - ``micro``: the micro-step whose slots use the message.
     """
@@ -51,21 +51,25 @@ class Schedule(NamedTuple):
     By message:
 
     - ``slot``: issue slot, on the scale of its window.
-    - ``waits_for``: the message that must be done before this one starts, or -1: whose end runs the update of what is gathered.
+    - ``waits_for``: the message that must be done before this one starts, or -1: whose end runs the update of what is
+      gathered.
     - ``updated_by``: the message whose end runs the update of a reduction; -1 for a gather.
-    - ``ready``: the fraction of the slot before its own after which it may leave; 1: at its own slot. While the last backward
-      slot of a unit runs, its gradients become ready one by one. A reduction may leave then, once the gradients of its blocks
-      are ready, if all messages ahead of it have been issued and its bytes fit. DDP's buckets leave in the same way.
-    - ``needed_by``: the slot that cannot start before the message is done; -1 for a reduce-scatter, whose gather is needed.
+    - ``ready``: the fraction of the slot before its own after which it may leave; 1: at its own slot. While the last
+      backward slot of a unit runs, its gradients become ready one by one. A reduction may leave then, once the
+      gradients of its blocks are ready, if all messages ahead of it have been issued and its bytes fit. DDP's buckets
+      leave in the same way.
+    - ``needed_by``: the slot that cannot start before the message is done; -1 for a reduce-scatter, whose gather is
+      needed.
     - ``blocking``: as in :class:`Message`.
-    - ``in_prologue``: whether it is sent before the first iteration, which starts at the first forward slot. The prologue sends
-      the gathers for forward that are issued in backward slots. It reduces nothing.
+    - ``in_prologue``: whether it is sent before the first iteration, which starts at the first forward slot. The
+      prologue sends the gathers for forward that are issued in backward slots. It reduces nothing.
 
     By slot: ``issued``, the number of messages issued by then; ``required``, the number that must be done when the slot
-    begins. 0 or less refers to the period before. Messages end in order, so a slot that waits for one waits for all before it.
+    begins. 0 or less refers to the period before. Messages end in order, so a slot that waits for one waits for all
+    before it.
 
-    By buffer (:func:`buffer_of`) ``opened_by``, the message that allocates it; by unit ``closed_by``, its last reduction. An
-    operation's first message allocates, its last one frees. -1: none.
+    By buffer (:func:`buffer_of`) ``opened_by``, the message that allocates it; by unit ``closed_by``, its last
+    reduction. An operation's first message allocates, its last one frees. -1: none.
     """
 
     slot: Numbers
@@ -101,8 +105,8 @@ class MessageTable(NamedTuple):
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds of messages: by number, as in :class:`mdcs.plan.cost.Cost`; or in wire order, where ``update`` is all updates that
-    its end runs, and ``lost`` includes what copying and updating cost.
+    """Seconds of messages: by number, as in :class:`mdcs.plan.cost.Cost`; or in wire order, where ``update`` is all
+    updates that its end runs, and ``lost`` includes what copying and updating cost.
     """
 
     alpha: Numbers
@@ -140,8 +144,8 @@ class Folded(NamedTuple):
 # ---- loops
 
 NO_SLOT, BACKWARDS, OUTSIDE, STALE = 1, 2, 3, 4
-"""Why an order cannot run: no such slot; a slot before that of the message ahead; outside of the window; gathered before its
-update."""
+"""Why an order cannot run: no such slot; a slot before that of the message ahead; outside of the window; gathered
+before its update."""
 REASONS = 5
 
 
@@ -211,7 +215,9 @@ def arrange(t: MessageTable, turn: int, order: Numbers, slots: Numbers, s: Sched
     return 0
 
 
-def fold_seconds(by_number: MessageSeconds, lost_per_work: float, order: Numbers, s: Schedule, out: MessageSeconds) -> None:
+def fold_seconds(
+    by_number: MessageSeconds, lost_per_work: float, order: Numbers, s: Schedule, out: MessageSeconds
+) -> None:
     """Fill the seconds of messages in wire order.
 
     - ``by_number``: seconds by number (:class:`mdcs.plan.cost.Cost`).
@@ -306,7 +312,12 @@ def message_values(period: Period, message: Message, blocks: Sequence[tuple[int,
 
 @lru_cache(maxsize=1 << 14)  # the plans that a planner compares share most of their messages
 def _message_values(
-    period: Period, kind: Kind, parts: tuple[tuple[int, int], ...], micro: int, blocking: bool, sizes: tuple[tuple[int, ...], ...]
+    period: Period,
+    kind: Kind,
+    parts: tuple[tuple[int, int], ...],
+    micro: int,
+    blocking: bool,
+    sizes: tuple[tuple[int, ...], ...],
 ) -> MessageValues:
     first, last = window(period, Message(kind, parts, 0, micro=micro))
     plain, profile, early = kind.plain, period.profile, 1.0
@@ -320,7 +331,9 @@ def _message_values(
     prologue_from = 0 if plain is Kind.AG_F else period.turn if plain is Kind.AG_B else period.length
     updated = not kind.is_gather or (plain is Kind.AG_F and micro == 0)
     return MessageValues(
-        OrderValues(int(not kind.is_gather), int(plain is Kind.RS), int(blocking), first, last, needed_by, early, prologue_from),
+        OrderValues(
+            int(not kind.is_gather), int(plain is Kind.RS), int(blocking), first, last, needed_by, early, prologue_from
+        ),
         tuple([(buffer_of(period, Op(kind, u, micro)), int(updated and profile.units[u].trainable)) for u, _ in parts]),
         sum([own[b] for (_, b), own in zip(parts, sizes, strict=True)]),
     )

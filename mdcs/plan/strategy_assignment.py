@@ -22,8 +22,8 @@ class StrategyAssignment:
     """A strategy per unit for one job.
 
     An fsdp unit becomes sdp (hsdp: hsdp_no_reshard) if freeing it between forward and backward gains nothing: it has no
-    backward, or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for schedulers
-    that plan with a budget. Plans of the other schedulers are made to fit afterwards.
+    backward, or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for
+    schedulers that plan with a budget. Plans of the other schedulers are made to fit afterwards.
 
     Raises PlanError if the number of strategies differs from the number of units, and for a strategy within nodes
     without nodes.
@@ -88,7 +88,8 @@ class StrategyAssignment:
         out = []
         for u, layout in enumerate(self.profile.layouts):
             total, step = layout.elements, max(1, round(block_bytes / layout.param_width / world / 16)) * 16 * world
-            count = 1 if layout.is_whole else max(1, round(total / step))  # avoids a small last block: every message pays α
+            # avoids a small last block: every message pays α
+            count = 1 if layout.is_whole else max(1, round(total / step))
             even = (step * b for b in range(1, count))
             inner = [snap_to_parameter_boundary(self.profile, u, e, 16 * world, min(step, total - e)) for e in even]
             out.append(tuple([b - a for a, b in itertools.pairwise([0, *inner, total])]))

@@ -41,7 +41,12 @@ class StepTimes:
         ratio = None
         if self.communication_s is not None and self.overlap_s is not None:
             ratio = min(1.0, self.overlap_s / self.communication_s) if self.communication_s > 0 else 0.0
-        follows = {"exposed_s": exposed_s, "stalled_s": stalled_s, "idle_s": _less(stalled_s, exposed_s), "overlap_ratio": ratio}
+        follows = {
+            "exposed_s": exposed_s,
+            "stalled_s": stalled_s,
+            "idle_s": _less(stalled_s, exposed_s),
+            "overlap_ratio": ratio,
+        }
         for name, value in follows.items():
             object.__setattr__(self, name, value)
 

@@ -60,7 +60,9 @@ def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
     """Raise PlanError for a strategy within nodes if the profile has no nodes."""
     within = next((k for k in strategies if k.in_node), None)
     if within is not None and not profile.per_node:
-        raise PlanError(f"{within} shards within a node: it needs several hosts with several ranks each, and a profile of them")
+        raise PlanError(
+            f"{within} shards within a node: it needs several hosts with several ranks each, and a profile of them"
+        )
 
 
 Block = tuple[Kind, int, int, int]
@@ -76,7 +78,9 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
         layout = period.profile.layouts[u]
         total = layout.elements
         if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % world for b in sizes)):
-            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
+            raise PlanError(
+                f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}"
+            )
         if layout.is_whole and len(sizes) > 1:
             raise PlanError(f"unit {unit.name}: blocks {sizes} cut parameters that are updated as wholes")
         for kind in strategy.kinds(unit.trainable, unit.backward is not None):
@@ -107,7 +111,8 @@ def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, 
 
 
 def arranged(job: Job, table: MessageTable, messages: Sequence[Message]) -> Schedule:
-    """Return the schedule of a plan's messages, numbered in wire order. Raises PlanError for an order that cannot run."""
+    """Return the schedule of a plan's messages, numbered in wire order. Raises PlanError for an order that cannot run.
+    """
     schedule, slots = empty_schedule(len(messages), job.period), [m.slot for m in messages]
     found = arrange(table, job.period.turn, range(len(messages)), slots, schedule)
     if found == 0:

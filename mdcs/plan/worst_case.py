@@ -40,15 +40,15 @@ def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[S
     slots, length = ledger.slots, plan.period.length
     arrival, running = [0] * length, [0] * length
     fill_demands(
-        plan.period.turn, ledger.rest_bytes, [s.live for s in slots], [s.peak for s in slots], [s.allocated for s in slots],
-        [s.freed for s in slots], plan.schedule, ledger.folded, arrival, running,
+        plan.period.turn, ledger.rest_bytes, [s.live for s in slots], [s.peak for s in slots],
+        [s.allocated for s in slots], [s.freed for s in slots], plan.schedule, ledger.folded, arrival, running,
     )  # fmt: skip
     return list(map(SlotDemand, arrival, running))
 
 
 def fill_demands(
-    turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, s: Schedule, sizes: Folded,
-    arrival: Numbers, running: Numbers,
+    turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, s: Schedule,
+    sizes: Folded, arrival: Numbers, running: Numbers,
 ) -> None:  # fmt: skip
     """Fill ``arrival`` and ``running`` with the needs of each slot (:class:`SlotDemand`).
 
@@ -91,7 +91,7 @@ def check(plan: Plan) -> None:
                 if m.slot <= q < needed_by
             ]
             raise PlanError(
-                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {allowed + plan.reserve} bytes, "
-                f"and what holds them is freed only after it"
+                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of "
+                f"{allowed + plan.reserve} bytes, and what holds them is freed only after it"
                 + (f" (gathered ahead: {'; '.join(blocking[:4])})" if blocking else "")
             )

@@ -1,7 +1,7 @@
 """Batches under a budget: the largest that fits, and the one of most samples per second.
 
-Profiles of a smaller and a larger batch give that of any batch: seconds and bytes of slots, and of recomputation, are taken
-to be linear in the batch (a fixed part and a part per sample). All else is that of the larger batch.
+Profiles of a smaller and a larger batch give that of any batch: seconds and bytes of slots, and of recomputation, are
+taken to be linear in the batch (a fixed part and a part per sample). All else is that of the larger batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mdcs.profile.schema import Profile, Slot
 ProfileOf = Callable[[int], Profile]
 """Batch -> profile, such as :meth:`BatchScaling.profile`."""
 Make = Callable[[Profile], Plan]
-"""Profile -> plan with its prediction (:func:`mdcs.planner.pipeline.make_plan` with a budget). Raises InfeasibleBudget."""
+"""Profile -> plan with its prediction (:func:`mdcs.planner.pipeline.make_plan` with a budget). Raises InfeasibleBudget.
+"""
 
 _ROUNDS = 2  # of batches between the fastest and its neighbours
 
@@ -56,8 +57,8 @@ class BatchScaling:
     """The profile of any batch, from profiles of one job.
 
     - ``profiles``: by batch. The smallest and the largest batch give the others; those between show how far that holds
-      (:meth:`errors`). Of one profile all seconds and bytes count as proportional to the batch, which is too much for larger
-      batches, and too little for smaller ones.
+      (:meth:`errors`). Of one profile all seconds and bytes count as proportional to the batch, which is too much for
+      larger batches, and too little for smaller ones.
 
     Raises ValueError unless the profiles differ in the batch alone.
     """
@@ -98,9 +99,12 @@ class BatchScaling:
         def use(a: RecomputeUse, b: RecomputeUse) -> RecomputeUse:
             freed, peak = round(at(a.freed, b.freed)), round(at(a.peak, b.peak))
             forward_peak = round(linear(a.forward_peak, b.forward_peak))  # usually negative
-            return dataclasses.replace(b, seconds=at(a.seconds, b.seconds), freed=freed, peak=peak, forward_peak=forward_peak)
+            return dataclasses.replace(
+                b, seconds=at(a.seconds, b.seconds), freed=freed, peak=peak, forward_peak=forward_peak
+            )
 
-        known = {_uses(option): option for option in small.recompute}  # one may free too little of a small batch to be there
+        # one may free too little of a small batch to be there
+        known = {_uses(option): option for option in small.recompute}
         options = tuple(
             dataclasses.replace(b, uses=tuple(map(use, a.uses, b.uses)))
             for b in large.recompute
@@ -144,7 +148,8 @@ def _ratio(calculated: float, measured: float) -> float:
 
 
 def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
-    """Return the largest batch that ``make`` has a plan for, up to ``at_most``. Larger batches are taken not to fit either.
+    """Return the largest batch that ``make`` has a plan for, up to ``at_most``. Larger batches are taken not to fit
+    either.
 
     Raises InfeasibleBudget if a batch of one does not fit.
     """
@@ -160,7 +165,8 @@ def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) 
 
 
 def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> tuple[PlannedBatch, ...]:
-    """Return some batches with their plans, smallest first: the largest that fits, halves of it, and more near the fastest.
+    """Return some batches with their plans, smallest first: the largest that fits, halves of it, and more near the
+    fastest.
 
     Raises InfeasibleBudget as :func:`largest_batch` does.
     """

@@ -1,8 +1,8 @@
 """Fit a schedule to a byte budget: gathers as late as the bytes ask for, and if that is not enough, tighter messages.
 
 The planner makes these changes, so that admission at run time never changes the order on the wire and no plan can
-deadlock (:func:`mdcs.plan.worst_case.check`). The tightest messages with the latest gathers hold what the sequential schedule
-of the mix holds, and that is the smallest peak of the mix.
+deadlock (:func:`mdcs.plan.worst_case.check`). The tightest messages with the latest gathers hold what the sequential
+schedule of the mix holds, and that is the smallest peak of the mix.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def repair(plan: Plan, budget: int) -> Plan:
 def fastest_repair(plan: Plan, budget: int) -> Plan:
     """Return the plan within ``budget`` (bytes, reserve included).
 
-    If it must change, return the fastest of several variants by replay: :func:`repair`, with gathers at most a few slots
-    before they are needed, with reductions as early as possible, and with fused messages split. A schedule made without a
-    budget gathers as early as it can, far earlier than hiding the gathers needs. Bytes gathered that early are missing
-    for gradients, whose reductions then wait for each other.
+    If it must change, return the fastest of several variants by replay: :func:`repair`, with gathers at most a few
+    slots before they are needed, with reductions as early as possible, and with fused messages split. A schedule made
+    without a budget gathers as early as it can, far earlier than hiding the gathers needs. Bytes gathered that early
+    are missing for gradients, whose reductions then wait for each other.
 
     Raises PlanError as :func:`repair` does.
     """
@@ -93,13 +93,15 @@ def reduce_when_ready(plan: Plan) -> Plan:
     place: dict[tuple[int, int], int] = {}  # (slot, unit) -> its first message
     for i, m in enumerate(moved):
         place.setdefault((m.slot, m.parts[0][0]), i)
-    messages = sorted(moved, key=lambda m: (m.slot, m.kind.is_gather, 0 if m.kind.is_gather else place[m.slot, m.parts[0][0]]))
+    messages = sorted(
+        moved, key=lambda m: (m.slot, m.kind.is_gather, 0 if m.kind.is_gather else place[m.slot, m.parts[0][0]])
+    )
     return dataclasses.replace(plan, messages=tuple(messages))
 
 
 def _tightened(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole, and
-    last with the messages of each slot in the sequential schedule's order.
+    """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole,
+    and last with the messages of each slot in the sequential schedule's order.
 
     A message that is split needs less staging. A unit that is whole needs less optimizer state: each block has its own,
     with a few bytes of overhead. The last block of a unit is reduced beside the shards of the others.
@@ -121,7 +123,8 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
 
 
 def _split(plan: Plan) -> Plan | None:
-    """Return the plan with its largest fused message split by unit, or by block if it has one unit. None without any."""
+    """Return the plan with its largest fused message split by unit, or by block if it has one unit. None without any.
+    """
     fused = [m for m in plan.messages if len(m.parts) > 1]
     if not fused:
         return None

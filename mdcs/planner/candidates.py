@@ -103,7 +103,8 @@ _BY_MESSAGE = Schedule._fields[: Schedule._fields.index("issued")]
 
 
 class Candidates:
-    """The candidates for one job, with any recomputation, within some admissible bytes. They have a cache of their messages."""
+    """The candidates for one job, with any recomputation, within some admissible bytes. They have a cache of their
+    messages."""
 
     def __init__(self, job: Job, admissible: int | None) -> None:
         self._loops = compiled_loops()
@@ -115,10 +116,14 @@ class Candidates:
         self._jobs = lru_cache(maxsize=64)(lambda recompute: dataclasses.replace(job, recompute=recompute))
         self.all: list[Message] = []  # by number; their slots are not used
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")} | {"begin": [0]}
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")} | {
+            "begin": [0]
+        }
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
-        self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, admissible, self._bytes(*mix))))
+        self._circle = lru_cache(maxsize=1000)(
+            lambda *mix: for_loops(period_arrays(job, admissible, self._bytes(*mix)))
+        )
         self._tables: _Tables | None = None  # of all messages known so far
         self._sizes = lru_cache(maxsize=256)(self._sizes_of)
         self._recomputing = lru_cache(maxsize=256)(self._table_of)
@@ -154,7 +159,13 @@ class Candidates:
         return found
 
     def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
-        kind, parts, profile, cost, period = message.kind, message.parts, self.job.profile, self.job.cost, self.job.period
+        kind, parts, profile, cost, period = (
+            message.kind,
+            message.parts,
+            self.job.profile,
+            self.job.cost,
+            self.job.period,
+        )
         pieces, values = tuple([(u, blocks[u][b]) for u, b in parts]), message_values(period, message, blocks)
         payload = values.elements * profile.layouts[parts[0][0]].width(kind.is_gather)
         scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
@@ -195,7 +206,10 @@ class Candidates:
         has_early = candidate.recompute and self.job.profile.has_gradient_times
         table = self._recomputing(candidate.recompute) if has_early else known.table
         order, slots, n = numbers(candidate.messages), numbers(candidate.slots), len(candidate.messages)
-        s, track = known.schedule._replace(**{name: getattr(known.schedule, name)[:n] for name in _BY_MESSAGE}), known.track
+        s, track = (
+            known.schedule._replace(**{name: getattr(known.schedule, name)[:n] for name in _BY_MESSAGE}),
+            known.track,
+        )
         if self._loops.arrange(table, c.turn, order, slots, s) != 0:
             return None
         seconds, sizes = MessageSeconds(*(x[:n] for x in known.seconds)), Folded(*(x[:n] for x in known.folded))
@@ -250,8 +264,13 @@ class Candidates:
         return self._known().sizes._replace(buffer_bytes=numbers(buffers), gradient_bytes=numbers(gradients))
 
     def _table_of(self, recompute: tuple[str, ...]) -> MessageTable:
-        """Return the table of messages that leave later within a slot that recomputes first: all gradients come later in it."""
+        """Return the table of messages that leave later within a slot that recomputes first: all gradients come later
+        in it."""
         changed, before = self._activations(recompute), (np.array(self._columns["first"]) - 1) % self.length
-        grown, seconds, early = changed.grown[before], np.array(changed.seconds)[before], np.array(self._columns["early"])
+        grown, seconds, early = (
+            changed.grown[before],
+            np.array(changed.seconds)[before],
+            np.array(self._columns["early"]),
+        )
         later = np.minimum(1.0, (grown + early * (seconds - grown)) / np.maximum(seconds, 1e-12))
         return self._known().table._replace(early=numbers(list(np.where(grown > 0, later, early)), seconds=True))

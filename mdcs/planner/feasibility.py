@@ -44,7 +44,13 @@ class InfeasibleBudget(ValueError):
     """
 
     def __init__(
-        self, budget: int, smallest: int | None, what: str, is_bound: bool = False, recomputed: int | None = None, said: str = ""
+        self,
+        budget: int,
+        smallest: int | None,
+        what: str,
+        is_bound: bool = False,
+        recomputed: int | None = None,
+        said: str = "",
     ) -> None:
         feasible = "no budget is enough"
         if smallest is not None:
@@ -53,7 +59,13 @@ class InfeasibleBudget(ValueError):
         if recomputed is not None:
             feasible += f", with recompute=planned {recomputed}"
         super().__init__(said or f"{what} does not fit {budget} bytes: {feasible}")
-        self.budget, self.smallest, self.what, self.is_bound, self.recomputed = budget, smallest, what, is_bound, recomputed
+        self.budget, self.smallest, self.what, self.is_bound, self.recomputed = (
+            budget,
+            smallest,
+            what,
+            is_bound,
+            recomputed,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:  # rank 0 sends its error to all ranks
         return type(self), (self.budget, self.smallest, self.what, self.is_bound, self.recomputed, str(self))
@@ -76,7 +88,9 @@ class InfeasibleBudget(ValueError):
         if self.smallest is None:
             said += "no budget is enough"
         else:
-            said += f"{'every plan needs more than' if self.is_bound else 'the smallest budget is'} {least(self.smallest)}"
+            said += (
+                f"{'every plan needs more than' if self.is_bound else 'the smallest budget is'} {least(self.smallest)}"
+            )
         if self.recomputed is not None:
             said += f", with recomputation {least(self.recomputed)}"
         return InfeasibleBudget(self.budget, self.smallest, self.what, self.is_bound, self.recomputed, before + said)
@@ -144,7 +158,8 @@ class PlanningProblem:
 
     @property
     def floor(self) -> int:
-        """Smallest feasible peak (bytes): the sequential peak of the :func:`~mdcs.planner.memory_floor.min_peak_strategies` mix.
+        """Smallest feasible peak (bytes): the sequential peak of the
+        :func:`~mdcs.planner.memory_floor.min_peak_strategies` mix.
         """
         if self.recomputes:
             return PlanningProblem(min_peak_job(dataclasses.replace(self.job, recompute=())), None).floor
@@ -157,7 +172,11 @@ class PlanningProblem:
         """
         mix, all_fsdp = min_peak_strategies(self.job), (Strategy.fsdp,) * len(self.profile.units)
         counts = Counter(map(str, mix))
-        said = f"all {mix[0]}" if len(counts) == 1 else f"the leanest mix ({', '.join(f'{n} {k}' for k, n in counts.items())})"
+        said = (
+            f"all {mix[0]}"
+            if len(counts) == 1
+            else f"the leanest mix ({', '.join(f'{n} {k}' for k, n in counts.items())})"
+        )
         self.require(mix, f"even {said}")
         return [mix] if mix == all_fsdp or not self.fits(all_fsdp) else [mix, all_fsdp]
 

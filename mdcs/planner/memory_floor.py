@@ -1,4 +1,5 @@
-"""The floor of a job: the mix whose sequential schedule has the smallest peak, and the recomputation that lowers it most.
+"""The floor of a job: the mix whose sequential schedule has the smallest peak, and the recomputation that lowers it
+most.
 
 All fsdp holds least at rest. But a slot that uses an fsdp unit holds the whole unit in addition to its shard, whereas
 zero2 and dp hold only the whole unit. If one large unit makes the peak, that unit is better whole. The peak of a mix is
@@ -117,7 +118,8 @@ def min_peak_job(job: Job) -> Job:
 
 
 def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
-    """Return the job with more and more recomputation, from none. Each frees most in the slots that need most, per second.
+    """Return the job with more and more recomputation, from none. Each frees most in the slots that need most, per
+    second.
 
     Needs are those of the sequential schedule of ``mix``, and estimated: :func:`mdcs.plan.job.peak_changes` add up.
     """

@@ -84,9 +84,9 @@ def make_plan(
       floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
       sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
       rest.
-    - ``activation_share``: part a in [0, 1] of what ``schedule_share`` leaves, (1 - s)·slack, that is for activations. As
-      little is recomputed as fits floor + a·(1 - s)·slack beside the leanest strategies. The strategies may use the rest.
-      None: what is recomputed is what makes the plan fastest.
+    - ``activation_share``: part a in [0, 1] of what ``schedule_share`` leaves, (1 - s)·slack, that is for activations.
+      As little is recomputed as fits floor + a·(1 - s)·slack beside the leanest strategies. The strategies may use the
+      rest. None: what is recomputed is what makes the plan fastest.
     - ``recompute``: the rule that says which units recompute their activations, or its name
       (:mod:`mdcs.planner.recompute`). None: as the job says. With ``planned`` the floor is that with recomputation, and
       without a budget nothing is recomputed. ``auto`` is ``planned`` where there is no plan with ``none``.
@@ -104,7 +104,9 @@ def make_plan(
             return make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=KEEP)
         except InfeasibleBudget as e:
             with contextlib.suppress(InfeasibleBudget):
-                return make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=Planned())
+                return make_plan(
+                    job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=Planned()
+                )
             raise e
     problem = _problem(Job.of(job), budget, rule)
     if activation_share is not None:
@@ -138,13 +140,17 @@ def _made(
     if scheduler is None:
         raise ValueError(f"strategy {strategy.name} needs a scheduler")
     floor = problem.floor if schedule_share is not None else None
-    quick = Greedy() if isinstance(strategy, Solving) else strategy, Priority() if isinstance(scheduler, Solving) else scheduler
+    quick = (
+        Greedy() if isinstance(strategy, Solving) else strategy,
+        Priority() if isinstance(scheduler, Solving) else scheduler,
+    )
     if activation_share is None:
         problem = _with_fastest_recompute(problem, *quick, schedule_share)
     else:
         problem = _with_least_recompute(problem, cast(float, schedule_share), activation_share)
     is_open = problem.recomputes
-    is_twice = is_open and isinstance(strategy, Solving)  # what a solver decides without the schedule may be slower with it
+    # what a solver decides without the schedule may be slower with it
+    is_twice = is_open and isinstance(strategy, Solving)
     if is_twice:
         strategy, scheduler = _in_half_the_time(strategy), _in_half_the_time(scheduler)
 

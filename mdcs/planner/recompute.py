@@ -1,7 +1,7 @@
 """Choose the units that recompute their activations: the same for all, drawn, or decided with the plan.
 
-A rule that is decided with the plan (:class:`Planned`) tries the steps of a :func:`ladder`: from no recomputation to the
-floor, each step frees most bytes in the slots that need most, per second that it adds.
+A rule that is decided with the plan (:class:`Planned`) tries the steps of a :func:`ladder`: from no recomputation to
+the floor, each step frees most bytes in the slots that need most, per second that it adds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class RecomputeRule(Protocol):
         ...
 
     def choices(self, profile: Profile) -> tuple[str, ...] | None:
-        """Return a choice per unit (:data:`mdcs.profile.recompute.CHOICES`). None: the plan decides, under its budget."""
+        """Return a choice per unit (:data:`mdcs.profile.recompute.CHOICES`). None: the plan decides, under its budget.
+        """
         ...
 
 
@@ -47,7 +48,9 @@ class RecomputeRule(Protocol):
 class Uniform(Checked):
     """All units that can have the choice ``each``. The others keep their activations."""
 
-    each: str = option(NONE, "none keeps activations, full inputs, selective outputs of matrix products, too", choices=CHOICES)
+    each: str = option(
+        NONE, "none keeps activations, full inputs, selective outputs of matrix products, too", choices=CHOICES
+    )
 
     @property
     def name(self) -> str:
@@ -72,7 +75,9 @@ class Random(Checked):
     def choices(self, profile: Profile) -> tuple[str, ...]:
         """Return one of each unit's choices."""
         rng, having = random.Random(self.seed), {(o.unit, o.choice) for o in profile.recompute}
-        return tuple(rng.choice([c for c in CHOICES if c == NONE or (u, c) in having]) for u in range(len(profile.units)))
+        return tuple(
+            rng.choice([c for c in CHOICES if c == NONE or (u, c) in having]) for u in range(len(profile.units))
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Auto(Checked):
     name: ClassVar[str] = "auto"
 
     def choices(self, profile: Profile) -> tuple[str, ...]:
-        """Return no recomputation, which comes first (:func:`mdcs.planner.pipeline.make_plan` tries what comes next)."""
+        """Return no recomputation, which comes first (:func:`mdcs.planner.pipeline.make_plan` tries what comes next).
+        """
         return KEEP.choices(profile)
 
 
@@ -100,8 +106,8 @@ KEEP, AUTO = Uniform(), Auto()
 """The rules of no recomputation, and of recomputation where no plan keeps the budget without."""
 
 RECOMPUTE: dict[str, Callable[[], RecomputeRule]] = {
-    "none": Uniform, "all": lambda: Uniform(FULL), "selective": lambda: Uniform(SELECTIVE), "random": Random, "planned": Planned,
-    "auto": Auto,
+    "none": Uniform, "all": lambda: Uniform(FULL), "selective": lambda: Uniform(SELECTIVE), "random": Random,
+    "planned": Planned, "auto": Auto,
 }  # fmt: skip
 
 
@@ -155,10 +161,13 @@ def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job]
 
 
 def least_within(job: Job, limit: int) -> Job:
-    """Return the first step of the job's :func:`ladder` that fits ``limit`` bytes beside the leanest strategies, or the last.
+    """Return the first step of the job's :func:`ladder` that fits ``limit`` bytes beside the leanest strategies, or the
+    last.
     """
     steps = ladder(job)
-    first = bisect.bisect_left(range(len(steps) - 1), True, key=lambda k: PlanningProblem(steps[k], None).floor <= limit)
+    first = bisect.bisect_left(
+        range(len(steps) - 1), True, key=lambda k: PlanningProblem(steps[k], None).floor <= limit
+    )
     return steps[first]
 
 
@@ -176,7 +185,9 @@ def refined(plan: Plan) -> Plan:
             if c == now[u]:
                 continue
             try:
-                other = dataclasses.replace(plan, job=dataclasses.replace(plan.job, recompute=(*now[:u], c, *now[u + 1 :])))
+                other = dataclasses.replace(
+                    plan, job=dataclasses.replace(plan.job, recompute=(*now[:u], c, *now[u + 1 :]))
+                )
                 check(other)
             except PlanError:
                 continue

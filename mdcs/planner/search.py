@@ -151,8 +151,8 @@ def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random
 def change_recompute(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Change what one unit recomputes.
 
-    Often another unit takes the first one's choice in exchange, which keeps the bytes about the same, or the strategy of
-    a unit changes, too: bytes that are freed buy strategies, and the other way round.
+    Often another unit takes the first one's choice in exchange, which keeps the bytes about the same, or the strategy
+    of a unit changes, too: bytes that are freed buy strategies, and the other way round.
     """
     options = among.options
     if not options:
@@ -271,7 +271,9 @@ def merge_adjacent_blocks(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
             other = sent[b + 1 if b in first else b - 1][m.kind, m.micro]
             if (i < other) is not m.kind.is_gather:
                 continue
-        messages.append(dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts])))
+        messages.append(
+            dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts]))
+        )
     sizes = [0] * number[-1]
     for b, size in enumerate(plan.blocks[unit]):
         sizes[number[b] - 1] += size

@@ -12,8 +12,8 @@ A message has S bytes (the whole, unsharded payload) on N ranks. *sent* counts t
 | | ring: in place | S (N-1)/N | - |
 
 One family carries all operations of a job: families that share a link slow each other down by 10 to 25 %
-(docs/dev/lab-notes.md). Within nodes of n of the N ranks, a unit is gathered among n ranks. A reduction has two parts: a
-reduction among n ranks, then an all-reduce of the shard (S/n bytes) among the N/n ranks that hold the same shard.
+(docs/dev/lab-notes.md). Within nodes of n of the N ranks, a unit is gathered among n ranks. A reduction has two parts:
+a reduction among n ranks, then an all-reduce of the shard (S/n bytes) among the N/n ranks that hold the same shard.
 
 On two ranks both families sum two numbers, so their results are bitwise equal to DDP's.
 
@@ -60,7 +60,9 @@ class Collectives:
             raise ValueError(f"collectives: backend must be {' or '.join(ALGORITHMS)}, got {self.backend!r}")
         names = ALGORITHMS[self.backend]
         if self.algorithm not in names:
-            raise ValueError(f"collectives: algorithm must be {' or '.join(names)} on {self.backend}, got {self.algorithm!r}")
+            raise ValueError(
+                f"collectives: algorithm must be {' or '.join(names)} on {self.backend}, got {self.algorithm!r}"
+            )
 
     @classmethod
     def default(cls, backend: str) -> Collectives:

@@ -18,8 +18,8 @@ class Contention:
       causes.
     - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
       gap and β are measured while nothing computes. The longer of the two counts, never their sum.
-    - ``skew_seconds`` (s): wait of a message that finds the link idle, for the rank that comes last. A message that finds
-      it idle for a shorter time waits as long as it was idle: the message before has brought the ranks together.
+    - ``skew_seconds`` (s): wait of a message that finds the link idle, for the rank that comes last. A message that
+      finds it idle for a shorter time waits as long as it was idle: the message before has brought the ranks together.
     - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
     - ``turn_seconds`` (s): time of the training loop between backward and the next forward.
 

@@ -19,9 +19,9 @@ class ExecutionModel:
     - ``stream``: updates on a stream of their own. The next message starts when this one is unpacked, and while at most
       one update of the messages before is not done (:mod:`mdcs.runtime.stream_transport`).
 
-    A host that enqueues ahead of its device takes ``host_seconds_per_message`` and ``host_seconds_per_slot``: no message
-    or slot starts before the host has enqueued it, and with each step the host begins where the device is, as in a loop
-    that reads its loss. 0 where the host's time is part of what was measured.
+    A host that enqueues ahead of its device takes ``host_seconds_per_message`` and ``host_seconds_per_slot``: no
+    message or slot starts before the host has enqueued it, and with each step the host begins where the device is, as
+    in a loop that reads its loss. 0 where the host's time is part of what was measured.
 
     Raises ValueError for another value of ``updates`` and for negative seconds.
     """

@@ -1,7 +1,8 @@
 """Layout of a unit's flat buffer: elements of one type, padded so that the ranks can divide them.
 
-Ranks divide the buffer at equal distances. An elementwise optimizer does not mind where the cuts are. For an optimizer that
-needs whole parameters, parameters are ordered by the rank that owns them, and every rank's share is padded to the largest.
+Ranks divide the buffer at equal distances. An elementwise optimizer does not mind where the cuts are. For an optimizer
+that needs whole parameters, parameters are ordered by the rank that owns them, and every rank's share is padded to the
+largest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import cached_property, lru_cache
 
 @lru_cache(maxsize=64)
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a floating type, by its name in torch ("bfloat16"). Raises ValueError for another."""
+    """Return the bytes of an element of a floating type, by its name in torch ("bfloat16"). Raises ValueError for
+    another."""
     found = re.match(r"b?float(\d+)(_|$)", dtype)
     if found is None:
         raise ValueError(f"a type must be floating, such as float32 or bfloat16, got {dtype!r}")
@@ -45,7 +47,8 @@ class WholeParameter:
 
 @lru_cache(maxsize=4096)
 def assign_owners(sizes: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each parameter, and the share of each rank: shares are contiguous, and no parameter crosses one.
+    """Return the offset of each parameter, and the share of each rank: shares are contiguous, and no parameter crosses
+    one.
 
     The largest parameter first, each to the rank that has the least. All numbers are in elements.
     """
@@ -121,5 +124,6 @@ class Layout:
         return self.elements * self.grad_width
 
     def ends(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return where consecutive parts of these lengths end in the flat buffer (elements): the last with the padding."""
+        """Return where consecutive parts of these lengths end in the flat buffer (elements): the last with the padding.
+        """
         return (*itertools.accumulate(lengths[:-1]), self.elements)

@@ -8,8 +8,8 @@ the bytes of one message after the other and pauses between two messages. Messag
 
     max(start_i + α, end_{i-1} + g) + β · bytes_i
 
-(Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages run one at a time, as on NCCL. On CPUs a replay
-adds min(skew, start_i - end_{i-1}) to α: :class:`mdcs.profile.contention.Contention`.
+(Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages run one at a time, as on NCCL. On CPUs a
+replay adds min(skew, start_i - end_{i-1}) to α: :class:`mdcs.profile.contention.Contention`.
 """
 
 from __future__ import annotations

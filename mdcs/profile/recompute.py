@@ -8,8 +8,8 @@ from typing import Any
 
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 CHOICES = NONE, FULL, SELECTIVE
-"""Choices of activations that a unit keeps between forward and backward: all, its inputs only, or its inputs and the outputs of
-matrix products and attention."""
+"""Choices of activations that a unit keeps between forward and backward: all, its inputs only, or its inputs and the
+outputs of matrix products and attention."""
 REASONS = "recompute"
 """Key of ``Profile.about``: units that keep their activations, each with the reason."""
 
@@ -85,7 +85,8 @@ def uniform(options: Sequence[RecomputeOption], units: int, choice: str) -> tupl
 def check_options(
     options: Sequence[RecomputeOption], has_backward: Sequence[bool], forward_slots: int, backward_slots: int
 ) -> None:
-    """Raise ValueError for two options of one choice, for a unit without backward, and for a slot that does not exist."""
+    """Raise ValueError for two options of one choice, for a unit without backward, and for a slot that does not exist.
+    """
     if len({(option.unit, option.choice) for option in options}) < len(options):
         raise ValueError("a unit has several recompute options of one choice")
     for option in options:

@@ -1,7 +1,7 @@
 """The profile of a job: its units, slots, optimizer and link.
 
-A :class:`Profile` is measured (``mdcs.profiler.model_profile``) or written by hand (for tests, and for clusters that one does
-not have). Planners and the simulator read nothing else.
+A :class:`Profile` is measured (``mdcs.profiler.model_profile``) or written by hand (for tests, and for clusters that
+one does not have). Planners and the simulator read nothing else.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ SCHEMA = 7
 class Unit:
     """The smallest group of parameters that is sharded, gathered, reduced and updated together.
 
-    All its parameters have one type and one optimizer, and all are trainable or all frozen: what differs is another unit
-    around the same modules.
+    All its parameters have one type and one optimizer, and all are trainable or all frozen: what differs is another
+    unit around the same modules.
 
     - ``name``: names of its modules, and in brackets what tells it from another unit around the same modules.
     - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one parameter group. The
       lengths sum to ``numel``. Each parameter counts with the padding behind it (:func:`mdcs.sizes.aligned`).
     - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
-    - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
-      flows through the unit.
+    - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no
+      gradient flows through the unit.
     - ``dtype``: type of the parameters in compute, by its name in torch.
     - ``grad_dtype``: type of gradients on the wire and in shards. "": that of the parameters.
     - ``master_dtype``: type of the copy that the optimizer updates. "": it updates the parameters themselves.
     - ``optimizer``: index into :attr:`Profile.optimizers`.
     - ``whole``: the parameters in flat order, where the optimizer needs whole ones; empty where it is elementwise.
-    - ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of the
-      last backward slot is over. Empty: all gradients are ready at the end of the slot.
+    - ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of
+      the last backward slot is over. Empty: all gradients are ready at the end of the slot.
     - ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
 
-    Raises ValueError for an empty segment, for a type that is not floating, for a trainable unit without ``backward``, for
-    a frozen one with masters, and for ``whole`` or ``gradients`` with other elements or with a fraction outside 0..1.
+    Raises ValueError for an empty segment, for a type that is not floating, for a trainable unit without ``backward``,
+    for a frozen one with masters, and for ``whole`` or ``gradients`` with other elements or with a fraction outside
+    0..1.
     """
 
     name: str
@@ -73,11 +74,16 @@ class Unit:
         if self.master_dtype and not self.trainable:
             raise ValueError(f"unit {self.name}: is frozen but has masters")
         if self.whole and sum(p.numel for p in self.whole) != self.numel:
-            raise ValueError(f"unit {self.name}: whole parameters must have its {self.numel} elements, got {self.whole}")
+            raise ValueError(
+                f"unit {self.name}: whole parameters must have its {self.numel} elements, got {self.whole}"
+            )
         if self.gradients and (
-            sum(n for n, _ in self.gradients) != self.numel or not all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
+            sum(n for n, _ in self.gradients) != self.numel
+            or not all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
         ):
-            raise ValueError(f"unit {self.name}: gradients {self.gradients} are not of {self.numel} elements, each within a slot")
+            raise ValueError(
+                f"unit {self.name}: gradients {self.gradients} are not of {self.numel} elements, each within a slot"
+            )
 
     @property
     def modules(self) -> str:
@@ -206,7 +212,9 @@ class Profile:
         if self.world < 1:
             raise ValueError(f"world must be >= 1, got {self.world}")
         if self.per_node and (not 1 < self.per_node < self.world or self.world % self.per_node):
-            raise ValueError(f"link per_node must be 0, or more than 1 and divide world={self.world}, got {self.per_node}")
+            raise ValueError(
+                f"link per_node must be 0, or more than 1 and divide world={self.world}, got {self.per_node}"
+            )
         if self.interference < 0:
             raise ValueError(f"interference must be >= 0, got {self.interference}")
         phases = "".join(s.phase for s in self.slots)
@@ -234,14 +242,22 @@ class Profile:
 
     @cached_property
     def unreliable_runs(self) -> dict[str, tuple[float, float]]:
-        """Entries of ``calibration_runs`` whose prediction is off by more than half. They put all predictions in doubt."""
+        """Entries of ``calibration_runs`` whose prediction is off by more than half. They put all predictions in doubt.
+        """
         return {name: seconds for name, seconds in self.calibration_runs.items() if is_far_off(*seconds)}
 
     @property
     def reliability_warning(self) -> str:
         """The ``unreliable_runs`` plans with both numbers, in words; empty if there are none."""
-        each = (f"{name} {told * 1e3:.1f} ms, measured {seen * 1e3:.1f}" for name, (told, seen) in self.unreliable_runs.items())
-        return f"predictions are off by more than half in calibration runs ({'; '.join(each)})" if self.unreliable_runs else ""
+        each = (
+            f"{name} {told * 1e3:.1f} ms, measured {seen * 1e3:.1f}"
+            for name, (told, seen) in self.unreliable_runs.items()
+        )
+        return (
+            f"predictions are off by more than half in calibration runs ({'; '.join(each)})"
+            if self.unreliable_runs
+            else ""
+        )
 
     @cached_property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -272,7 +288,9 @@ class Profile:
         total, or the host's time for it where the host enqueues ahead, up to a limit of 16 MiB.
         """
         each = max(
-            self.contention.message_seconds, self.contention.compute_per_message, self.execution.host_seconds_per_message
+            self.contention.message_seconds,
+            self.contention.compute_per_message,
+            self.execution.host_seconds_per_message,
         )
         per_byte = max(self.link.beta) * (self.world - 1) / self.world
         return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
@@ -311,8 +329,8 @@ class Profile:
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain containers. Fields that most profiles do not need are left out where they are empty:
-        ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, and those of units behind ``dtype``.
+        """Return every field as plain containers. Fields that most profiles do not need are left out where they are
+        empty: ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, and those of units behind ``dtype``.
         """
         data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.execution == ExecutionModel():
@@ -337,7 +355,9 @@ class Profile:
             _check_schema(data["schema"])  # first: another schema may lack fields that are read below
             d = with_tuples(data)
             return cls(
-                units=tuple(Unit(**u | {"whole": tuple(WholeParameter(**p) for p in u.get("whole", ()))}) for u in d["units"]),
+                units=tuple(
+                    Unit(**u | {"whole": tuple(WholeParameter(**p) for p in u.get("whole", ()))}) for u in d["units"]
+                ),
                 slots=tuple(Slot(**s) for s in d["slots"]),
                 link=Link(**d["link"]),
                 optimizer=Optimizer(**d["optimizer"]),

@@ -8,7 +8,8 @@
 - ``consensus``, ``progress``: one profile and one error of all ranks, and what they do.
 - ``autoprofile``: all of this in one call, within a time budget.
 - ``autotune``: the fastest of some plans, by running them.
-- ``model_snapshot``, ``memory_bounds``, ``regression``, ``timing``: the model as it was, bytes known before, fits and timing.
+- ``model_snapshot``, ``memory_bounds``, ``regression``, ``timing``: the model as it was, bytes known before, fits and
+  timing.
 
 Imports planners and the runtime; only :mod:`mdcs.api` imports it.
 """

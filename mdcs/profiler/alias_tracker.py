@@ -58,7 +58,9 @@ class AliasTracker(UseTracker):
     def __init__(self, units: Sequence[ModelUnit], used: Used) -> None:
         super().__init__()
         self._used = used
-        self._parameters = [(u, i, name, p) for u, unit in enumerate(units) for i, (name, p) in enumerate(unit.parameters)]
+        self._parameters = [
+            (u, i, name, p) for u, unit in enumerate(units) for i, (name, p) in enumerate(unit.parameters)
+        ]
         self._names = {(u, i): name for u, i, name, _ in self._parameters}
         self._before: list[Tensor] = []
         self._owners: dict[int, tuple[int, int]] = {}  # by storage
@@ -95,8 +97,8 @@ class AliasTracker(UseTracker):
             self._used(*owner)
         elif (name := self._overlapped(tensor)) is not None:
             raise UnsupportedModel(
-                f"{name}: forward uses a view of it made before this step ({func}): make the view inside forward, or keep "
-                f"{name}.clone()"
+                f"{name}: forward uses a view of it made before this step ({func}): make the view inside forward, or "
+                f"keep {name}.clone()"
             )
 
     def _overlapped(self, tensor: Tensor) -> str | None:
@@ -122,8 +124,8 @@ class AliasTracker(UseTracker):
                 if issubclass(type(each), Tensor) and id(each) not in own and storage_of(each) in self._owners:
                     name = self._names[self._owners[storage_of(each)]]
                     raise UnsupportedModel(
-                        f"{name}: a tensor that shares its memory is kept after the step, when the parameter may be in pieces: "
-                        f"keep a copy (.clone())"
+                        f"{name}: a tensor that shares its memory is kept after the step, when the parameter may be "
+                        f"in pieces: keep a copy (.clone())"
                     )
 
 
@@ -141,8 +143,8 @@ class _ExportGuard(TorchFunctionMode):
                 owner = self._owners.get(storage_of(args[0]))
             if owner is not None:
                 raise UnsupportedModel(
-                    f"{self._names[owner]}: its memory is handed to numpy, or another library, which would keep it when the "
-                    f"parameter is in pieces: hand over a copy (.clone())"
+                    f"{self._names[owner]}: its memory is handed to numpy, or another library, which would keep it "
+                    f"when the parameter is in pieces: hand over a copy (.clone())"
                 )
         return func(*args, **(kwargs or {}))
 

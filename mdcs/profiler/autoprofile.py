@@ -1,4 +1,5 @@
-"""Measure all that planning reads, on all ranks at once: the one way to a profile, of the library and of its programs."""
+"""Measure all that planning reads, on all ranks at once: the one way to a profile, of the library and of its programs.
+"""
 
 from __future__ import annotations
 
@@ -81,35 +82,37 @@ def autoprofile(
 
     1. The link is measured, or taken from ``link``.
     2. Slots and updates are measured in some steps of the model alone.
-    3. On a GPU, steps beside messages give the interference. On a CPU, a few plans run for some steps each, to which the
+    3. On a GPU, steps beside messages give the interference. On a CPU, a few plans run for some steps each, to which
+    the
        contention is fitted; :attr:`mdcs.Profile.calibration_runs` says how well the profile predicts them.
 
     Model and optimizer are not changed.
 
     - ``step``: runs one forward pass on a typical batch and returns the loss. With ``batches`` it is given the batch.
-    - ``batches``: example batches of several sizes, as many on every rank: memory is that of the largest, by slot, and time the
-      mean.
+    - ``batches``: example batches of several sizes, as many on every rank: memory is that of the largest, by slot, and
+      time the mean.
     - ``depth``: messages in flight. None: as many as are best. On NCCL it is one.
-    - ``algorithm``: name of a family of collective algorithms. None: the fastest, or on a CPU rings where the budget has no
-      room for the buffers of the fastest; the link is then measured again.
+    - ``algorithm``: name of a family of collective algorithms. None: the fastest, or on a CPU rings where the budget
+      has no room for the buffers of the fastest; the link is then measured again.
     - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
     - ``iterations``: the most steps of the second phase.
     - ``emulate``: that of :func:`mdcs.parallelize`.
     - ``computes``: False where computing only waits, so that messages take none of its time.
-    - ``budget``: bytes per rank, or a text such as "40GiB" or "75% of ddp" (:class:`mdcs.sizes.Budget`). The plans of the
-      third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself is
-      measured whole: a warning says how much that holds, if it is more.
+    - ``budget``: bytes per rank, or a text such as "40GiB" or "75% of ddp" (:class:`mdcs.sizes.Budget`). The plans of
+      the third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself
+      is measured whole: a warning says how much that holds, if it is more.
     - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
-    - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`): three times as many steps of the second phase.
-      A budget is refused if no plan with recomputation can keep it. Of several batches that of the largest is measured.
-      None: only where no plan keeps the budget without; the second phase then runs once more.
+    - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`): three times as many steps of the
+      second phase. A budget is refused if no plan with recomputation can keep it. Of several batches that of the
+      largest is measured. None: only where no plan keeps the budget without; the second phase then runs once more.
     - ``job``: makes the job that is planned under the budget.
     - ``progress``: whether rank 0 logs a line for each phase, or writes it to stderr (:mod:`mdcs.profiler.progress`).
 
-    What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
-    Raises ValueError for a family that the backend does not have, for ``seconds`` that are not above 0, and what
-    :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
-    Raises InfeasibleBudget, see above.
+    What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was
+    killed. Raises ValueError for a family that the backend does not have, for ``seconds`` that are not above 0, and
+    what
+    :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused
+    here. Raises InfeasibleBudget, see above.
     """
     wanted, until = Budget.of(budget), end_of(seconds)
     device, is_free = units[0].parameters[0][1].device, link is None and algorithm is None
@@ -136,8 +139,8 @@ def autoprofile(
             def measured_with(each: Callable[[], Tensor], recompute: bool) -> Profile:
                 own = measure_profile(
                     model, units, each, optimizer, world=world, link=on.link, iterations=iterations, about=about,
-                    master_dtype=master_dtype, grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
-                    agree=lambda enough: any(all_gather_object(enough)),
+                    master_dtype=master_dtype, grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps),
+                    recompute=recompute, agree=lambda enough: any(all_gather_object(enough)),
                 )  # fmt: skip
                 return merge_profiles(with_link(own, on))
 
@@ -166,10 +169,20 @@ def autoprofile(
             limit -= job(profile).reserve
             limit = max(limit, floor_bytes(profile)) if recompute else limit  # the plans below keep all activations
         left = max(0.0, until - time.monotonic())
-        phase("running a few plans to see what compute and messages cost each other", max(left, STEPS * total_s(profile)))
+        phase(
+            "running a few plans to see what compute and messages cost each other", max(left, STEPS * total_s(profile))
+        )
         measured = measure_interference(profiles[middle], model, steps[middle], emulate=emulate)
         measured = measure_contention(
-            measured, model, units, steps[middle], optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=limit
+            measured,
+            model,
+            units,
+            steps[middle],
+            optimizer,
+            seconds=left,
+            shares_cores=computes,
+            emulate=emulate,
+            budget=limit,
         )
         return with_slots_of(measured, profiles[middle], profile)
 
@@ -182,7 +195,8 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
 
 
 def needs_rings(job: Job, budget: Budget, device: torch.device) -> bool:
-    """Return whether no plan keeps the budget with gloo's own collectives, and rings, which copy less, need fewer bytes."""
+    """Return whether no plan keeps the budget with gloo's own collectives, and rings, which copy less, need fewer
+    bytes."""
     if job.profile.collectives != Collectives("native") or device.type != "cpu":
         return False
     limit = limit_of(budget, job)
@@ -204,16 +218,23 @@ def link_of_rings(
 
 def with_link(profile: Profile, link: MeasuredLink) -> Profile:
     """Return the profile with this link, its collectives and their spread."""
-    return dataclasses.replace(profile, link=link.link, collectives=link.collectives, spread=profile.spread | link.spread)
+    return dataclasses.replace(
+        profile, link=link.link, collectives=link.collectives, spread=profile.spread | link.spread
+    )
 
 
 def used_outside(profile: Profile) -> str:
-    """Return one line about units that a step uses outside of their modules' forward, and what that costs; "" for none."""
-    found = [(unit.name, layout.param_bytes) for unit, layout in zip(profile.units, profile.layouts, strict=True) if unit.aliased]
+    """Return one line about units that a step uses outside of their modules' forward, and what that costs; "" for none.
+    """
+    found = [
+        (unit.name, layout.param_bytes)
+        for unit, layout in zip(profile.units, profile.layouts, strict=True)
+        if unit.aliased
+    ]
     if not found:
         return ""
     names = ", ".join([name for name, _ in found][:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
     return (
-        f"used outside of their modules' forward: {names}. They are whole from their first to their last use in a step, "
-        f"{sum(size for _, size in found) / MIB:.3g} MiB"
+        f"used outside of their modules' forward: {names}. They are whole from their first to their last use in a "
+        f"step, {sum(size for _, size in found) / MIB:.3g} MiB"
     )

@@ -51,7 +51,11 @@ class Trial:
     measured_s: float
 
     def __str__(self) -> str:
-        name = f"{self.plan.strategy} {self.plan.scheduler}" if self.plan.strategy != self.plan.scheduler else self.plan.strategy
+        name = (
+            f"{self.plan.strategy} {self.plan.scheduler}"
+            if self.plan.strategy != self.plan.scheduler
+            else self.plan.strategy
+        )
         return f"{name} {self.measured_s * 1e3:.1f} ms ({self.predicted_s * 1e3:.1f} predicted)"
 
 
@@ -97,7 +101,9 @@ def fastest(
     rounds: list[list[float]] = []
     for _ in range(ROUNDS):
         own = [
-            statistics.median(t.step_s for t in run_periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate)[0])
+            statistics.median(
+                t.step_s for t in run_periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate)[0]
+            )
             for plan in plans
         ]
         rounds.append([max(of_ranks) for of_ranks in zip(*all_gather_object(own), strict=True)])

@@ -18,8 +18,8 @@ Use = tuple[int, str, int]
 def mix(profiles: Sequence[Profile]) -> Profile:
     """Return the profile of a loop that draws these batches equally often: by slot mean seconds and most bytes.
 
-    Slots are those of the :func:`largest` batch. What only other batches use is a departure from them. Recomputation is that
-    of the largest batch, too, with seconds in proportion to the slot's.
+    Slots are those of the :func:`largest` batch. What only other batches use is a departure from them. Recomputation is
+    that of the largest batch, too, with seconds in proportion to the slot's.
     """
     base = profiles[largest(profiles)]
     by_use = [dict(uses(p.slots)) for p in profiles]
@@ -44,7 +44,8 @@ def mix(profiles: Sequence[Profile]) -> Profile:
 
 
 def largest(profiles: Sequence[Profile]) -> int:
-    """Return the number of the batch that needs the most memory, of equal ones the slowest: one with recomputation was it."""
+    """Return the number of the batch that needs the most memory, of equal ones the slowest: one with recomputation was
+    it."""
     numbers = range(len(profiles))
     return max(numbers, key=lambda i: (bool(profiles[i].recompute), _peak(profiles[i]), total_s(profiles[i])))
 
@@ -67,7 +68,8 @@ def typical(profiles: Sequence[Profile]) -> int:
 
 
 def with_slots_of(measured: Profile, before: Profile, mixed: Profile) -> Profile:
-    """Return what was ``measured`` from ``before`` on, the profile of one batch, with the slots of the mix, scaled alike."""
+    """Return what was ``measured`` from ``before`` on, the profile of one batch, with the slots of the mix, scaled
+    alike."""
     scale = total_s(measured) / total_s(before) if total_s(before) else 1.0
     slots = tuple(dataclasses.replace(slot, seconds=scale * slot.seconds) for slot in mixed.slots)
     recompute = tuple(_scaled(option, [scale] * mixed.backward_slots) for option in mixed.recompute)

@@ -125,7 +125,8 @@ def all_gather_object(value: T) -> list[T]:
 
 @contextmanager
 def rank_zeros_random_state(device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of rank 0, so that all ranks drop the same layers; then each its own again. Collective."""
+    """Draw the random numbers of rank 0, so that all ranks drop the same layers; then each its own again. Collective.
+    """
     own = random_state(device)
     set_random_state(all_gather_object(own)[0], device)
     try:
@@ -137,8 +138,9 @@ def rank_zeros_random_state(device: torch.device) -> Iterator[None]:
 def merge_profiles(profile: Profile) -> Profile:
     """Return one profile of all ranks' profiles. Collective.
 
-    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. Where ranks took different
-    branches, its slots are those of the rank that came to most of them. Without ranks the profile is returned.
+    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. Where ranks took
+    different branches, its slots are those of the rank that came to most of them. Without ranks the profile is
+    returned.
     """
     profiles = all_gather_object(profile)
     first = max(profiles, key=lambda p: sum(slot.seconds > 0 for slot in p.slots))
@@ -244,4 +246,8 @@ def _picklable(error: Exception) -> Exception:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # an error's class may fail in any way when it is pickled or unpickled
         copy = None
-    return error if type(copy) is type(error) and str(copy) == str(error) else RuntimeError(f"{type(error).__name__}: {error}")
+    return (
+        error
+        if type(copy) is type(error) and str(copy) == str(error)
+        else RuntimeError(f"{type(error).__name__}: {error}")
+    )

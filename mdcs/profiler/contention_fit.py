@@ -118,8 +118,12 @@ def measure_contention(
         alone.append(_mean([StepBreakdown(computing, 0.0, 0.0, processor) for computing, processor in on_ranks]))
         rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
     lost = _busy_cores() if shares_cores else 0.0
-    found = fit_contention(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)], _median(alone), lost)
-    if (said := _off_in_every_round(found, rounds, alone, shares_cores)) and (not dist.is_initialized() or dist.get_rank() == 0):
+    found = fit_contention(
+        profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)], _median(alone), lost
+    )
+    if (said := _off_in_every_round(found, rounds, alone, shares_cores)) and (
+        not dist.is_initialized() or dist.get_rank() == 0
+    ):
         warnings.warn(said, stacklevel=3)
     return found
 
@@ -189,8 +193,8 @@ def fit_contention(
     def contention(values: Sequence[float]) -> Contention:
         share, stretch, dispatch_s, turn_s = values
         return dataclasses.replace(
-            skew, compute_per_message=share * processor_s, compute_per_byte=share * processor_s_per_byte, compute_per_work=share,
-            message_seconds=stretch * link_s, seconds_per_byte=stretch * link_s_per_byte,
+            skew, compute_per_message=share * processor_s, compute_per_byte=share * processor_s_per_byte,
+            compute_per_work=share, message_seconds=stretch * link_s, seconds_per_byte=stretch * link_s_per_byte,
             dispatch_seconds=dispatch_s, turn_seconds=turn_s,
         )  # fmt: skip
 
@@ -199,8 +203,12 @@ def fit_contention(
     scales = [0.5 * lost, 0.5, 1e-3, max(turn / 2, 1e-3)]
     values = _nearest(guess, scales, lambda v: _error(profile, plans, measured, contention(v)))
     profile = dataclasses.replace(profile, contention=contention(values))
-    steps = ((_replay(plan, profile, profile.contention).step, run.step) for plan, run in zip(plans, measured, strict=True))
-    return dataclasses.replace(profile, calibration_runs=dict(zip(map(_name, plans, CALIBRATION_PLANS), steps, strict=True)))
+    steps = (
+        (_replay(plan, profile, profile.contention).step, run.step) for plan, run in zip(plans, measured, strict=True)
+    )
+    return dataclasses.replace(
+        profile, calibration_runs=dict(zip(map(_name, plans, CALIBRATION_PLANS), steps, strict=True))
+    )
 
 
 def _with_compute_seconds(profile: Profile, seconds: float) -> Profile:
@@ -235,12 +243,14 @@ def _nearest(guess: Sequence[float], scales: Sequence[float], error: Callable[[S
 
 
 def _error(profile: Profile, plans: Sequence[Plan], measured: Sequence[StepBreakdown], contention: Contention) -> float:
-    """Return the sum over the plans of squared errors relative to the step: of the step, and with less weight of its parts."""
+    """Return the sum over the plans of squared errors relative to the step: of the step, and with less weight of its
+    parts."""
     total = 0.0
     for plan, run in zip(plans, measured, strict=True):
         predicted = _replay(plan, profile, contention)
         step, computing, communicating = (
-            (getattr(predicted, part) - getattr(run, part)) / run.step for part in ("step", "computing", "communicating")
+            (getattr(predicted, part) - getattr(run, part)) / run.step
+            for part in ("step", "computing", "communicating")
         )
         total += step**2 + (0.5 * computing) ** 2 + (0.3 * communicating) ** 2
     return total

@@ -1,8 +1,9 @@
 """The first step of a loop, run as DistributedDataParallel runs it, and kept so that it can be measured.
 
-The loop's loss is not known here. Kept are the calls of the model with their arguments, the gradients of its outputs, and
-the bytes that the loss took: enough to run the same forward and backward passes through the model. Where the loop calls
-parts of the model (``vae.decode(z)``), the calls of the units in it are kept, each as if it were one of the model.
+The loop's loss is not known here. Kept are the calls of the model with their arguments, the gradients of its outputs,
+and the bytes that the loss took: enough to run the same forward and backward passes through the model. Where the loop
+calls parts of the model (``vae.decode(z)``), the calls of the units in it are kept, each as if it were one of the
+model.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class FirstStep:
 
     def forget(self) -> None:
         """Give up the passes so far, and their gradients."""
-        self._calls: list[Call] = []  # before the first backward pass; those in no_sync() as long as there are no others
+        # before the first backward pass; those in no_sync() as long as there are no others
+        self._calls: list[Call] = []
         self._checkpointed: list[Call] = []  # in reentrant checkpoints, which backward has not run again
         self._are_side, self._forwards, self.micro_steps = False, 0, 0
         self._is_reduced, self._is_finite = False, True
@@ -271,7 +273,8 @@ class FirstStep:
     # -- again
 
     def again(self) -> Tensor:
-        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs."""
+        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs.
+        """
         outputs: list[Tensor] = []
         with ExitStack() as autocast:  # whose outermost context has the copies of weights
             for call in self._calls:
@@ -285,10 +288,12 @@ class FirstStep:
         return loss
 
     def in_words(self) -> str:
-        """Return all that is known of the passes: arguments, autocast, which outputs have gradients, the loss's bytes."""
+        """Return all that is known of the passes: arguments, autocast, which outputs have gradients, the loss's bytes.
+        """
         names = {module: name for name, module in self._model.named_modules()}
         calls = (
-            f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast}{'+' * c.has_casts} {described(c.gradients)}"
+            f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast}{'+' * c.has_casts} "
+            f"{described(c.gradients)}"
             for c in self._calls
         )
         return f"{'; '.join(calls)}; {round(self._loss_bytes / 1024)} KiB"  # the loop's own scalars come and go

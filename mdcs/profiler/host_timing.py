@@ -1,4 +1,5 @@
-"""The host's time for a message, where the device executes behind the host: steps of a model that take the device no time."""
+"""The host's time for a message, where the device executes behind the host: steps of a model that take the device no
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measure how much a GPU's compute slows down while a message is in flight: the real step, beside messages of two sizes.
+"""Measure how much a GPU's compute slows down while a message is in flight: the real step, beside messages of two
+sizes.
 
 The host runs ahead of the device. Messages are sent one behind the other on the communication stream, with neither the
 runtime nor a wait of the host between them and the step. What a CPU's compute loses is fitted elsewhere
@@ -100,10 +101,14 @@ def interference(samples: list[Sample]) -> float:
 class _Messages:
     """Messages of one size. They and the step are launched, and then begin together."""
 
-    def __init__(self, profile: Profile, like: Tensor, size: int, executor: Executor, emulate: Emulation | None) -> None:
+    def __init__(
+        self, profile: Profile, like: Tensor, size: int, executor: Executor, emulate: Emulation | None
+    ) -> None:
         self._profile, self._executor, self._emulated = profile, executor, emulate is not None
         collectives = profile.collectives
-        self._communicator = Communicator(collectives, None) if emulate is None else EmulatedCommunicator(collectives, emulate)
+        self._communicator = (
+            Communicator(collectives, None) if emulate is None else EmulatedCommunicator(collectives, emulate)
+        )
         elements = size // like.element_size() // profile.world * profile.world
         self._buffer = torch.zeros(elements, dtype=like.dtype, device=like.device)
         self._scratch = self._buffer.new_empty(self._communicator.scratch(Kind.RS, elements))

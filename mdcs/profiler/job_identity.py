@@ -27,9 +27,9 @@ _RATES = ("lr", "initial_lr", "params", "param_names")
 def key_of_job(model: nn.Module, units: Sequence[ModelUnit], optimizers: Optimizers, step: str) -> str:
     """Return the key under which this job's profile is kept, the same on all ranks. Collective.
 
-    It depends on modules (classes, their code, plain attributes), parameters and buffers (names, shapes, types), units, the
-    optimizers' classes and options, the ``step`` in words, processors or GPUs, hosts, threads, and versions; not on what
-    connects the hosts.
+    It depends on modules (classes, their code, plain attributes), parameters and buffers (names, shapes, types), units,
+    the optimizers' classes and options, the ``step`` in words, processors or GPUs, hosts, threads, and versions; not on
+    what connects the hosts.
     """
     device = units[0].parameters[0][1].device
     own = {
@@ -39,13 +39,17 @@ def key_of_job(model: nn.Module, units: Sequence[ModelUnit], optimizers: Optimiz
         "buffers": "; ".join(f"{name}: {described(b)}" for name, b in model.named_buffers()),
         "units": "; ".join(f"{unit.name}: {' '.join(name for name, _ in unit.parameters)}" for unit in units),
         "optimizer": "; ".join(
-            f"{type(optimizer).__name__} {len(group['params'])} {described({k: v for k, v in group.items() if k not in _RATES})}"
-            for optimizer in optimizers.members for group in optimizer.param_groups
+            f"{type(optimizer).__name__} {len(group['params'])} "
+            f"{described({k: v for k, v in group.items() if k not in _RATES})}"
+            for optimizer in optimizers.members
+            for group in optimizer.param_groups
         ),
         "step": step,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": str(torch.get_num_threads()),
-        "memory": " ".join(sorted(name for name, size in (current_meter(device).live() or {}).items() if size is not None)),
+        "memory": " ".join(
+            sorted(name for name, size in (current_meter(device).live() or {}).items() if size is not None)
+        ),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -1,4 +1,5 @@
-"""Measure the link: trains of messages by every family of algorithms, launched as the runtime does, and single messages.
+"""Measure the link: trains of messages by every family of algorithms, launched as the runtime does, and single
+messages.
 
 A train is a sequence of messages of one size, a few in flight. A message's scratch and result are allocated when it
 starts and freed when it ends. Between the ends of two messages with equally many in flight behind both, each message
@@ -40,9 +41,11 @@ from mdcs.runtime.communicator import Communicator, NodeCommunicator, PendingCol
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.sizes import MIB
 
-_SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones exceed a CPU's caches, and are slower
+# payload bytes of the messages of trains; larger ones exceed a CPU's caches, and are slower
+_SIZES = MIB // 4, MIB, 4 * MIB
 _LARGER = 16 * MIB, 64 * MIB  # on CUDA
-_SMALLEST_BLOCK = MIB  # smaller messages wait more often for a rank that is computing, which an idle machine does not show
+# smaller messages wait more often for a rank that is computing, which an idle machine does not show
+_SMALLEST_BLOCK = MIB
 _LONG = 1.5  # seconds: a train that would take more is not sent
 _MESSAGES, _TRAIN = (6, 12), 6 * MIB  # fewest and most in a train; about so many bytes
 _TURNS, _OF_CHOSEN = 3, 5  # repetitions of each train: to compare families, and of the chosen one
@@ -78,8 +81,8 @@ def measure_link(
     """Return the family of algorithms, and the link's α, gap and β with it. Collective.
 
     - ``depth``: messages in flight; None: measured. On NCCL it is always 1.
-    - ``algorithm``: name of the family; None: the fastest (on a GPU over gloo: native, because gloo's sends from rank to
-      rank are for CPUs).
+    - ``algorithm``: name of the family; None: the fastest (on a GPU over gloo: native, because gloo's sends from rank
+      to rank are for CPUs).
     - ``per_node``: ranks per host, neighbours in rank order; None: by :func:`ranks_per_node`. With several such hosts
       the chosen family is measured within them, too.
 
@@ -91,7 +94,9 @@ def measure_link(
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return MeasuredLink(Link((0.0,) * 4, (0.0,) * 4, depth or 1), chosen, {})
-    names = [algorithm] if algorithm else ALGORITHMS[backend] if device.type == "cpu" or backend != "gloo" else ["native"]
+    names = (
+        [algorithm] if algorithm else ALGORITHMS[backend] if device.type == "cpu" or backend != "gloo" else ["native"]
+    )
     families = [Collectives(name, backend) for name in names]
     ranks, in_flight = LinkBenchmark(device), depth or 2
 
@@ -106,7 +111,9 @@ def measure_link(
         chosen = families[0]
 
     kinds = tuple(KIND.values())
-    trains = dict(zip(kinds, ranks.time_trains([(chosen, (kind,)) for kind in kinds], sizes, in_flight, _OF_CHOSEN), strict=True))
+    trains = dict(
+        zip(kinds, ranks.time_trains([(chosen, (kind,)) for kind in kinds], sizes, in_flight, _OF_CHOSEN), strict=True)
+    )
     alone = ranks.time_single_messages(chosen, kinds)
     block = min(max(_block(map(_line, trains.values())), _SMALLEST_BLOCK), sizes[-1])
     per_node = ranks_per_node() if per_node is None else per_node
@@ -120,7 +127,10 @@ def measure_link(
     sent = {operation_name(kind): chosen.sent(kind, MIB, world, per_node) / MIB for kind in trains}
     varied = {f"α of {operation_name(kind)}": p10_p90(samples) for kind, samples in alone.items()}
     for kind, train in trains.items():
-        name, turns = operation_name(kind), [_line({size: [s[i]] for size, s in train.items()}) for i in range(_OF_CHOSEN)]
+        name, turns = (
+            operation_name(kind),
+            [_line({size: [s[i]] for size, s in train.items()}) for i in range(_OF_CHOSEN)],
+        )
         varied[f"gap of {name}"] = p10_p90([turn.intercept for turn in turns])
         if rates := [sent[name] / turn.slope for turn in turns if turn.slope]:
             varied[f"1/β of {name}"] = p10_p90(rates)
@@ -130,8 +140,8 @@ def measure_link(
     latency = {operation_name(kind): min(samples) for kind, samples in alone.items()}
     by_kind = [operation_name(kind) for kind in Kind if per_node or not kind.in_node]
     link = Link(
-        tuple(latency[name] for name in by_kind), tuple(lines[name].slope / sent[name] for name in by_kind), in_flight, block,
-        gap=tuple(lines[name].intercept for name in by_kind), per_node=per_node,
+        tuple(latency[name] for name in by_kind), tuple(lines[name].slope / sent[name] for name in by_kind), in_flight,
+        block, gap=tuple(lines[name].intercept for name in by_kind), per_node=per_node,
     )  # fmt: skip
     return MeasuredLink(link, chosen, varied)
 
@@ -249,7 +259,8 @@ class LinkBenchmark:
         if self._groups is None:
             return ProbeMessage(Communicator(collectives, None, self._tags), kind, buffer)
         node, across = (
-            Communicator(collectives, group, self._tags) for group in (self._groups.node_group, self._groups.replica_group)
+            Communicator(collectives, group, self._tags)
+            for group in (self._groups.node_group, self._groups.replica_group)
         )
         return ProbeMessage(NodeCommunicator(node, across), kind, buffer)
 

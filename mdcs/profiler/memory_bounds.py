@@ -40,7 +40,8 @@ def min_peak_bytes(
 
 
 def whole_bytes(units: Sequence[ModelUnit], optimizers: Optimizers) -> int:
-    """Return what a first step holds without shards: parameters, gradients, optimizer state, and one averaged gradient."""
+    """Return what a first step holds without shards: parameters, gradients, optimizer state, and one averaged gradient.
+    """
     updates, largest = Updates(optimizers), 0
     size: float = 0
     for unit in units:
@@ -54,7 +55,8 @@ def whole_bytes(units: Sequence[ModelUnit], optimizers: Optimizers) -> int:
 
 
 def profiling_bytes(units: Sequence[ModelUnit], profile: Profile | None = None) -> int:
-    """Return what measuring a model holds at least: parameters whole, the largest gradient, and activations once known."""
+    """Return what measuring a model holds at least: parameters whole, the largest gradient, and activations once known.
+    """
     parameters = [(p.numel() * p.element_size(), unit.trainable) for unit in units for _, p in unit.parameters]
     gradient = max((size for size, trainable in parameters if trainable), default=0)
     activations = max((slot.peak for slot in profile.slots), default=0) if profile is not None else 0
@@ -72,7 +74,8 @@ def require_model_fits(
 
 
 def require_floor(job: Job, asked: Budget, limit: int) -> None:
-    """Raise InfeasibleBudget if no plan of the job keeps ``limit`` bytes, also with the recomputation that the profile knows.
+    """Raise InfeasibleBudget if no plan of the job keeps ``limit`` bytes, also with the recomputation that the profile
+    knows.
 
     ``asked``: the budget of so many bytes, in whose words this is said.
     """
@@ -106,7 +109,7 @@ def warn_profiling_memory(size: int, budget: int) -> None:
     if size > budget:
         warnings.warn(
             f"measuring the model holds it whole: {size / MIB:.1f} MiB per rank or more, above the budget of "
-            f"{budget / MIB:.1f} MiB, which the plan will keep. Where there is no room, plan with a profile from a larger "
-            f"machine (mdcs.make_plan)",
+            f"{budget / MIB:.1f} MiB, which the plan will keep. Where there is no room, plan with a profile from a "
+            f"larger machine (mdcs.make_plan)",
             stacklevel=4,
         )

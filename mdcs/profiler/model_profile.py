@@ -69,8 +69,8 @@ def measure_profile(
 ) -> Profile:
     """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
 
-    Measures at most ``iterations`` steps after ``warmup``: fewer when two in a row take the same time within 2 %, or when
-    ``seconds`` are over. One step is measured in any case.
+    Measures at most ``iterations`` steps after ``warmup``: fewer when two in a row take the same time within 2 %, or
+    when ``seconds`` are over. One step is measured in any case.
 
     - ``step``: runs a forward pass and returns the loss; backward is called here.
     - ``world``, ``link``, ``collectives``: the job's, stored as given.
@@ -80,8 +80,8 @@ def measure_profile(
     - ``recompute``: measure as many steps twice more, in which units free their activations and compute them again
       (:attr:`Profile.recompute`).
     - ``host``: measure the host's time for a message, where the device executes behind the host.
-    - ``agree``: given whether this rank has measured enough, returns whether all ranks end: a forward may have collectives of
-      its own, which need as many steps on every rank.
+    - ``agree``: given whether this rank has measured enough, returns whether all ranks end: a forward may have
+      collectives of its own, which need as many steps on every rank.
 
     Parameters as wide as these types keep their own. Weights are not changed; buffers such as BatchNorm's statistics
     and the random state are restored.
@@ -187,7 +187,9 @@ def refuse_meta(model: nn.Module) -> None:
     """Raise UnsupportedModel for a parameter or buffer without memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            raise UnsupportedModel(f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize")
+            raise UnsupportedModel(
+                f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize"
+            )
 
 
 def narrowest(types: Iterable[torch.dtype]) -> torch.dtype:
@@ -196,7 +198,12 @@ def narrowest(types: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def _with_types(
-    planned: Unit, unit: ModelUnit, updates: Updates, master: torch.dtype | None, grad: torch.dtype | None, costs: WholeCosts
+    planned: Unit,
+    unit: ModelUnit,
+    updates: Updates,
+    master: torch.dtype | None,
+    grad: torch.dtype | None,
+    costs: WholeCosts,
 ) -> Unit:
     """Return the unit with its types, its optimizer, and the costs of parameters that are updated whole.
 
@@ -204,7 +211,9 @@ def _with_types(
     """
     ordered, segments = in_flat_order(unit, updates)
     dtype = ordered[0][1].dtype
-    grad_dtype, master_dtype = (other if other and other.itemsize > dtype.itemsize else None for other in (grad, master))
+    grad_dtype, master_dtype = (
+        other if other and other.itemsize > dtype.itemsize else None for other in (grad, master)
+    )
     master_dtype = master_dtype if unit.trainable else None
     part, whole = updates.part_of(segments[0].group) if unit.trainable else 0, []
     if unit.trainable and part < len(updates.parts) and updates.parts[part].layout.whole:
@@ -230,8 +239,15 @@ def time_compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Calla
 
 
 def _recorded(
-    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
-    state: Sequence[Tensor] = (), watch: bool = False, limit_s: float = math.inf, selective: dict[int, bool] | None = None,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    iterations: int,
+    warmup: int,
+    state: Sequence[Tensor] = (),
+    watch: bool = False,
+    limit_s: float = math.inf,
+    selective: dict[int, bool] | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> SlotRecorder:
     until = time.monotonic() + limit_s
@@ -292,8 +308,8 @@ def _recorded(
         changed = [name for name, weight in _weights(units).items() if weight != before[name]]
         if changed:
             raise UnsupportedModel(
-                f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is sharded: "
-                "change weights between steps, in full_parameters(writeback=True)"
+                f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is "
+                "sharded: change weights between steps, in full_parameters(writeback=True)"
             )
     return recorder
 
@@ -345,6 +361,6 @@ def _weights(units: Sequence[ModelUnit]) -> dict[str, tuple[int, str]]:
 
 def _changed_outside(name: str, what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{name}: is changed or copied in forward ({what}), when it may be in pieces: change and copy weights between steps, in "
-        "full_parameters()"
+        f"{name}: is changed or copied in forward ({what}), when it may be in pieces: change and copy weights between "
+        "steps, in full_parameters()"
     )

@@ -30,8 +30,8 @@ class ModuleSnapshot:
     """State that the modules of a model keep from pass to pass, besides parameters; :meth:`restore` restores it.
 
     - Buffers: made, replaced and written ones.
-    - Other attributes, such as counters. Tensors, containers and random generators in them are restored in place, and so
-      are the attributes of an object that a module holds. Iterators cannot be restored.
+    - Other attributes, such as counters. Tensors, containers and random generators in them are restored in place, and
+      so are the attributes of an object that a module holds. Iterators cannot be restored.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +104,12 @@ class ModuleSnapshot:
             self._keep_attributes(value, set(), objects - 1)
 
     def _keep_tensor(self, tensor: Tensor) -> None:
-        if tensor.grad_fn is not None or tensor.is_inference() or tensor.is_nested or tensor.layout is not torch.strided:
+        if (
+            tensor.grad_fn is not None
+            or tensor.is_inference()
+            or tensor.is_nested
+            or tensor.layout is not torch.strided
+        ):
             return  # made anew by each forward, or not written in place
         before = unexpanded(tensor.detach()).clone()
 

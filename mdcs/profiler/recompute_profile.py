@@ -83,7 +83,8 @@ def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choic
     uses = defaultdict[int, list[RecomputeUse]](list)
     early = {use: after[use[1]] - less[use[1]] for use in found.recomputations if use[0] in able}
     freed: dict[tuple[int, int, int], int] = {}  # negative: units that keep more, as the random state does
-    for use in sorted(early, key=lambda use: use[2], reverse=True):  # the last backward first: few units are still to come
+    # the last backward first: few units are still to come
+    for use in sorted(early, key=lambda use: use[2], reverse=True):
         unit, forward, backward = use
         others = [other for other in freed if other[1] < backward <= other[2]]
         at_start = less[backward] - sum(freed[other] for other in others)

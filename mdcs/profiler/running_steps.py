@@ -48,12 +48,19 @@ class RunningSteps:
         self._engine, self.storages, self.device = engine, engine.storages, engine.device
         self._uses = _Uses(engine.storages, self)
         self.recorder = SlotRecorder(
-            engine.units, engine.meter, engine.device, engine.sequencer, self._activations, self._uses.off, is_strict=False
+            engine.units,
+            engine.meter,
+            engine.device,
+            engine.sequencer,
+            self._activations,
+            self._uses.off,
+            is_strict=False,
         )
         self._batch = BatchSizes(module for unit in engine.units for module in unit.modules)
         self._watched: list[list[float]] | None = None  # seconds of the first step
         sequencer = engine.sequencer
-        self._watches_memory, sequencer.watches_memory = sequencer.watches_memory, False  # the recorder reads the windows
+        # the recorder reads the windows
+        self._watches_memory, sequencer.watches_memory = sequencer.watches_memory, False
         self.steps = 0
         self.recorder.restart(Measures(True, True))
         engine.observe(self.recorder)
@@ -85,7 +92,9 @@ class RunningSteps:
         recorder = self.recorder
         recorder.seconds = recorder.seconds or self._watched or []
         units = tuple(
-            dataclasses.replace(u, forward=now.forward, backward=now.backward, gradients=now.gradients, aliased=now.aliased)
+            dataclasses.replace(
+                u, forward=now.forward, backward=now.backward, gradients=now.gradients, aliased=now.aliased
+            )
             for u, now in zip(before.units, recorder.units(updates), strict=True)
         )
         sizes = self._batch.sizes
@@ -174,8 +183,8 @@ def _refuse_kept(storages: list[UnitStorage]) -> None:
                 continue
             if id(base_of(each)) not in flats:
                 raise UnsupportedModel(
-                    f"{freed[storage_of(each)].name}: a tensor that shares the memory of its parameters is kept after the step, "
-                    "when they are in pieces: keep a copy (.clone())"
+                    f"{freed[storage_of(each)].name}: a tensor that shares the memory of its parameters is kept after "
+                    "the step, when they are in pieces: keep a copy (.clone())"
                 )
 
 

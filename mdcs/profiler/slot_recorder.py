@@ -66,14 +66,19 @@ class SlotRecorder:
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
     takes_early: bool = True  # whether gradients may leave as they come: nothing uses their weights afterwards
-    uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
+    # slots in which the memory of parameters is used
+    uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
-    whole: set[int] = field(default_factory=set)  # units that no hook announces: needed from their first use to their last
+    # units that no hook announces: needed from their first use to their last
+    whole: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
     processor: list[float] = field(default_factory=list)  # seconds of the process, by pass whose seconds are kept
-    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
-    rerun: set[nn.Module] = field(default_factory=set)  # modules whose forward a checkpoint of the model's own runs again
-    recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)  # (unit, slot, slot again): seconds
+    # gradient: (slot, seconds into it)
+    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
+    # modules whose forward a checkpoint of the model's own runs again
+    rerun: set[nn.Module] = field(default_factory=set)
+    # (unit, slot, slot again): seconds
+    recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     shared: dict[int, int] = field(default_factory=dict)  # by unit: bytes of inputs that only recomputation would keep
     outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
 
@@ -82,7 +87,8 @@ class SlotRecorder:
         self._kept = kept
         self._now: list[tuple[int, str]] = []
         self._times: list[DeviceTimestamp] = []
-        self._waits: list[tuple[int, DeviceTimestamp, DeviceTimestamp]] = []  # (slot, begin, end) of what is not the model's time
+        # (slot, begin, end) of what is not the model's time
+        self._waits: list[tuple[int, DeviceTimestamp, DeviceTimestamp]] = []
         self._lives: list[int] = []
         self._peaks: list[int] = []
         self._highest = 0  # most bytes of activations in this slot so far
@@ -290,8 +296,9 @@ class SlotRecorder:
         for now, before in itertools.zip_longest(self._now, self.order):
             if now != before:
                 raise UnsupportedModel(
-                    f"{self.model_units[(now or before)[0]].name}: ran in another order than in the pass before, while the model "
-                    "was measured: let step take the same path through the model each time. Later steps may take others"
+                    f"{self.model_units[(now or before)[0]].name}: ran in another order than in the pass before, "
+                    "while the model was measured: let step take the same path through the model each time. Later "
+                    "steps may take others"
                 )
 
     @property
@@ -328,7 +335,8 @@ class SlotRecorder:
         return tuple(out)
 
     def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
-        """Return first and last slot in which the unit or another one around its modules computes, or their memory is used.
+        """Return first and last slot in which the unit or another one around its modules computes, or their memory is
+        used.
         """
         modules = self.model_units[unit].modules
         slots = [
@@ -363,14 +371,18 @@ class SlotRecorder:
         out = []
         for p in ordered:
             # A gradient that did not come is known to be missing when the slot is over.
-            samples = [seconds if slot == last else 0.0 for slot, seconds in self.came.get((unit, index[p]), [(last, took)])]
+            samples = [
+                seconds if slot == last else 0.0 for slot, seconds in self.came.get((unit, index[p]), [(last, took)])
+            ]
             out.append((aligned(p.numel()), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
         return tuple(out)
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the profile's slots: median seconds, most bytes."""
         medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
-        slots = [Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)]
+        slots = [
+            Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
+        ]
         turn = sum(phase == "F" for _, phase in self.order)
         forward, backward = self.idle
         # Bytes of activations between the passes, and outside of them.

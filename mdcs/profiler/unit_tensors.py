@@ -19,7 +19,8 @@ class UnitTensors:
 
     def __init__(self, units: Sequence[ModelUnit]) -> None:
         self._units = {m: u for u, unit in reversed([*enumerate(units)]) for m in unit.modules}  # of several the first
-        self._inputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}  # by unit and storage: the storage, its bytes
+        # by unit and storage: the storage, its bytes
+        self._inputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}
         self._outputs: dict[int, dict[int, tuple[StorageWeakRef, int]]] = {}
 
     def __enter__(self) -> UnitTensors:
@@ -36,9 +37,12 @@ class UnitTensors:
     def shared_inputs(self) -> dict[int, int]:
         """Return the bytes, by unit, of the inputs that other units have too and that nobody holds now.
 
-        A unit that recomputes keeps them (a Llama's positions). One such unit is enough, so a profile charges each of them.
+        A unit that recomputes keeps them (a Llama's positions). One such unit is enough, so a profile charges each of
+        them.
         """
-        gone = {u: {s: size for s, (storage, size) in of.items() if storage.expired()} for u, of in self._inputs.items()}
+        gone = {
+            u: {s: size for s, (storage, size) in of.items() if storage.expired()} for u, of in self._inputs.items()
+        }
         users = Counter(s for of in gone.values() for s in of)
         return {u: sum(size for s, size in of.items() if users[s] > 1) for u, of in gone.items()}
 

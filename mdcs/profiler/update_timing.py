@@ -37,7 +37,8 @@ def optimizer_costs(part: UpdatePart, like: Tensor, meter: Meter) -> Optimizer:
     """Return state, scratch and seconds of an update on the device and type of ``like``: a line through two run
     lengths.
 
-    Where ``meter`` measures nothing, scratch is estimated. Of whole parameters (:func:`whole_costs`) only the name counts.
+    Where ``meter`` measures nothing, scratch is estimated. Of whole parameters (:func:`whole_costs`) only the name
+    counts.
     """
     layout, name = part.layout, type(part.optimizer).__name__.lower()
     if layout.whole:
@@ -100,8 +101,8 @@ class WholeCosts:
         self._known: dict[tuple[torch.Size, torch.dtype, int], WholeParameter] = {}
 
     def of(self, p: Tensor, part: UpdatePart, group: int, dtype: torch.dtype) -> WholeParameter:
-        """Return the costs of a parameter in a parameter group of ``part``, which is updated in ``dtype``. Of the parameter
-        only the shape counts.
+        """Return the costs of a parameter in a parameter group of ``part``, which is updated in ``dtype``. Of the
+        parameter only the shape counts.
         """
         key = p.shape, dtype, group
         if key not in self._known:

@@ -2,8 +2,8 @@
 
 Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by slot, its
 excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in flight the slot
-runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the first one is warned about, or
-raises.
+runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the first one is warned about,
+or raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class ActivationExcess:
     ``raises``: a step above the budget is an error.
     """
 
-    def __init__(self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes, *, raises: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes, *, raises: bool = False
+    ) -> None:
         self._raises = raises
         self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
         self._names = [plan.period.in_words(q) for q in range(plan.period.length)]
@@ -41,7 +43,8 @@ class ActivationExcess:
         self._seen = [0] * len(slots)
         self._over: set[int] = set()  # slots that have been above the budget
         self._live = 0
-        self._above: list[tuple[int, int, int]] = []  # this step's (bytes above budget, slot, its activations); -1: unknown
+        # this step's (bytes above budget, slot, its activations); -1: unknown
+        self._above: list[tuple[int, int, int]] = []
         self._has_warned = self._has_warned_of_state = False
         self._states: list[ReferenceType[Tensor]] = []  # tensors of state dicts that the loop may hold
         self.skips = False  # skip the next reading: it includes an evaluation or a state dict
@@ -78,7 +81,8 @@ class ActivationExcess:
         if self.budget is None or not (step <= _FIRST or self.is_larger):
             return
         peak = (meter.window() or {}).get(TOTAL)
-        if peak is not None and peak > self.budget and step > 1 and not self.skips:  # the first window began before training
+        # the first window began before training
+        if peak is not None and peak > self.budget and step > 1 and not self.skips:
             self._above.append((peak - self.budget, -1, -1))
         self.skips = False
 
@@ -86,7 +90,9 @@ class ActivationExcess:
         """Hear of a state dict that the loop gets on its device. Warns once of one for which the budget has no room."""
         if self.budget is None:
             return
-        self._states = [each for each in self._states if each() is not None] + [ref(tensor) for tensor in state.values()]
+        self._states = [each for each in self._states if each() is not None] + [
+            ref(tensor) for tensor in state.values()
+        ]
         size = sum(tensor.nbytes for tensor in state.values())
         if size > 0 and not fits and not self._has_warned_of_state:
             self._has_warned_of_state = True
@@ -123,15 +129,20 @@ class ActivationExcess:
         if slot >= 0:
             said += f" in {self._names[slot]}"
         if activations >= 0:
-            said += f", where activations take {activations / MIB:.2f} MiB; measured: {self._slots[slot].peak / MIB:.2f} MiB"
+            measured = self._slots[slot].peak
+            said += f", where activations take {activations / MIB:.2f} MiB; measured: {measured / MIB:.2f} MiB"
         if self.is_larger and self._profiled is not None:
-            said += f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
+            said += (
+                f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
+            )
         elif held := sum(tensor.nbytes for each in self._states if (tensor := each()) is not None):
-            said += f". The loop holds {held / MIB:.2f} MiB that state_dict() has returned: delete it before the next step"
+            said += (
+                f". The loop holds {held / MIB:.2f} MiB that state_dict() has returned: delete it before the next step"
+            )
         else:
             said += (
-                ". The loop keeps what the measured step does not, such as outputs of a step or of an evaluation that a variable "
-                "holds until the next step: delete it before backward()"
+                ". The loop keeps what the measured step does not, such as outputs of a step or of an evaluation that "
+                "a variable holds until the next step: delete it before backward()"
             )
         more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
         return f"{said}, {more}"

@@ -63,8 +63,8 @@ class Buffers:
         self._seen = [_version(held[local]) for _, held, local in self._watched]
 
     def changed(self) -> str | None:
-        """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may read; None if
-        none did.
+        """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may
+        read; None if none did.
         """
         for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
             if local in held and _version(held[local]) != seen:
@@ -94,8 +94,8 @@ class Buffers:
             layouts = groups.agree_on_call("the broadcast of buffers", layout(made))
         if len(set(layouts)) > 1:
             raise place.error(
-                "the buffers that the first forward has made differ between the ranks in name, shape or type: parallelize(…, "
-                "broadcast_buffers=False) leaves each rank its own"
+                "the buffers that the first forward has made differ between the ranks in name, shape or type: "
+                "parallelize(…, broadcast_buffers=False) leaves each rank its own"
             )
         with without_autograd():
             for name, buffer in made:

@@ -88,8 +88,8 @@ class Checkpoints:
     def save(self, root: Path, step: int, extra: Any, *, keep: int | None, wait: bool) -> SaveHandle:
         """Write a checkpoint. Collective; nothing may be in flight.
 
-        Without ``wait`` this rank's part is copied to the host and written while training goes on, if the budget has room
-        for the copy.
+        Without ``wait`` this rank's part is copied to the host and written while training goes on, if the budget has
+        room for the copy.
         """
         begin = time.monotonic()
         self.finish()
@@ -124,7 +124,8 @@ class Checkpoints:
         return handle
 
     def _has_room(self, size: int) -> bool:
-        """Return whether the budget has room for a copy of ``size`` bytes; on a CPU the copy is memory of the budget."""
+        """Return whether the budget has room for a copy of ``size`` bytes; on a CPU the copy is memory of the budget.
+        """
         plan = self._engine.plan
         if plan.budget is None or self._device.type != "cpu":
             return True
@@ -176,12 +177,16 @@ class Checkpoints:
             for p, (replicated, _) in started.items():
                 leaves |= {(*STATE, names[p][0], key): _tensor(value) for key, value in replicated.items()}
             for p, state in self._state.kept.items():
-                leaves |= {(*STATE, names[p][0], key): value for key, value in state.items() if isinstance(value, Tensor)}
+                leaves |= {
+                    (*STATE, names[p][0], key): value for key, value in state.items() if isinstance(value, Tensor)
+                }
         return leaves
 
     def _names_by_parameter(self) -> dict[nn.Parameter, list[str]]:
         """Return the names of each parameter in the plain state dict (several for tied ones), the unit's name first."""
-        names = {p: [name] for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)}
+        names = {
+            p: [name] for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)
+        }
         for name, value in self._model.state_dict(keep_vars=True).items():
             if name not in names.get(value, [name]):
                 names[value].append(name)
@@ -189,10 +194,14 @@ class Checkpoints:
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return buffers, and parameters without elements, which no unit has."""
-        return {name: value for name, value in self._model.state_dict(keep_vars=True).items() if value not in self._names}
+        return {
+            name: value for name, value in self._model.state_dict(keep_vars=True).items() if value not in self._names
+        }
 
     def _group_names(self) -> list[list[str]]:
-        named = {p: name for name, p in self._model.named_parameters()} | {p: names[0] for p, names in self._names.items()}
+        named = {p: name for name, p in self._model.named_parameters()} | {
+            p: names[0] for p, names in self._names.items()
+        }
         return [[named[p] for p in group["params"]] for group in self._optimizers.param_groups]
 
     def _run(self, step: int) -> dict[str, Any]:
@@ -251,7 +260,8 @@ class Checkpoints:
         for p, state in self._state.kept.items():
             leaves |= {(*STATE, names[p][0], key): value for key, value in state.items()}
         buffers = self._buffers()
-        read = {name: value.detach().contiguous() for name, value in buffers.items()}  # DCP cannot read into an expanded tensor
+        # DCP cannot read into an expanded tensor
+        read = {name: value.detach().contiguous() for name, value in buffers.items()}
         dcp_shards.load(chosen, leaves | {(MODEL, name): value for name, value in read.items()})
         for name, value in read.items():
             if value.data_ptr() != buffers[name].data_ptr():
@@ -276,11 +286,13 @@ class Checkpoints:
         here, there = self._group_names(), [group["params"] for group in run["param_groups"]]
         if here != there:
             raise ValueError(
-                f"it was saved with other parameter groups: {_in_words(there)} there, {_in_words(here)} here; use the same"
+                f"it was saved with other parameter groups: {_in_words(there)} there, {_in_words(here)} here; use the "
+                "same"
             )
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
-        """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape."""
+        """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape.
+        """
         named = {names[0]: p for p, names in self._names.items()}
         paths = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
         numbers: FlatState = {

@@ -52,8 +52,8 @@ class Communicator:
     """The collectives of one process group (None: the default one). Every rank must call them in the same order.
 
     Buffers are flat [world · part]; rank r's part is the r-th. Communicators of one group whose messages are in flight
-    together share ``tags``. ``synchronous``: NCCL's collectives run on the caller's stream, in its order, with no stream
-    of their own and no events between (torch since 2.8).
+    together share ``tags``. ``synchronous``: NCCL's collectives run on the caller's stream, in its order, with no
+    stream of their own and no events between (torch since 2.8).
     """
 
     def __init__(
@@ -67,10 +67,13 @@ class Communicator:
         self._algorithm = Ring(group, tags) if is_ring else _Native(group, collectives.backend, synchronous)
 
     def scratch(self, kind: Kind, elements: int) -> int:
-        """Return the elements of the scratch that :meth:`launch` needs; the backend allocates that of native algorithms."""
+        """Return the elements of the scratch that :meth:`launch` needs; the backend allocates that of native
+        algorithms."""
         return 0 if self.collectives.algorithm == "native" else self.collectives.buffer(kind, elements, self.world)
 
-    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> PendingCollective:
+    def launch(
+        self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
+    ) -> PendingCollective:
         """Start the collective of a message of this kind.
 
         - AR: sum ``buffer`` over ranks, in place.
@@ -140,8 +143,8 @@ class Ring:
         """Send every rank's part of ``buffer`` [flat] to all, in place."""
         return self._all_gather(buffer.chunk(self.world), next(self._tags) % _TAGS)
 
-    # Both post a receive before the send. gloo announces a posted receive on the same connection as its own data: behind
-    # a send the announcement would wait, and two ranks would send to each other one after the other.
+    # Both post a receive before the send. gloo announces a posted receive on the same connection as its own data:
+    # behind a send the announcement would wait, and two ranks would send to each other one after the other.
 
     def _reduce_scatter(
         self, parts: Sequence[Tensor], scratch: Tensor | None, out: Tensor, tag: int
@@ -181,7 +184,9 @@ class NodeCommunicator:
         inside = self._inside.scratch(kind.plain, elements)
         return inside if kind.is_gather else max(inside, self._across.scratch(Kind.AR, elements // self.world))
 
-    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> PendingCollective:
+    def launch(
+        self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
+    ) -> PendingCollective:
         """Start the collective of a message of this kind, as :meth:`Communicator.launch`.
 
         - RS_N: reduce-scatter within the node, then all-reduce of ``out`` across nodes.

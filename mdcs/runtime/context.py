@@ -23,7 +23,8 @@ _NOTHING = nullcontext()
 
 
 def named_range(phase: str, *what: object) -> AbstractContextManager[Any]:
-    """Return a context whose body is ``mdcs::<phase> <what>`` in a trace. Without a profiler it costs next to nothing."""
+    """Return a context whose body is ``mdcs::<phase> <what>`` in a trace. Without a profiler it costs next to nothing.
+    """
     if not is_profiled():
         return _NOTHING
     return torch.profiler.record_function(" ".join([f"mdcs::{phase}", *map(str, what)]))
@@ -44,7 +45,8 @@ class ByteAccount:
 
     def restart(self) -> None:
         """Reset to the bytes at rest: no message, gather or gradient is held."""
-        self.live = dict.fromkeys(CATEGORIES, 0) | self.at_rest  # "activations": of the current slot, workspace included
+        # "activations": of the current slot, workspace included
+        self.live = dict.fromkeys(CATEGORIES, 0) | self.at_rest
         self._total = sum(self.at_rest.values())
 
     def reset(self) -> None:

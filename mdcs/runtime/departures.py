@@ -9,9 +9,9 @@ store of the process group, and the presence thread of each other rank answers, 
 shard cannot change meanwhile: the unit's next update needs a reduction that the asking rank has not taken part in.
 Slow (a quarter of a second, and the store's bandwidth), and needed once per unit.
 
-In side passes (:class:`mdcs.model.hooks.Listener`), which bring no gradients that are the step's, the plan waits. All ranks
-come to the same place of it, finish the messages that they have issued, and make the units whole by collectives. Then
-each rank runs what it likes, until the plan goes on. What a side pass adds to ``.grad`` stays there, as with DDP's
+In side passes (:class:`mdcs.model.hooks.Listener`), which bring no gradients that are the step's, the plan waits. All
+ranks come to the same place of it, finish the messages that they have issued, and make the units whole by collectives.
+Then each rank runs what it likes, until the plan goes on. What a side pass adds to ``.grad`` stays there, as with DDP's
 ``no_sync()``: the next gradient of the step comes on top of it.
 """
 
@@ -45,8 +45,8 @@ MORE = (
     "`with parallel.no_sync():`, or plan for more of them (micro_steps=)"
 )
 TOO_LATE = (
-    f"{SIDE_PASS}: came between the last backward pass of the step and step(): evaluate before that backward pass or after "
-    f"step(). {MORE}"
+    f"{SIDE_PASS}: came between the last backward pass of the step and step(): evaluate before that backward pass or "
+    f"after step(). {MORE}"
 )
 
 
@@ -108,7 +108,9 @@ class Departures:
             return unit in self.held_until_last_use and not self._storages[unit].trainable
         # A unit that was passed over may still come, in another order. Without a budget there is room to wait for it.
         has_room = self._wire.queue.admission.cap is None
-        return unit in self.held_until_last_use or self.open_calls[unit] > 0 or has_room and unit in self.skipped_forward
+        return (
+            unit in self.held_until_last_use or self.open_calls[unit] > 0 or has_room and unit in self.skipped_forward
+        )
 
     def make_whole(self, unit: int, slot: PeriodSlot | None, periods: int) -> None:
         """Make a freed unit whole, and keep it so from the next pass on.
@@ -122,12 +124,12 @@ class Departures:
             self._wait(gathered)
         else:
             if not queue.admission.fits(storage.full_bytes):
-                # Wait only for messages that this rank has issued: a rank that has not come to their slots waits for none
-                # that this rank still has to issue.
+                # Wait only for messages that this rank has issued: a rank that has not come to their slots waits for
+                # none that this rank still has to issue.
                 self._wait(queue.issued)
             with self._wire.lock:
-                # A part of the unit's messages may be in flight: then the plan has allocated it, and they write what the
-                # shards have.
+                # A part of the unit's messages may be in flight: then the plan has allocated it, and they write what
+                # the shards have.
                 if not storage.is_full:
                     self._units.take_outside(unit)
             self._lending.borrow(unit)
@@ -138,8 +140,8 @@ class Departures:
             self._wire.wait_for(count, "a unit that is used again")
 
     def _gathered(self, unit: int, slot: PeriodSlot, periods: int) -> int | None:
-        """Return the number of messages with the last one that gathers the unit for backward; None if one of them is not
-        issued, or there is none.
+        """Return the number of messages with the last one that gathers the unit for backward; None if one of them is
+        not issued, or there is none.
         """
         queue, last = self._wire.queue, slot.micro == self._plan.micro_steps - 1
         # The last micro-step's backward is in the next period, which has begun once compute is in it.
@@ -194,8 +196,8 @@ class Lending:
                 if heard or time.monotonic() >= deadline:
                     raise place.error(
                         f"{heard}. This rank waited for its part of {storage.name}" if heard else
-                        f"{storage.name} is used once more than in the measured step, and rank {peer} did not send its part "
-                        f"in {self._context.timeout_s:g} s: look at the log of rank {peer}"
+                        f"{storage.name} is used once more than in the measured step, and rank {peer} did not send "
+                        f"its part in {self._context.timeout_s:g} s: look at the log of rank {peer}"
                     )  # fmt: skip
                 time.sleep(_POLL_S)
             self._unpack(storage, peer, b"".join(store.get(key) for key in keys))
@@ -208,7 +210,8 @@ class Lending:
             self._answered += 1
             asking, unit, number = map(int, store.get(key).split())
             storage = self._storages[unit]
-            with torch.no_grad(), self._context.executor.on_comm_stream():  # behind the gather that followed the last update
+            # behind the gather that followed the last update
+            with torch.no_grad(), self._context.executor.on_comm_stream():
                 # Copies: memory that numpy has seen cannot be freed by resizing.
                 own = ((storage.owned_shard(b), storage.flat_param.dtype) for b in range(len(storage.blocks)))
                 parts = [shard.to("cpu", dtype, copy=True) for shard, dtype in own]

@@ -4,8 +4,8 @@ The reason is published through the store of the process group, because the rank
 Otherwise the other ranks would only wait for it or lose it. A killed rank publishes nothing: where a collective fails
 without a reason, the ranks are called, and ranks that do not answer are gone.
 
-A process that is forked from a rank has none of its threads and shares its connections: there a run is over. The process
-may leave the ``with`` block and end as it likes: nothing is sent, and nothing is waited for.
+A process that is forked from a rank has none of its threads and shares its connections: there a run is over. The
+process may leave the ``with`` block and end as it likes: nothing is sent, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class FailureChannel:
       objects weakly: a run's memory is freed with the run.
     """
 
-    def __init__(self, place: ErrorContext, run: str | None, ranks: int, doing: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, place: ErrorContext, run: str | None, ranks: int, doing: Callable[[], str] | None = None
+    ) -> None:
         self.place, self._ranks = place, ranks
         self._doing = doing or (lambda: f"the run in step {place.step}")
         self.store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
@@ -151,7 +153,9 @@ class FailureChannel:
                 silent = [rank for rank in silent if not self.store.check([self._here(rank)])]
             if silent and not self.store.check([_KEY]):
                 which = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-                self.store.set(_KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone: killed, or cut off from the network")
+                self.store.set(
+                    _KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone: killed, or cut off from the network"
+                )
         except RuntimeError:
             return "the process that hosts the store is gone as well"
         return self.peer_failure()
@@ -203,7 +207,8 @@ def forget_in_child(run: Run) -> None:
 def _in_child() -> None:
     for run in list(_runs):
         run.forget()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(run))  # keeps its process groups: they end by waiting for their threads
+        # keeps its process groups: they end by waiting for their threads
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(run))
     if dist.is_initialized():
         gc.freeze()  # nor may the last collection, at the exit, find groups that were used and are garbage
 

@@ -161,8 +161,8 @@ _SEGMENTS = 2 * (2 + 20) << 20
 
 _FRAGMENTED = 0.75
 """Part of the requested bytes that the allocator may hold in fragments. Measured on an H200: 0.03 to 0.12, and up
-to 0.46 where all units recompute and a few tensors are large (docs/dev/gpu.md). The byte account keeps requests within the
-budget; this limit is the net below."""
+to 0.46 where all units recompute and a few tensors are large (docs/dev/gpu.md). The byte account keeps requests within
+the budget; this limit is the net below."""
 
 _FINE_SECONDS = 10.0
 """Span over which event times are exact to about a microsecond (single precision); over hours only to a millisecond."""
@@ -300,7 +300,8 @@ class CudaExecutor:
             work.wait()
 
     def sleep(self, seconds: float) -> None:
-        """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle and waits for it."""
+        """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle and waits for it.
+        """
         if self._pause is None:
             self._pause = pause_kernel(self.cuda) or self._cycles()
         self._pause(seconds, self.current_stream())
@@ -320,7 +321,9 @@ class CudaExecutor:
     def seconds(self, stamp: DeviceTimestamp) -> float:
         """Return the time of a stamp; waits for it. Raises RunError if it does not happen in time."""
         if not self.wait(stamp, _PATIENCE_SECONDS):
-            raise RunError(f"the GPU did not finish its work within {_PATIENCE_SECONDS:g} s; another rank may have stopped")
+            raise RunError(
+                f"the GPU did not finish its work within {_PATIENCE_SECONDS:g} s; another rank may have stopped"
+            )
         elapsed = self._zero.until(stamp)
         seconds = self._zero_seconds + elapsed
         if elapsed > _FINE_SECONDS:

@@ -63,11 +63,16 @@ class LossScale:
         """Load such a state. Raises ValueError for other factors than 2 and 1/2."""
         if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
             raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
-        self.value, self.growth_interval, self._good = state["scale"], state["growth_interval"], state["_growth_tracker"]
+        self.value, self.growth_interval, self._good = (
+            state["scale"],
+            state["growth_interval"],
+            state["_growth_tracker"],
+        )
 
 
 class Scaler:
-    """torch.amp.GradScaler's calls, for a loop that keeps its lines. Without a ``loss_scale`` it is one that is not enabled.
+    """torch.amp.GradScaler's calls, for a loop that keeps its lines. Without a ``loss_scale`` it is one that is not
+    enabled.
 
     Its state is interchangeable with torch's.
     """
@@ -83,7 +88,8 @@ class Scaler:
         """Do nothing: gradients are unscaled before they are clipped."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End an iteration, as ``optimizer.step()``. Its updates are left out if a gradient has overflowed on any rank."""
+        """End an iteration, as ``optimizer.step()``. Its updates are left out if a gradient has overflowed on any rank.
+        """
         self._step(optimizer)
 
     def update(self) -> None:

@@ -44,8 +44,8 @@ class Initializer:
             if init is None and not callable(getattr(module, "reset_parameters", None)):
                 local = next(local for local, t in _own(module) if t.is_meta)
                 raise UnsupportedModel(
-                    f"{_path(name, local)}: is on the meta device, and {type(module).__name__} has no reset_parameters(): "
-                    "pass init=, a function that initialises a module"
+                    f"{_path(name, local)}: is on the meta device, and {type(module).__name__} has no "
+                    "reset_parameters(): pass init=, a function that initialises a module"
                 )
         unit_of = {p: u for u, unit in enumerate(units) for _, p in unit.parameters if p.is_meta}
         first = list(range(len(units)))
@@ -125,7 +125,8 @@ def shard_units(
 
 
 def leave_units(storages: Iterable[UnitStorage]) -> None:
-    """Give back the units of a run that could not start: those that are whole on this rank are plain, others are closed."""
+    """Give back the units of a run that could not start: those that are whole on this rank are plain, others are
+    closed."""
     for storage in storages:
         if storage.is_full:
             storage.detach_plain_params()
@@ -134,7 +135,11 @@ def leave_units(storages: Iterable[UnitStorage]) -> None:
 
 
 def materialize(
-    model: nn.Module, units: Sequence[ModelUnit], *, device: torch.device | str = "cpu", init: InitFunction | None = None
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    *,
+    device: torch.device | str = "cpu",
+    init: InitFunction | None = None,
 ) -> None:
     """Initialise on ``device`` what the model has on the meta device, for a profile, for example.
 
@@ -174,7 +179,8 @@ def _path(module: str, local: str) -> str:
 
 
 class Handover:
-    """A run that ends between two steps and gives its units to the next one, one by one: only the one that moves is whole.
+    """A run that ends between two steps and gives its units to the next one, one by one: only the one that moves is
+    whole.
 
     The run has no hooks any more, and nothing in flight.
 

@@ -13,8 +13,8 @@ it happens; updating and finishing are one there. On streams a state is reached 
 it: on the link for ``landed`` and ``updated``, in compute for ``done``.
 
 A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message ``number
-% n`` of the plan, in period ``number // n``. Period 0 is the prologue: it only gathers what the first forward needs, and
-passes over its other messages.
+% n`` of the plan, in period ``number //
+n``. Period 0 is the prologue: it only gathers what the first forward needs, and passes over its other messages.
 
 A message starts after the message ``depth`` before it is updated, and after the message that it waits for is
 (:meth:`MessageQueue.starts_after`). Tests replay plans with this queue and compare with the simulator.
@@ -54,12 +54,18 @@ class MessageQueue:
     - ``messages``: one period, in wire order. ``admission``: what is reserved and in flight.
     - ``has_own_updates``: updates run beside the link, which then carries one message at a time: a message starts when
       the one before it has landed.
-    - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far, since the start of training.
+    - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far, since the start of
+      training.
     - ``first_period``: number of the prologue.
     """
 
     def __init__(self, messages: Sequence[QueuedMessage], admission: Admission, has_own_updates: bool = False) -> None:
-        self.messages, self.n, self.admission, self.has_own_updates = messages, len(messages), admission, has_own_updates
+        self.messages, self.n, self.admission, self.has_own_updates = (
+            messages,
+            len(messages),
+            admission,
+            has_own_updates,
+        )
         self._begin(0)
 
     def restart(self) -> int:
@@ -112,7 +118,8 @@ class MessageQueue:
         return None if self.has_own_updates and self.landed < number else number
 
     def starts_after(self, number: int) -> int:
-        """Return the message that must be updated, with all before it, before this one starts; negative if there is none."""
+        """Return the message that must be updated, with all before it, before this one starts; negative if there is
+        none."""
         after, first = number - self.admission.depth, number - number % self.n
         waits_for = self.messages[number - first].waits_for
         if waits_for < 0 or self.in_prologue(number):
@@ -155,7 +162,8 @@ class MessageQueue:
         return number < (self.first_period + 1) * self.n
 
     def is_skipped(self, number: int) -> bool:
-        """Return whether the message is passed over in its turn: the prologue has no use for it, or it was sent ahead."""
+        """Return whether the message is passed over in its turn: the prologue has no use for it, or it was sent ahead.
+        """
         return number in self._skipped or self.in_prologue(number) and not self.messages[number % self.n].in_prologue
 
     def _pass_skipped(self) -> None:
@@ -178,8 +186,8 @@ def queue_for(plan: Plan, ledger: Ledger, execution: ExecutionModel, on_streams:
     """Return the queue of a plan, with the bytes of its ledger.
 
     ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
-    own buffers. Without a budget the predicted peak is waited for. Without any limit compute would wait only where a slot
-    needs a message, and gradients would pile up.
+    own buffers. Without a budget the predicted peak is waited for. Without any limit compute would wait only where a
+    slot needs a message, and gradients would pile up.
     """
     order, sizes, soft_cap = plan.schedule, ledger.folded, None
     if on_streams:

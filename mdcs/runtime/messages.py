@@ -118,7 +118,8 @@ class _Names:
 
 
 class Messages:
-    """Runs the phases of messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs them.
+    """Runs the phases of messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs
+    them.
 
     - ``decided``: messages whose updates the loop has let be made, or has dropped. ``drops``: it drops them.
     - ``last_reduction``: index of the plan's last reduction; -1 without one.
@@ -143,7 +144,8 @@ class Messages:
         collectives = self.plan.profile.collectives
         levels = sorted({False, *(k.in_node for k in self.plan.strategies)}) if self.plan.world > 1 else []
         self._communicators = {in_node: connect(collectives, in_node) for in_node in levels}
-        # Gathers outside of the plan have no scratch reserved. Rings need none; only on CPUs does gloo send from rank to rank.
+        # Gathers outside of the plan have no scratch reserved. Rings need none; only on CPUs does gloo send from rank
+        # to rank.
         outside = Collectives.default(collectives.backend) if context.device.type == "cpu" else collectives
         self._out_of_plan_comms = {in_node: connect(outside, in_node) for in_node in levels}
 
@@ -207,7 +209,8 @@ class Messages:
             self._account.record("staging", -transfer.bytes.staging)
 
     def completed_update(self, transfer: Transfer) -> Update | None:
-        """Return the update that the message runs: of what it has reduced, or with a barrier, of all with the last reduction."""
+        """Return the update that the message runs: of what it has reduced, or with a barrier, of all with the last
+        reduction."""
         self._waiting |= transfer.shards
         gradients: dict[Part, Tensor] = {}
         shards: list[Tensor] = []
@@ -260,7 +263,8 @@ class Messages:
         return self.unshard_flat(unit, storage.flat_param)
 
     def unshard_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
-        """Start to gather a flat tensor that is laid out as the unit; return the works. Every rank has its own parts."""
+        """Start to gather a flat tensor that is laid out as the unit; return the works. Every rank has its own parts.
+        """
         storage = self._storages[unit]
         outside = self._out_of_plan_comms.get(storage.strategy.in_node)
         if outside is None:

@@ -1,11 +1,11 @@
 """The global norm of gradients, bit for bit independent of strategies, blocks and the number of ranks.
 
-A sum of floats depends on the order of addition, and so on the plan. The squares are therefore summed in float64, in any
-order, with a bound on the error, and the norm is rounded to float32. All sums within the bound round alike, except in
-about one of 1000 steps. Then, and always for float64 gradients, the squares are summed exactly, as integers.
+A sum of floats depends on the order of addition, and so on the plan. The squares are therefore summed in float64, in
+any order, with a bound on the error, and the norm is rounded to float32. All sums within the bound round alike, except
+in about one of 1000 steps. Then, and always for float64 gradients, the squares are summed exactly, as integers.
 
-The host must read the bounds to know this. It does so on a CPU; elsewhere it would have to wait for the device. There the
-norms of two plans differ, in the last bit of float32, with a probability below 10⁻⁹ per step.
+The host must read the bounds to know this. It does so on a CPU; elsewhere it would have to wait for the device. There
+the norms of two plans differ, in the last bit of float32, with a probability below 10⁻⁹ per step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def with_bounds(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
-    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM over ranks.
+    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM over
+    ranks.
 
     Frees ``work``, and takes no more memory than that.
     """
@@ -81,8 +82,8 @@ def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
 
 
 def exact_norm(counts: Tensor) -> float:
-    """Return the root of the exact sum of squares. Its last bit is set where bits are cut off: rounded to float32, it is
-    the rounded norm.
+    """Return the root of the exact sum of squares. Its last bit is set where bits are cut off: rounded to float32, it
+    is the rounded norm.
     """
     total = sum(((high << _LOW) + low) << place for place, (high, low) in enumerate(zip(*counts.tolist(), strict=True)))
     total <<= 128  # a root of at least 64 bits

@@ -35,7 +35,8 @@ class Run(Protocol):
 
 
 class OptimizerCalls:
-    """Redirects ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` of the optimizers to ``run`` until :meth:`end`.
+    """Redirects ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` of the optimizers to ``run`` until
+    :meth:`end`.
 
     All ranks must make each of these calls. The other members, such as ``param_groups``, are the optimizer's own, so
     schedules of the learning rate work, whether they are made before or after. Where there are several optimizers, the
@@ -63,11 +64,13 @@ class OptimizerCalls:
         name = type(optimizer).__name__
         if optimizer not in missing:
             raise RunError(
-                f"step() of {name} was called twice, and that of {type(missing[0]).__name__} not yet: an iteration updates the "
-                "parameters of all optimizers, so call step() of each once"
+                f"step() of {name} was called twice, and that of {type(missing[0]).__name__} not yet: an iteration "
+                "updates the parameters of all optimizers, so call step() of each once"
             )
         if closure is not None:
-            raise RunError(f"step() of {name} has a closure, and the iteration has ended: give it to the first step() alone")
+            raise RunError(
+                f"step() of {name} has a closure, and the iteration has ended: give it to the first step() alone"
+            )
         run.check_options(optimizer)
         self.stepped.append(optimizer)
         return None

@@ -1,8 +1,8 @@
 """The optimizer's state: on shards while a plan runs, whole for a plain loop and for checkpoints.
 
 A state per element is cut as its parameter is. The other state of a parameter, such as a step count, is replicated: it
-is its *history*. Neighbours with one history are updated together. State of a parameter that is updated as a whole is on
-the rank that owns the parameter.
+is its *history*. Neighbours with one history are updated together. State of a parameter that is updated as a whole is
+on the rank that owns the parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def histories(
                 for key in own.keys() - layout.replicated:
                     shape = getattr(own[key], "shape", ())
                     if shape != p.shape:
-                        raise ValueError(f"{name} is {tuple(p.shape)}, its {key} in the optimizer's state {tuple(shape)}")
+                        raise ValueError(
+                            f"{name} is {tuple(p.shape)}, its {key} in the optimizer's state {tuple(shape)}"
+                        )
                 found[u, i] = {key: _number(own[key]) if key in layout.replicated else None for key in sorted(own)}
     return found
 
@@ -61,7 +63,8 @@ def _number(value: Any) -> Any:
 
 
 class OptimizerState:
-    """State on shards. ``exchange`` returns every rank's value (:meth:`mdcs.runtime.process_groups.ProcessGroups.exchange`).
+    """State on shards. ``exchange`` returns every rank's value
+    (:meth:`mdcs.runtime.process_groups.ProcessGroups.exchange`).
 
     ``kept``: whole state of parameters that are frozen now.
     """
@@ -123,13 +126,15 @@ class OptimizerState:
         return torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float32).to(device, copy=True)
 
     def load(self, state: State) -> None:
-        """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`histories` does."""
+        """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`histories` does.
+        """
         self.begin(state)
         for key, fragment in self.fragments():
             fragment.load(state[fragment.parameter][key])
 
     def take_over(self, before: OptimizerState, started: Started) -> None:
-        """Take over another run's state of the same units, which loses it. One key of one unit is whole at a time. Collective.
+        """Take over another run's state of the same units, which loses it. One key of one unit is whole at a time.
+        Collective.
 
         ``started``: of :meth:`started`, as it was when the other run had all of its parameters.
         """
@@ -138,7 +143,8 @@ class OptimizerState:
         for u, storage in enumerate(self._storages):
             own = {p: started[p] for p in storage.parameters if p in started}
             state = {
-                p: copies | {key: torch.empty_like(p, device="meta") for key in keys} for p, (copies, keys) in own.items()
+                p: copies | {key: torch.empty_like(p, device="meta") for key in keys}
+                for p, (copies, keys) in own.items()
             }
             named = list(zip(storage.names, storage.parameters, strict=True))
             found = histories([named], self._updates.updates, state)
@@ -157,7 +163,8 @@ class OptimizerState:
 
     @contextmanager
     def in_parameters(self, key: str | None) -> Iterator[None]:
-        """Exchange parameters and their state ``key`` inside the block: what is gathered in it is the state. None: nothing.
+        """Exchange parameters and their state ``key`` inside the block: what is gathered in it is the state. None:
+        nothing.
 
         Then call :meth:`gather_again`. Raises ValueError for state that the optimizer does not keep per element.
         """
@@ -165,7 +172,9 @@ class OptimizerState:
             yield
             return
         if not any(key in self.layout_of(p).per_element for p in self._groups):
-            raise ValueError(f"weights={key!r}: the optimizer has no such state for each weight; mdcs.WithAverage has 'average'")
+            raise ValueError(
+                f"weights={key!r}: the optimizer has no such state for each weight; mdcs.WithAverage has 'average'"
+            )
         with exchanged([(run.parameter, run.saved[key]) for _, _, run in self._runs() if key in run.saved]):
             self._place_replicas()
             yield
@@ -191,7 +200,10 @@ class OptimizerState:
         """
         for u, b, run in self._runs(unit):
             storage = self._storages[u]
-            start, limit = storage.owned_slice(b).start + run.place.start, None if within is None else within(storage, b)
+            start, limit = (
+                storage.owned_slice(b).start + run.place.start,
+                None if within is None else within(storage, b),
+            )
             layout = self._updates.layout_of(run)
             for key, value in run.saved.items():
                 if key not in layout.replicated:
@@ -222,7 +234,9 @@ class OptimizerState:
         Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered. ``of``:
         parameters, None: all.
         """
-        found = {p: {key: _copy(value, cpu) for key, value in own.items()} for p, own in self.kept.items()} if keep else {}
+        found = (
+            {p: {key: _copy(value, cpu) for key, value in own.items()} for p, own in self.kept.items()} if keep else {}
+        )
         started = {p: own for p, own in self.started().items() if of is None or p in of}
         for u in range(len(self._storages)):
             found |= self._whole(u, started, keep=keep, cpu=cpu)
@@ -233,7 +247,8 @@ class OptimizerState:
     def _whole(
         self, unit: int, started: Started, *, keep: bool, cpu: bool
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the whole state of a unit's parameters that are in ``started``, on ranks that ``keep`` it. Collective."""
+        """Return the whole state of a unit's parameters that are in ``started``, on ranks that ``keep`` it. Collective.
+        """
         storage, found = self._storages[unit], dict[nn.Parameter, dict[str, Any]]()
         for p in storage.parameters if keep else ():
             if p in started:

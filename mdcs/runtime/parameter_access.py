@@ -33,18 +33,20 @@ class ParameterAccess:
         self._sequencer, self._hooks = weakref.ref(sequencer), weakref.ref(hooks)
 
     def refuse(self, unit: int, name: str, what: str) -> RunError | None:
-        """Return the error for a use of the unit's parameter ``name``, or None to allow the use, with the unit whole."""
+        """Return the error for a use of the unit's parameter ``name``, or None to allow the use, with the unit whole.
+        """
         sequencer = None if self._sequencer is None else self._sequencer()
         if self.ended is None and sequencer is None and self._sequencer is not None:
             self.ended = "it is gone"
         if self.ended is not None:
             return RunError(
-                f"rank {self._place.rank}: {name} is in pieces, parallel is closed and could not gather it ({self.ended}): "
-                "load a state dict into a plain model"
+                f"rank {self._place.rank}: {name} is in pieces, parallel is closed and could not gather it "
+                f"({self.ended}): load a state dict into a plain model"
             )
         if sequencer is None:
             return self._place.error(
-                f"the initialisation of a module used {name} ({what}), which is of another unit: let each initialise its own"
+                f"the initialisation of a module used {name} ({what}), which is of another unit: let each initialise "
+                "its own"
             )
         if what == GRADIENT:
             if not sequencer.has_gradients:
@@ -60,16 +62,16 @@ class ParameterAccess:
             hooks.used_outside(unit)
             return None
         return self._place.error(
-            f"{name} cannot be used here ({what}): it is sharded (in pieces) or being updated between its layer's passes. "
-            f"{_remedy(what)}"
+            f"{name} cannot be used here ({what}): it is sharded (in pieces) or being updated between its layer's "
+            f"passes. {_remedy(what)}"
         )
 
 
 WITH_GRADIENTS = (
-    "Clip with parallelize(…, clip_norm=1.0) or clip_value=, each parameter by its own norm in step() of a subclass of the "
-    "optimizer; read the norm in parallel.grad_norm, scale with parallel.scaler, and call zero_grad() after step(). Leave a step "
-    "out before backward, or start with clip_norm=float('inf'), which clips nothing and lets zero_grad() drop a step until "
-    "step(); leave a parameter out by p.detach() in forward"
+    "Clip with parallelize(…, clip_norm=1.0) or clip_value=, each parameter by its own norm in step() of a subclass "
+    "of the optimizer; read the norm in parallel.grad_norm, scale with parallel.scaler, and call zero_grad() after "
+    "step(). Leave a step out before backward, or start with clip_norm=float('inf'), which clips nothing and lets "
+    "zero_grad() drop a step until step(); leave a parameter out by p.detach() in forward"
 )
 """Advice for loops that use ``p.grad`` between backward and ``step()``."""
 

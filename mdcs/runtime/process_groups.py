@@ -24,7 +24,9 @@ CALLS = (
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`ProcessGroups.agree_on_call` can compare."""
 
-_RANK_ZERO = {"optimizer_state_dict()": "optimizer.state_dict() gathers from all ranks, so never under `if rank == 0:` alone; "}
+_RANK_ZERO = {
+    "optimizer_state_dict()": "optimizer.state_dict() gathers from all ranks, so never under `if rank == 0:` alone; "
+}
 """By call, what a loop may have written instead of it."""
 
 _WORDS = 4
@@ -38,17 +40,22 @@ class ProcessGroups:
     """New process groups of the ranks of ``group``; all None where there is one process.
 
     - ``message_group``: the plan's messages.
-    - ``norm_group``: the finisher thread's collectives, if ``needs_control``. On NCCL it is ``message_group``: the collectives
-      are on the device, between messages.
+    - ``norm_group``: the finisher thread's collectives, if ``needs_control``. On NCCL it is ``message_group``: the
+      collectives are on the device, between messages.
     - ``host_group``: the training thread's collectives, on gloo.
-    - ``node_group``, ``replica_group``: with ``per_node`` ranks per node, this rank's node, and the ranks with its place in all
-      nodes.
+    - ``node_group``, ``replica_group``: with ``per_node`` ranks per node, this rank's node, and the ranks with its
+      place in all nodes.
 
     Collectives time out after ``timeout_s``.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool, per_node: int = 0
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout_s: float,
+        needs_control: bool,
+        per_node: int = 0,
     ) -> None:
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._own: list[dist.ProcessGroup] = []
@@ -135,7 +142,8 @@ class ProcessGroups:
         return [w[1 : 1 + len(numbers)] for w in answers]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`. Raises RuntimeError as it does."""
+        """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`. Raises RuntimeError as it does.
+        """
         answers: list[Any] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(answers, value, group=self.host_group)
@@ -177,7 +185,7 @@ def why_ranks_cannot_continue(states: Sequence[tuple[int, ...]]) -> str | None:
     if len(set(steps)) > 1:
         least, most = min(steps), max(steps)
         return (
-            f"rank {steps.index(least)} is in step {least}, and rank {steps.index(most)} in step {most}: run equally many steps "
-            "on every rank"
+            f"rank {steps.index(least)} is in step {least}, and rank {steps.index(most)} in step {most}: run equally "
+            "many steps on every rank"
         )
     return None

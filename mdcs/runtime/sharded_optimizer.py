@@ -1,8 +1,8 @@
 """The optimizers on shards, run by run, so that a block is updated as soon as it is reduced.
 
 A run (:func:`mdcs.plan.runs.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
-updated as one tensor: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise, with
-the state that torch's optimizer would keep for it. Elementwise optimizers give the same bits on any cut.
+updated as one tensor: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise,
+with the state that torch's optimizer would keep for it. Elementwise optimizers give the same bits on any cut.
 Where the histories of neighbours differ, such as their step counts, runs are cut further. Where the optimizer needs
 whole parameters, each parameter that the rank owns is a run.
 """
@@ -84,7 +84,10 @@ class UpdateRun:
         assert self.whole is None
         middle, whole = at - self.place.start, self.parameter.shape
         sides = []
-        for own, place in ((slice(middle), slice(self.place.start, at)), (slice(middle, None), slice(at, self.place.stop))):
+        for own, place in (
+            (slice(middle), slice(self.place.start, at)),
+            (slice(middle, None), slice(at, self.place.stop)),
+        ):
             side = UpdateRun(self.group, slice(None), self.parameter[own])
             side.place = place
             side.state = {
@@ -126,7 +129,8 @@ class Functional:
         is_read_by_kernel = options["capturable"] or options["fused"]
         exact = torch.get_default_dtype() is torch.float64 and not options["fused"]
         dtype = torch.float64 if exact else torch.float32
-        # As torch makes it: a step that no kernel reads is a number of the host's, which reading does not wait for the device.
+        # As torch makes it: a step that no kernel reads is a number of the host's, which reading does not wait for the
+        # device.
         step = torch.zeros((), dtype=dtype, device=p.device) if is_read_by_kernel else torch.tensor(0.0, dtype=dtype)
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
         return {"step": step, **{name: torch.zeros_like(p) for name in names}}
@@ -137,7 +141,8 @@ class Functional:
         states = [run.state for run, _ in updates]
         if self._algorithm is torch.optim.SGD:
             momenta = [state.get("momentum_buffer") for state in states]
-            dampening = options["dampening"] if updates[0][0].started else 0.0  # torch does not dampen the first gradient
+            # torch does not dampen the first gradient
+            dampening = options["dampening"] if updates[0][0].started else 0.0
             sgd(*tensors, momenta, dampening=dampening, **{name: options[name] for name in _OF_SGD})
             for state, momentum in zip(states, momenta, strict=True):
                 if momentum is not None:  # else made here: momentum was 0 when the state was made
@@ -205,8 +210,11 @@ class ShardedOptimizer:
         self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}
         self.forget()
-        self.captured_gradients: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
-        self._counts = [Counts(o) for o in dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)]
+        # watched unit -> {block: gradient of its last update}
+        self.captured_gradients: dict[int, dict[int, Tensor]] = {}
+        self._counts = [
+            Counts(o) for o in dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)
+        ]
         self._has_updated = False
         self.freeze_options()
 
@@ -225,7 +233,9 @@ class ShardedOptimizer:
         """Drop all state, and the cuts that it needed. Parameters that are in no optimizer have no runs."""
         for u, storage in enumerate(self.storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                self.runs[u, b] = list(self._whole_runs(storage, b) if storage.layout.is_whole else self._flat_runs(u, b))
+                self.runs[u, b] = list(
+                    self._whole_runs(storage, b) if storage.layout.is_whole else self._flat_runs(u, b)
+                )
 
     def _flat_runs(self, u: int, b: int) -> Iterator[UpdateRun]:
         pieces, local = runs(self._plan, u, b, self._rank), self.storages[u].owned_shard(b)
@@ -311,7 +321,8 @@ class ShardedOptimizer:
                 gradient = gradient.to(dtype) if is_copy else gradient
                 if scale is not None:
                     gradient.mul_(scale)
-                if unused := unused_parts.get(part):  # not updated, as torch's optimizers leave one whose gradient is None
+                # not updated, as torch's optimizers leave one whose gradient is None
+                if unused := unused_parts.get(part):
                     self.cut(part, [end for u in unused for end in (u.start, u.stop)])
                     own = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
                 if self._clip_value is not None:
@@ -320,8 +331,8 @@ class ShardedOptimizer:
                 if kept is not None:
                     kept[part[1]] = gradient.clone()
                 for run in own:
-                    # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message. Others
-                    # go one by one, and no name holds a copy of a gradient while the next one is made.
+                    # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message.
+                    # Others go one by one, and no name holds a copy of a gradient while the next one is made.
                     if self._now[run.group].get("fused") and not is_copy:
                         together.setdefault((run.group, dtype, run.started), []).append((run, run.piece(gradient)))
                     else:
@@ -334,14 +345,17 @@ class ShardedOptimizer:
 
 
     def _used_by_none(self, gradients: Mapping[Part, Tensor]) -> dict[Part, list[slice]]:
-        """Return the slices of each part whose parameters no rank has used. One wait for the device, and none if all are used."""
+        """Return the slices of each part whose parameters no rank has used. One wait for the device, and none if all
+        are used."""
         asked = [
             (part, *piece)
             for part, gradient in gradients.items()
             for piece in self.storages[part[0]].unused_on_this_rank(part[1], gradient)
         ]
         found: dict[Part, list[slice]] = {}
-        for (part, piece, _), is_unused in zip(asked, torch.stack([w for *_, w in asked]).tolist() if asked else (), strict=True):
+        for (part, piece, _), is_unused in zip(
+            asked, torch.stack([w for *_, w in asked]).tolist() if asked else (), strict=True
+        ):
             if is_unused:
                 found.setdefault(part, []).append(piece)
         return found

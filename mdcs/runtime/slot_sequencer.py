@@ -6,9 +6,9 @@ Reductions at the head of a slot's messages are issued inside of the slot before
 
 Compute may depart from the plan. Slots of units that do not come are passed over: their messages go. In forward every
 slot can be passed over; in backward a slot after which a gradient is reduced is once autograd will not come to that
-gradient any more: until then units are used out of their turn, and later messages wait. The end of a pass passes over the
-rest, so each rank sends all messages, whatever the others do. A backward pass is a micro-step, with the forward passes
-before it. In side passes (:mod:`mdcs.runtime.departures`) the plan waits.
+gradient any more: until then units are used out of their turn, and later messages wait. The end of a pass passes over
+the rest, so each rank sends all messages, whatever the others do. A backward pass is a micro-step, with the forward
+passes before it. In side passes (:mod:`mdcs.runtime.departures`) the plan waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class SlotSequencer(SlotPosition):
         self.recorder, self.meter, self.excess = context.recorder, context.meter, excess
         self.wire, self.queue, self.units, self.storages = wire, wire.queue, wire.units, storages
         self.departures, self.side, self.schedule = side.departures, side, plan.schedule
-        self.watches_memory = not self.executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
+        # a reading of CUDA's allocator takes longer than enqueuing a layer
+        self.watches_memory = not self.executor.runs_ahead
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._in_backward = False
@@ -138,11 +139,13 @@ class SlotSequencer(SlotPosition):
             self.side.end()
         if phase == "F" and self._in_backward:
             raise self._error(
-                f"forward of {self.storages[unit].name} ran after a backward pass that raised: call parallel.abandon() on "
-                "every rank"
+                f"forward of {self.storages[unit].name} ran after a backward pass that raised: call "
+                "parallel.abandon() on every rank"
             )
         if phase == "F" and self.step_pending:
-            raise self._error(f"the model ran again before optimizer.step(), after the last backward pass of the step. {MORE}")
+            raise self._error(
+                f"the model ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
+            )
         expected = self.period.slots[self.next_slot]
         if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
             self._in_backward = phase == "B"
@@ -177,7 +180,9 @@ class SlotSequencer(SlotPosition):
         if self.side.is_open:
             self.side.end()
         if self.step_pending:
-            raise self._error(f"backward ran again before optimizer.step(), after the last backward pass of the step. {MORE}")
+            raise self._error(
+                f"backward ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
+            )
         self.departures.counts["ran a backward pass without a forward pass of its own"] += 1
         while self.period.slots[self.next_slot].phase == "F":
             if not self.arrived:
@@ -214,11 +219,13 @@ class SlotSequencer(SlotPosition):
         storage, departures = self.storages[unit], self.departures
         if self._in_backward and storage.trainable and self.has_left(unit):
             raise self._error(
-                f"{storage.name} was used again in backward, after all of its gradients had come, when it may have been updated: "
-                "use it in forward, or keep a copy there (.clone())"
+                f"{storage.name} was used again in backward, after all of its gradients had come, when it may have "
+                "been updated: use it in forward, or keep a copy there (.clone())"
             )
         if not self._in_backward:
-            departures.count(unit, "ran {} in another order" if unit in departures.skipped_forward else "ran {} once more")
+            departures.count(
+                unit, "ran {} in another order" if unit in departures.skipped_forward else "ran {} once more"
+            )
             departures.skipped_forward.discard(unit)
         if not storage.guard.is_open:
             slot = self.period.slots[self.next_slot - 1]
@@ -313,7 +320,8 @@ class SlotSequencer(SlotPosition):
                 detached = storage.find_rebound_param()
                 if detached is not None:
                     raise self._error(
-                        f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
+                        f"{detached} was given other memory (.data, model.to()): change values in place, or close() "
+                        "first"
                     )
             storage.guard.open()
         self.entered = self.recorder.stamp()
@@ -323,7 +331,8 @@ class SlotSequencer(SlotPosition):
 
     @property
     def agreed_progress(self) -> int:
-        """The :attr:`progress` that every rank must reach before it gives up: a message issued on one is sent by all."""
+        """The :attr:`progress` that every rank must reach before it gives up: a message issued on one is sent by all.
+        """
         return self.progress + (self._sent_early > 0)
 
     @property
@@ -333,7 +342,8 @@ class SlotSequencer(SlotPosition):
         return self.step_pending and self.plan.held_update is None and reduced
 
     def advance_to(self, progress: int) -> None:
-        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are."""
+        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are.
+        """
         while self.progress < progress:
             if self.arrived:
                 self._enter()
@@ -342,7 +352,8 @@ class SlotSequencer(SlotPosition):
                 self._arrive()
 
     def leave_forward(self) -> None:
-        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages."""
+        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages.
+        """
         slots = self.period.slots
         while self.entered is not None and slots[self.next_slot - 1].phase == slots[self.next_slot].phase == "F":
             self.advance_to(self.progress + 2)

@@ -1,4 +1,5 @@
-"""The slots of a plan as the training thread goes through them: where it is, what happens at each, which gradients have come."""
+"""The slots of a plan as the training thread goes through them: where it is, what happens at each, which gradients have
+come."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import without_torch_function
 
 LATE = (
-    "got one more gradient after its gradients had been sent to the other ranks: a reentrant checkpoint used it that the "
-    "measured step did not have. Write checkpoint(…, use_reentrant=False)"
+    "got one more gradient after its gradients had been sent to the other ranks: a reentrant checkpoint used it that "
+    "the measured step did not have. Write checkpoint(…, use_reentrant=False)"
 )
 
 
@@ -70,7 +71,10 @@ class SlotPosition:
     @property
     def has_gradients(self) -> bool:
         """Whether a backward pass of the current iteration has begun."""
-        return self.step_pending or (self.next_slot - self.period.turn) % self.period.length > self.plan.profile.forward_slots
+        return (
+            self.step_pending
+            or (self.next_slot - self.period.turn) % self.period.length > self.plan.profile.forward_slots
+        )
 
     @property
     def after_micro_step(self) -> bool:
@@ -100,7 +104,8 @@ class SlotTables:
                 if storage.strategy.regathers and backward is not None:
                     self.closes[last % length].append(storage)
                     self.opens[backward[0] % length].append(storage)
-                if storage.strategy.sharded or storage.trainable:  # trainable: the runtime holds its gradients from here on
+                # trainable: the runtime holds its gradients from here on
+                if storage.strategy.sharded or storage.trainable:
                     self.closes[end].append(storage)
                 if storage.trainable:
                     self.last[end].append(u)
@@ -141,11 +146,13 @@ class PassGradients:
         self._had[unit].add(index)
 
     def complete(self, units: Sequence[int], micro: int, ended: bool) -> bool:
-        """Complete the gradients of units in this micro-step. Return False, with nothing changed, if autograd will bring
-        more. ``ended``: it will not.
+        """Complete the gradients of units in this micro-step. Return False, with nothing changed, if autograd will
+        bring more. ``ended``: it will not.
         """
         incomplete = {u: missing for u in units if (missing := self._missing(u))}
-        asked = {u: range(len(self._storages[u].parameters)) for u in units} if self._reentrant.has_inner else incomplete
+        asked = (
+            {u: range(len(self._storages[u].parameters)) for u in units} if self._reentrant.has_inner else incomplete
+        )
         if not ended and any(self._brings(u, indices) for u, indices in asked.items()):
             return False
         is_last = micro == self._micro_steps - 1

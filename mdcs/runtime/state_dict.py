@@ -20,7 +20,8 @@ from mdcs.torch_compat import without_autograd
 
 
 class Fragment(NamedTuple):
-    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start`` in memory.
+    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start`` in
+    memory.
 
     ``order``: the parameter's dimensions in memory (:class:`mdcs.runtime.storage.ParameterPlace`).
     """
@@ -75,8 +76,8 @@ def _copy(tensor: Tensor, cpu: bool) -> Tensor:
 
 @contextmanager
 def full_parameters(
-    storages: Sequence[UnitStorage], unsharder: Unsharder, units: Sequence[int], *, keep: bool, cpu: bool, writeback: bool,
-    group: dist.ProcessGroup | None,
+    storages: Sequence[UnitStorage], unsharder: Unsharder, units: Sequence[int], *, keep: bool, cpu: bool,
+    writeback: bool, group: dist.ProcessGroup | None,
 ) -> Iterator[None]:  # fmt: skip
     """Hold whole parameters of these ``units`` on the ranks that ``keep`` them.
 
@@ -113,8 +114,8 @@ def full_parameters(
 
 
 def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int | None) -> str:
-    """Return in words why the whole model, with the optimizer's state and one unit more, does not fit in ``room`` (bytes);
-    "" if it does. None: no limit.
+    """Return in words why the whole model, with the optimizer's state and one unit more, does not fit in ``room``
+    (bytes); "" if it does. None: no limit.
     """
     size, trained = 0.0, [p for storage in storages if storage.trainable for p in storage.parameters]
     size += sum(storage.full_bytes for storage in storages) + max(storage.full_bytes for storage in storages)
@@ -125,7 +126,8 @@ def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int |
 
 
 def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[str], call: str) -> list[int]:
-    """Return the units that have parameters of these ``names``; all units for no names. Raises ValueError for an unknown name."""
+    """Return the units that have parameters of these ``names``; all units for no names. Raises ValueError for an
+    unknown name."""
     if not names:
         return list(range(len(storages)))
     known = dict(model.named_parameters(remove_duplicate=False))
@@ -139,10 +141,13 @@ def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, storages: Sequence[UnitStorage], full: dict[str, Tensor]) -> None:
-    """Load a plain model's state dict. Raises KeyError for a missing or unknown name, ValueError for a shape that differs."""
+    """Load a plain model's state dict. Raises KeyError for a missing or unknown name, ValueError for a shape that
+    differs."""
     named = model.state_dict(keep_vars=True)
     if unknown := [name for name in full if name not in named]:
-        raise KeyError(f"the model has no {', '.join(unknown[:3])}{', …' * (len(unknown) > 3)}: leave it out of the state dict")
+        raise KeyError(
+            f"the model has no {', '.join(unknown[:3])}{', …' * (len(unknown) > 3)}: leave it out of the state dict"
+        )
     for name, v in named.items():
         if name not in full:
             raise KeyError(f"state dict has no {name}")

@@ -54,8 +54,8 @@ class StepRecord:
 class StepRecorder:
     """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read.
 
-    Computing, messages and updates are stamped from the first :meth:`finished` or :meth:`last_period` on: on CUDA that is
-    four events for each message and two for each slot.
+    Computing, messages and updates are stamped from the first :meth:`finished` or :meth:`last_period` on: on CUDA that
+    is four events for each message and two for each slot.
     ``departing``: number of steps so far that did something otherwise than the plan.
     """
 
@@ -64,7 +64,8 @@ class StepRecorder:
     departing: int = 0
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
-    _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each iteration, and the begin of the first
+    # the end of each iteration, and the begin of the first
+    _steps: deque[tuple[int, Any]] = field(default_factory=deque)
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
     _count: dict[int, Counter[str]] = field(default_factory=dict)
     _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
@@ -109,7 +110,8 @@ class StepRecorder:
         """(kind, units, wire bytes) of the plan's messages."""
         names = [unit.name for unit in self.plan.profile.units]
         return [
-            (str(m.kind), "+".join(dict.fromkeys(names[u] for u, _ in m.parts)), self.plan.wire(m)) for m in self.plan.messages
+            (str(m.kind), "+".join(dict.fromkeys(names[u] for u, _ in m.parts)), self.plan.wire(m))
+            for m in self.plan.messages
         ]
 
     def _interval(self, lane: str, index: int, begin: Any, end: Any) -> Interval:
@@ -169,7 +171,8 @@ class StepRecorder:
             self.departing += 1
 
     def norm(self, step: int, norm: Tensor) -> None:
-        """Record the gradient's norm of a step: copied to the host behind what is enqueued now, and read with the record."""
+        """Record the gradient's norm of a step: copied to the host behind what is enqueued now, and read with the
+        record."""
         self._norms[step] = norm.to("cpu", non_blocking=True)
 
     def period(self, stamp: Any) -> None:
@@ -242,7 +245,9 @@ class StepRecorder:
             is_timed, norm = self._timed_from is not None and step >= self._timed_from, self._norms.pop(step, None)
             times = step_times(inside, begin, end) if is_timed else StepTimes(end - begin)
             clipped = None if norm is None else float(norm)
-            out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s, clipped))
+            out.append(
+                StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s, clipped)
+            )
             self._steps.popleft()
         while self._pauses and self._pauses[0][0] < self._steps[0][0] - 1:
             self._pauses.popleft()

@@ -63,12 +63,12 @@ def dense_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 class UnitStorage:
-    """Flat tensors: ``flat_param`` [elements with padding], ``shard`` [elements / parts] and ``gradient`` as ``flat_param``,
-    both None where there is none.
+    """Flat tensors: ``flat_param`` [elements with padding], ``shard`` [elements / parts] and ``gradient`` as
+    ``flat_param``, both None where there is none.
 
     All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
-    the meta device get memory on ``device``, filled with NaN. :meth:`init_shards` then keeps only what the strategy keeps at
-    rest.
+    the meta device get memory on ``device``, filled with NaN. :meth:`init_shards` then keeps only what the strategy
+    keeps at rest.
     """
 
     def __init__(
@@ -169,7 +169,9 @@ class UnitStorage:
 
     def owned_shard(self, block: int) -> Tensor:
         """Return the part of a block that this rank updates [flat]: of the shard, or else of the full parameters."""
-        return self.flat_param[self.owned_slice(block)] if self.shard is None else self.shard[self.slice_in_shard(block)]
+        return (
+            self.flat_param[self.owned_slice(block)] if self.shard is None else self.shard[self.slice_in_shard(block)]
+        )
 
     def allocate_full(self) -> None:
         """Allocate the full parameters; their values are undefined."""
@@ -287,8 +289,8 @@ class UnitStorage:
         p.grad = None
 
     # A rank that has not used a parameter sends negative zeros for it, and the sum over ranks is a negative zero only
-    # where all ranks send one: so the reduction itself tells whether any rank has used the parameter. A gradient that is
-    # used has no negative zero (:func:`_average`). Only ranks that did not use a parameter look at what has arrived.
+    # where all ranks send one: so the reduction itself tells whether any rank has used the parameter. A gradient that
+    # is used has no negative zero (:func:`_average`). Only ranks that did not use a parameter look at what has arrived.
 
     def leave_out(self, index: int) -> None:
         """Set the gradient of a parameter that has none yet in this iteration."""
@@ -309,8 +311,8 @@ class UnitStorage:
         return self.places[index].view(self.full_gradient)
 
     def unused_on_this_rank(self, block: int, reduced: Tensor) -> list[tuple[slice, Tensor]]:
-        """Return slices of this rank's part of a block, by parameter that this rank has not used, and on the device whether
-        no rank has. ``reduced``: the part's gradient.
+        """Return slices of this rank's part of a block, by parameter that this rank has not used, and on the device
+        whether no rank has. ``reduced``: the part's gradient.
         """
         out, own = [], self.owned_slice(block)
         for i in self.unused:

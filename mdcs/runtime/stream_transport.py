@@ -1,4 +1,5 @@
-"""Sends messages on streams of a device that executes in order what the host enqueues: no threads, and no waits on the host.
+"""Sends messages on streams of a device that executes in order what the host enqueues: no threads, and no waits on the
+host.
 
 When the training thread issues a message, it enqueues all of it behind compute's present point:
 
@@ -57,14 +58,20 @@ class StreamTransport(Wire):
     """Enqueues messages; see the module. What fails here fails in the training thread: there is no other."""
 
     def __init__(
-        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None, failures: FailureChannel
+        self,
+        context: RunContext,
+        queue: MessageQueue,
+        messages: Messages,
+        pacer: Pacer | None,
+        failures: FailureChannel,
     ) -> None:
         super().__init__(context, queue, messages, pacer, failures)
         self.executor = context.executor
         self._sent: deque[_Sent] = deque()
         self._updating: deque[_Updating] = deque()
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
-        self._held: Callable[[], None] | None = None  # enqueues the updates that wait for the loop, and ends their message
+        # enqueues the updates that wait for the loop, and ends their message
+        self._held: Callable[[], None] | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -152,8 +159,8 @@ class StreamTransport(Wire):
                 step = place.step - _STEPS_AHEAD
                 raise place.error(
                     f"{heard}. This rank waited for the GPU to finish step {step}" if heard else
-                    f"the GPU has not finished step {step} after {timeout_s:g} s: look at the other ranks' logs, or pass a "
-                    "longer timeout_s="
+                    f"the GPU has not finished step {step} after {timeout_s:g} s: look at the other ranks' logs, or "
+                    "pass a longer timeout_s="
                 )  # fmt: skip
 
     def stop(self) -> None:
@@ -172,7 +179,8 @@ class StreamTransport(Wire):
         return self.queue.landed - (self._held is not None)
 
     def _wait_oldest(self) -> bool:
-        """Make a stream wait for the oldest update or message that it does not wait for yet; return False if there is none."""
+        """Make a stream wait for the oldest update or message that it does not wait for yet; return False if there is
+        none."""
         if self.queue.updated < self._enqueued:
             self._wait_for_updates(self.queue.updated + 1)
         elif self._sent:
@@ -183,10 +191,13 @@ class StreamTransport(Wire):
 
     def _assert_fits(self, size: int, what: str) -> None:
         if not self.queue.admission.fits(size):
-            raise self.context.place.error(f"the budget has no room for {what}: plan with a larger budget, or more reserve")
+            raise self.context.place.error(
+                f"the budget has no room for {what}: plan with a larger budget, or more reserve"
+            )
 
     def _wait_oldest_on_compute(self) -> None:
-        """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used."""
+        """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used.
+        """
         sent = self._sent.popleft()
         self.executor.wait_event(sent.end)
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
@@ -197,7 +208,8 @@ class StreamTransport(Wire):
         self.queue.finish()
 
     def _wait_for_updates(self, count: int) -> None:
-        """Make the communication stream wait for the updates of the first ``count`` messages; then free their shards."""
+        """Make the communication stream wait for the updates of the first ``count`` messages; then free their shards.
+        """
         while self.queue.updated < count:
             if self._updates(self.queue.updated):
                 self._wait_for_update()
@@ -211,8 +223,8 @@ class StreamTransport(Wire):
         with self.executor.on_comm_stream():
             updating = self._updating.popleft()
             self.executor.wait_event(updating.end)
-            # The communication stream's memory, which the update has read: the next message's buffers get it behind this
-            # wait. The same holds for the factor on the gradients, which ends with ``updating``.
+            # The communication stream's memory, which the update has read: the next message's buffers get it behind
+            # this wait. The same holds for the factor on the gradients, which ends with ``updating``.
             self.messages.free_shards(updating.update)
 
     # -- one message ----------------------------------------------------------------------------------------------
@@ -261,8 +273,8 @@ class StreamTransport(Wire):
         """Enqueue what the factor on the gradients needs. Return the point behind it."""
         messages, executor = self.messages, self.executor
         if messages.scale.is_needed:
-            # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in an
-            # order that may differ between ranks, can block each other.
+            # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in
+            # an order that may differ between ranks, can block each other.
             with executor.on_comm_stream():
                 messages.find_scale(update)
                 landed = executor.record_event()

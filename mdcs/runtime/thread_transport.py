@@ -33,7 +33,12 @@ class ThreadTransport(Wire):
     """The finisher thread, the starter thread where messages are large, and the training thread's interface to them."""
 
     def __init__(
-        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None, failures: FailureChannel
+        self,
+        context: RunContext,
+        queue: MessageQueue,
+        messages: Messages,
+        pacer: Pacer | None,
+        failures: FailureChannel,
     ) -> None:
         super().__init__(context, queue, messages, pacer, failures)
         self._stop = False
@@ -134,7 +139,8 @@ class ThreadTransport(Wire):
         """Compute has reached the end of an iteration: nothing to do with threads."""
 
     def stop(self) -> None:
-        """End the threads after the issued messages. If all ranks stop at the same slot, none waits for a missing peer."""
+        """End the threads after the issued messages. If all ranks stop at the same slot, none waits for a missing peer.
+        """
         with self.lock:
             self._stop = True
             self._wake_all()

@@ -42,7 +42,8 @@ class Units:
                 self._account.record("full_parameters", -storage.full_bytes)
 
     def begin_gather(self, unit: int) -> None:
-        """Allocate for the plan's gather. Of a unit that is outside it writes the same values, and the bytes are the plan's."""
+        """Allocate for the plan's gather. Of a unit that is outside it writes the same values, and the bytes are the
+        plan's."""
         with self._account.lock:
             if unit in self.outside:
                 self.outside.remove(unit)

@@ -111,7 +111,9 @@ class Evaluation:
     a rank that has finished its batches joins the gathers of the other ranks. No message of the plan may be in flight.
     """
 
-    def __init__(self, context: RunContext, units: Sequence[ModelUnit], unsharder: Unsharder, groups: ProcessGroups) -> None:
+    def __init__(
+        self, context: RunContext, units: Sequence[ModelUnit], unsharder: Unsharder, groups: ProcessGroups
+    ) -> None:
         self._units, self._storages, self._unsharder, self._groups = units, unsharder.units.storages, unsharder, groups
         self._place = context.place
         self._slot_bytes = max(slot.peak for slot in context.ledger.slots)
@@ -146,7 +148,8 @@ class Evaluation:
                 if not at_once:
                     self._join()
             finally:
-                for u in (u for u, uses in self._in_use.items() if uses > 0):  # units still in use: their forward raised
+                # units still in use: their forward raised
+                for u in (u for u, uses in self._in_use.items() if uses > 0):
                     self._unsharder.reshard(u)
                 self._in_use.clear()
 
@@ -187,9 +190,12 @@ class Evaluation:
         """Return the unit that all ranks gather next; None when no rank needs one."""
         with self._place.during("evaluate()"):
             wanted = {
-                u for (u,) in self._groups.agree_on_call("a forward pass in evaluate()", _NONE if unit is None else unit)
+                u
+                for (u,) in self._groups.agree_on_call("a forward pass in evaluate()", _NONE if unit is None else unit)
             } - {_NONE}
         if len(wanted) > 1:
             parts = " and ".join(self._units[u].name for u in sorted(wanted))
-            raise self._place.error(f"ranks evaluate different parts of the model: {parts}. Run the same layers on every rank")
+            raise self._place.error(
+                f"ranks evaluate different parts of the model: {parts}. Run the same layers on every rank"
+            )
         return wanted.pop() if wanted else None

@@ -73,13 +73,15 @@ class RunOptions:
 
 @dataclass
 class ValidationResult:
-    """Results of the checks, and the ``problem`` if something does not. No rank raises its problem before all ranks know of it.
+    """Results of the checks, and the ``problem`` if something does not. No rank raises its problem before all ranks
+    know of it.
 
     - ``units``: those of the plan (:func:`mdcs.model.optimizers.by_optimizer`).
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.
     - ``group_of``: by unit, the optimizer's parameter group of each segment.
     - ``untrained``: names of trainable parameters that are in no optimizer.
-    - ``updates``: how parameters are updated; None if that is the problem. ``state``: the histories of parameters that have some.
+    - ``updates``: how parameters are updated; None if that is the problem. ``state``: the histories of parameters that
+      have some.
     """
 
     problem: Exception | None = None
@@ -109,7 +111,9 @@ def validate(
         check(plan)
         found.ordered, found.group_of = _match(plan, units, updates)
         refuse_recomputation(model, units, [u for u, choice in enumerate(plan.recompute) if choice != NONE])
-        found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in updates.groups]
+        found.untrained = [
+            name for unit in units if unit.trainable for name, p in unit.parameters if p not in updates.groups
+        ]
         found.initialisation = Initializer(model, units, options.init, device)
         found.state = optimizer_state.histories(found.ordered, updates, optimizers.state)
     except Exception as e:  # told to the other ranks, which would wait for this one
@@ -137,9 +141,13 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
         if emulate.world != plan.world:
             raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
         if not plan.profile.link.emulated:
-            raise PlanError("an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)")
+            raise PlanError(
+                "an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)"
+            )
         if within := next((k for k in plan.strategies if k.in_node), None):
-            raise PlanError(f"an emulated world has no nodes, and the plan shards within them ({within.value}): plan without")
+            raise PlanError(
+                f"an emulated world has no nodes, and the plan shards within them ({within.value}): plan without"
+            )
         return
     if processes != plan.world:
         raise PlanError(
@@ -147,10 +155,13 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
         )
     planned_backend = plan.profile.collectives.backend
     if processes > 1 and backend != planned_backend:
-        raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}: make a new plan")
+        raise PlanError(
+            f"the plan is for collectives of {planned_backend}, the process group is of {backend}: make a new plan"
+        )
     if processes > 1 and plan.profile.collectives.algorithm == "ring" and device.type != "cpu":
         raise PlanError(
-            "the plan sends in rings, which gloo has on CPUs only: on a GPU make a new plan, with Collectives('native', 'gloo')"
+            "the plan sends in rings, which gloo has on CPUs only: on a GPU make a new plan, with "
+            "Collectives('native', 'gloo')"
         )
 
 
@@ -159,8 +170,8 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     for given, what in ((options.clip_norm, "clip_norm="), (options.loss_scale, "loss_scale=")):
         if given is not None and plan.cross_iteration:
             raise PlanError(
-                f"{what} needs all gradients before the first update, and this plan updates earlier: make the plan with "
-                "cross_iteration=False"
+                f"{what} needs all gradients before the first update, and this plan updates earlier: make the plan "
+                "with cross_iteration=False"
             )
     for name, limit in (("clip_norm", options.clip_norm), ("clip_value", options.clip_value)):
         if limit is not None and not limit > 0:
@@ -168,15 +179,18 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     planned = plan.profile.optimizers[:-1]  # the last one is none
     if len(updates.parts) != len(planned):
         made_for = " and ".join(o.name for o in planned)
-        raise ValueError(f"the plan was made for {made_for}, and you pass {updates.optimizers.name}: {_another(made_for)}")
+        raise ValueError(
+            f"the plan was made for {made_for}, and you pass {updates.optimizers.name}: {_another(made_for)}"
+        )
     for i, (part, theirs) in enumerate(zip(updates.parts, planned, strict=True)):
         units = zip(plan.profile.units, plan.profile.layouts, strict=True)
         widths = [layout.updated_width for unit, layout in units if unit.trainable and unit.optimizer == i]
         state = part.layout.tensors(min(widths)) if widths else theirs.state_tensors
         if not part.layout.whole and (state, part.layout.fixed) != (theirs.state_tensors, theirs.state_fixed):
             raise ValueError(
-                f"the plan was made for {theirs.name} with {theirs.state_tensors:g} state tensors per parameter, and you pass "
-                f"{type(part.optimizer).__name__} with {state:g}: {_another(f'{theirs.name} with the same options')}"
+                f"the plan was made for {theirs.name} with {theirs.state_tensors:g} state tensors per parameter, and "
+                f"you pass {type(part.optimizer).__name__} with {state:g}: "
+                f"{_another(f'{theirs.name} with the same options')}"
             )
     for optimizer in updates.optimizers.members:
         if any(step_hooks(optimizer)):
@@ -193,7 +207,9 @@ def refuse_parallelized(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         owners = [getattr(hook, "__module__", None) or "" for hook in gradient_hooks(p)]
         if issubclass(type(p), GuardedParameter) or any(owner.startswith("mdcs.") for owner in owners):
-            raise UnsupportedModel(f"{name}: is parallelized already: close() that first, or build it anew if it is in pieces")
+            raise UnsupportedModel(
+                f"{name}: is parallelized already: close() that first, or build it anew if it is in pieces"
+            )
 
 
 def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) -> None:
@@ -216,8 +232,8 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) ->
             raise UnsupportedModel(f"{name}: is in no unit, as if it was added since: {_UNITS_ANEW}")
         if gradient_hooks(p):
             raise UnsupportedModel(
-                f"{name}: has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which mdcs takes: remove "
-                "the hook"
+                f"{name}: has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which mdcs "
+                "takes: remove the hook"
             )
     refuse_shared_memory(model)  # again: the model may have changed since partition()
 
@@ -227,7 +243,8 @@ def keeps_order(model: nn.Module, backend: str) -> None:
     for name, module in model.named_modules():
         if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedModel(
-                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank elsewhere: use BatchNorm"
+                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank elsewhere: use "
+                "BatchNorm"
             )
 
 
@@ -290,11 +307,13 @@ def agree_on_validation(
     for r, (_, _, theirs, state) in enumerate(answers):
         if theirs != answers[0][2]:
             raise UnsupportedModel(
-                f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape, strides or type"
-                ": build the same model on every rank"
+                f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape, "
+                "strides or type: build the same model on every rank"
             )
         if state != answers[0][3]:
-            raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")
+            raise PlanError(
+                f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all"
+            )
 
 
 # ---- during the loop
@@ -337,7 +356,8 @@ def find_unseen_change(
 
 
 def find_removed_parameter(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
-    """Return why a parameter had no gradient: the training loop removed or froze it; None if there is no such parameter."""
+    """Return why a parameter had no gradient: the training loop removed or froze it; None if there is no such
+    parameter."""
     for storage in storages:
         for i in storage.unused:
             name = storage.names[i]
@@ -363,13 +383,14 @@ def find_changed_training(storages: Iterable[UnitStorage]) -> str | None:
 
 
 def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: ErrorContext) -> Any:
-    """Make ``model.state_dict()`` of closed parameters raise RunError with the line to write; return a handle to undo this."""
+    """Make ``model.state_dict()`` of closed parameters raise RunError with the line to write; return a handle to undo
+    this."""
 
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not all(storage.guard.is_open for storage in storages):
             raise place.error(
-                "model.state_dict() has no whole parameters while a plan runs. Write on every rank, not on rank 0 alone: "
-                "state = parallel.state_dict(rank0_only=True, cpu=True); then save it on rank 0"
+                "model.state_dict() has no whole parameters while a plan runs. Write on every rank, not on rank 0 "
+                "alone: state = parallel.state_dict(rank0_only=True, cpu=True); then save it on rank 0"
             )
 
     return model.register_state_dict_pre_hook(ModuleHook(hook))

@@ -19,7 +19,12 @@ class Wire(ABC):
     """
 
     def __init__(
-        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None, failures: FailureChannel
+        self,
+        context: RunContext,
+        queue: MessageQueue,
+        messages: Messages,
+        pacer: Pacer | None,
+        failures: FailureChannel,
     ) -> None:
         self.context, self.queue, self.messages, self.pacer, self.failures = context, queue, messages, pacer, failures
         self.units, self.lock = messages.units, context.account.lock
@@ -78,7 +83,8 @@ class Wire(ABC):
         return self.queue.first_period
 
     def finish_iteration(self, period: int) -> None:
-        """End an iteration before its time: finish the issued messages, then send the period's reductions that are not issued.
+        """End an iteration before its time: finish the issued messages, then send the period's reductions that are not
+        issued.
 
         All ranks are at the same slot here and have issued the same messages, so the order is the same on all ranks.
         """
@@ -95,8 +101,8 @@ class Wire(ABC):
         ]
         if not ahead:
             return
-        # The plan has no room for reductions beside the units that are gathered ahead for the next forward: these are freed
-        # meanwhile, and their bytes stay reserved.
+        # The plan has no room for reductions beside the units that are gathered ahead for the next forward: these are
+        # freed meanwhile, and their bytes stay reserved.
         has_limit = queue.admission.cap is not None
         gathered = [u for u, s in enumerate(units.storages) if has_limit and s.strategy.sharded and s.is_full]
         for unit in gathered:

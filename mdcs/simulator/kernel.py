@@ -112,7 +112,8 @@ def end_slot(
     start: Numbers, finish: Numbers, done: Numbers, lost: Numbers, arrival: Numbers, count: Numbers, slowdown: float,
     contended: bool, released: int, begin: float, work: float,
 ) -> float:  # fmt: skip
-    """Return the end of the slot that computes from ``begin`` for ``work`` seconds; record it, and free ``released`` bytes."""
+    """Return the end of the slot that computes from ``begin`` for ``work`` seconds; record it, and free ``released``
+    bytes."""
     end = finish_time_under_interference(start, finish, count, slowdown, begin, work)
     if contended:
         end = add_message_overhead(done, lost, count, begin, end)
@@ -195,8 +196,8 @@ def max_in_flight_bytes(transient: Numbers, in_prologue: Numbers, count: Numbers
 
 
 def admit(
-    done: Numbers, freed: Numbers, transient: Numbers, in_prologue: Numbers, count: Numbers, cap: int, depth: int, now: float,
-    size: int, upcoming: int,
+    done: Numbers, freed: Numbers, transient: Numbers, in_prologue: Numbers, count: Numbers, cap: int, depth: int,
+    now: float, size: int, upcoming: int,
 ) -> float:  # fmt: skip
     """Return when ``size`` bytes fit, in addition to all bytes held and in flight.
 
@@ -290,9 +291,13 @@ def run(c: PeriodArrays, s: Schedule, m: MessageSeconds, sizes: Folded, t: Repla
                     else:
                         inside = False
                     if not inside:
-                        now = end_slot(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
+                        now = end_slot(
+                            start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work
+                        )
                 if cap >= 0 and not inside:
-                    now = admit(done, freed, transient, in_prologue, count, cap, depth, now, held[i] + live[q], transient[i])
+                    now = admit(
+                        done, freed, transient, in_prologue, count, cap, depth, now, held[i] + live[q], transient[i]
+                    )
                     if now < 0:
                         count[STUCK] = q
                         return DEADLOCK
@@ -320,7 +325,9 @@ def run(c: PeriodArrays, s: Schedule, m: MessageSeconds, sizes: Folded, t: Repla
                 if blocking[i]:
                     now = last_done + dispatch_s
             if inside:
-                now = end_slot(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
+                now = end_slot(
+                    start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work
+                )
             arrived = arrival[count[ARRIVALS] - 1]
             if q == turn and p > 0:
                 tolerance = _REPEATS * arrived / (p + 1)

@@ -14,8 +14,8 @@ from mdcs.plan import schedule, worst_case
 from mdcs.simulator import kernel
 
 Fields = TypeVar(
-    "Fields", kernel.PeriodArrays, kernel.ReplayArrays, schedule.Schedule, schedule.MessageTable, schedule.MessageSeconds,
-    schedule.SizeTable, schedule.Folded,
+    "Fields", kernel.PeriodArrays, kernel.ReplayArrays, schedule.Schedule, schedule.MessageTable,
+    schedule.MessageSeconds, schedule.SizeTable, schedule.Folded,
 )  # fmt: skip
 
 _SECONDS = {
@@ -40,9 +40,9 @@ class Loops(NamedTuple):
 def compiled_loops() -> Loops:
     """Return the loops, compiled for the rest of this process if numba is installed.
 
-    Plans are arranged and folded as Python, because copying the lists of one plan takes longer. Their replays are compiled
-    from here on. The first compilation on a machine takes some ten seconds. Numba caches the code next to the modules, or in
-    the user's cache; where neither can be written, every process compiles.
+    Plans are arranged and folded as Python, because copying the lists of one plan takes longer. Their replays are
+    compiled from here on. The first compilation on a machine takes some ten seconds. Numba caches the code next to the
+    modules, or in the user's cache; where neither can be written, every process compiles.
     """
     global _is_compiled
     if not _is_compiled:

@@ -241,7 +241,10 @@ def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
         for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
     ]
     # An update beside the link may wait for the one before it.
-    begun = [max(landed, before) for landed, before in zip(trace.landed[first:], [0.0, *trace.processed][first:], strict=False)]
+    begun = [
+        max(landed, before)
+        for landed, before in zip(trace.landed[first:], [0.0, *trace.processed][first:], strict=False)
+    ]
     messages = trace.seen(trace.spans)
     updates = trace.seen([*trace.spans[:first], *zip(begun, trace.processed[first:], strict=True)])
     for g in sorted({*messages, *updates}):
@@ -315,7 +318,9 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
                 out.append(event)
     arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
     sent = 0
-    for q, (arrival, begin, end, slot) in enumerate(zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)):
+    for q, (arrival, begin, end, slot) in enumerate(
+        zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)
+    ):
         out.append((arrival, _ARRIVE, q))
         for i in range(sent, trace.issued[q]):
             out += _effects(ledger.messages[i], *messages[n + i])

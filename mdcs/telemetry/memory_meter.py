@@ -1,8 +1,8 @@
 """Tensor bytes of this process by category: live, at their peaks, and per window (a slot, for example).
 
 On CPU a small C library (`shim.c`), compiled and loaded at the first `current_meter` of a process, counts the bytes
-requested from torch's allocator. The count is exact, covers all threads, and includes storages resized in place. Tensors
-that are older than the first meter count from then on.
+requested from torch's allocator. The count is exact, covers all threads, and includes storages resized in place.
+Tensors that are older than the first meter count from then on.
 
 Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). All other bytes
 count as "activations": activations, workspace, the batch.
@@ -205,7 +205,8 @@ class CudaMeter(Meter):
 
 
 def current_meter(device: torch.device | str) -> Meter:
-    """Return the meter for `device`: CUDA's own, the shim's, or one that measures nothing (:func:`unmeasured` says why)."""
+    """Return the meter for `device`: CUDA's own, the shim's, or one that measures nothing (:func:`unmeasured` says
+    why)."""
     import torch
 
     device = torch.device(device)
@@ -234,7 +235,9 @@ def _shim() -> ctypes.PyDLL:
     # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
     shim = ctypes.PyDLL(str(build()))
     if _function(shim, "mdcs_attach", ctypes.c_int)() <= 0:
-        raise RuntimeError("memory on CPU cannot be measured: torch's allocator (libc10.so) is not found, or cannot be watched")
+        raise RuntimeError(
+            "memory on CPU cannot be measured: torch's allocator (libc10.so) is not found, or cannot be watched"
+        )
     adopt = _function(shim, "mdcs_adopt", ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
     for storage in _storages():
         adopt(storage.data_ptr(), storage.nbytes())
@@ -279,7 +282,9 @@ def build() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     about = cache.stat()
     if not _ours(about):
-        raise RuntimeError(f"{cache} is another user's, and what is in it would be loaded: set XDG_CACHE_HOME to one of yours")
+        raise RuntimeError(
+            f"{cache} is another user's, and what is in it would be loaded: set XDG_CACHE_HOME to one of yours"
+        )
     if about.st_mode & _OTHERS_WRITE:
         cache.chmod(about.st_mode & ~_OTHERS_WRITE)
     elif library.exists() and _ours(found := library.stat()) and not found.st_mode & _OTHERS_WRITE:

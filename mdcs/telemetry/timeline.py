@@ -107,7 +107,9 @@ def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -
     """Return the times of a step of ``step_s`` seconds whose compute and messages ran in these spans."""
     computing, sending = union(compute), union(messages)
     both = overlaps(computing, sending)
-    compute_s, communication_s, overlap_s = (math.fsum([end - start for start, end in s]) for s in (computing, sending, both))
+    compute_s, communication_s, overlap_s = (
+        math.fsum([end - start for start, end in s]) for s in (computing, sending, both)
+    )
     return StepTimes(step_s, compute_s, communication_s, overlap_s)
 
 
@@ -201,7 +203,9 @@ class Timeline:
                 schema=data["schema"],
                 period_s=data["period_s"],
                 slots=tuple(data["slots"]),
-                ranks=tuple(RankTimeline(r["rank"], tuple(Interval(**i) for i in r["intervals"])) for r in data["ranks"]),
+                ranks=tuple(
+                    RankTimeline(r["rank"], tuple(Interval(**i) for i in r["intervals"])) for r in data["ranks"]
+                ),
                 memory=tuple(SlotMemory(**m) for m in data.get("memory", ())),
             )
         except KeyError as error:

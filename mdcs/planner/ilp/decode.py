@@ -63,7 +63,9 @@ class SearchRequest:
         if budget is not None:
             mix = problem.mix([Strategy.fsdp] * len(problem.profile.units))
             sizes = Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).folded
-            budget -= min(max_in_flight_bytes(sizes.transient, problem.profile.link.depth), max(0, budget - problem.floor) // 2)
+            budget -= min(
+                max_in_flight_bytes(sizes.transient, problem.profile.link.depth), max(0, budget - problem.floor) // 2
+            )
         job = dataclasses.replace(problem.job, profile=linearize_costs(problem.job.profile))
         return dataclasses.replace(problem, job=job, budget=budget)
 
@@ -137,12 +139,15 @@ def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecis
 
 
 def finer_width(width: int, took: float, left: float) -> int | None:
-    """Return the bin width (slots) that can be solved in ``left`` seconds. None if it is more than half of ``width``."""
+    """Return the bin width (slots) that can be solved in ``left`` seconds. None if it is more than half of ``width``.
+    """
     finer = max(1, math.ceil(width * took / left)) if left > 0 else width
     return finer if 2 * finer <= width else None
 
 
-def _solved(request: SearchRequest, model: SlotModel, start: Sequence[float] | None = None, *, relax: bool = False) -> Answer:
+def _solved(
+    request: SearchRequest, model: SlotModel, start: Sequence[float] | None = None, *, relax: bool = False
+) -> Answer:
     left = max(1.0, request.at(SOLVING) - time.monotonic())
     return solve(model.program, seconds=left, start=start, relax=relax)
 

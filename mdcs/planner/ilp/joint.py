@@ -22,14 +22,16 @@ class Joint(SlotPlanner):
     name: ClassVar[str] = "joint"
 
     trials: int | None = option(
-        None, "so many plans, heuristics' too, run before training, and the fastest is kept; null: 3 in a long run", at_least=1
+        None,
+        "so many plans, heuristics' too, run before training, and the fastest is kept; null: 3 in a long run",
+        at_least=1,
     )
 
     def plan(self, problem: PlanningProblem) -> Plan:
         """Return a plan within ``problem.budget``. Raises InfeasibleBudget.
 
-        Where recomputation is open but not needed, the plan without it comes first. The rest goes on from it, in half as
-        many seconds, so the result is never slower.
+        Where recomputation is open but not needed, the plan without it comes first. The rest goes on from it, in half
+        as many seconds, so the result is never slower.
         """
         problem.starts()
         kept = dataclasses.replace(problem, job=dataclasses.replace(problem.job, recompute=()), recomputes=False)

@@ -48,7 +48,8 @@ def evaluate(plan: Plan) -> EvaluatedPlan:
 
 
 def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:
-    """Evaluate plans until the next, if it takes as long as the last, would miss the deadline. Always yield the first."""
+    """Evaluate plans until the next, if it takes as long as the last, would miss the deadline. Always yield the first.
+    """
     began = time.monotonic()
     for plan in plans:
         yield evaluate(plan)

@@ -63,7 +63,8 @@ def _with_recompute(model: SlotModel, values: Sequence[float], strategies: tuple
 
 
 def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple[str, ...]:
-    """Return choices that free about ``more`` times the bytes of the solution: what one unit lacks, the next ones free."""
+    """Return choices that free about ``more`` times the bytes of the solution: what one unit lacks, the next ones free.
+    """
     out, owed = [NONE] * len(model.profile.units), 0.0
     for u in range(len(out)):
         own = {option: x for option, x in model.recompute.columns.items() if option.unit == u}

@@ -18,9 +18,9 @@ compute seconds of its backward slots, and changes the activations of slots (:mo
 
 A running slot slows down to 1/(1 + interference) of its speed while a message is in flight. Communication that does not
 overlap with compute is sent at arrivals and is exposed. A reduction whose gradients become ready while a slot runs
-(:mod:`mdcs.plan.gradient_readiness`) may be sent in that slot: the fraction that becomes ready before its end, in the time left
-after the first gradient. A message costs β·bytes. With ``depth`` 1 it also costs α, spread over a block. The model
-leaves out staging, update time and gradient shards in flight. The replay of the plan includes them.
+(:mod:`mdcs.plan.gradient_readiness`) may be sent in that slot: the fraction that becomes ready before its end, in the
+time left after the first gradient. A message costs β·bytes. With ``depth`` 1 it also costs α, spread over a block. The
+model leaves out staging, update time and gradient shards in flight. The replay of the plan includes them.
 
 Everything that the simulator can do satisfies these rows. The optimum is therefore a lower bound of any plan's step
 time within the budget. The same holds for a *coarser* model, whose stages are bins of neighbouring slots: windows and
@@ -63,7 +63,9 @@ class SlotDecision:
     def windows(self, mix: StrategyAssignment) -> dict[Op, tuple[int, int]]:
         """Return the windows of the mix, narrowed by the decision."""
         windows = {op: mix.period.window(op) for op in mix.ops}
-        return {op: (max(a, self.earliest.get(op, a)), min(b, self.latest.get(op, b))) for op, (a, b) in windows.items()}
+        return {
+            op: (max(a, self.earliest.get(op, a)), min(b, self.latest.get(op, b))) for op, (a, b) in windows.items()
+        }
 
 
 class SlotModel(SlotSchedule):
@@ -161,7 +163,9 @@ class SlotModel(SlotSchedule):
         late: Terms = []  # freed by the barrier, after forward has begun
         if not self.problem.job.cross_iteration:
             late = [
-                (self.assign[u][k], 1.0) for k, own in until.items() if any(r.freed and r.freed.moment == "done" for r in own)
+                (self.assign[u][k], 1.0)
+                for k, own in until.items()
+                if any(r.freed and r.freed.moment == "done" for r in own)
             ]
         for q in range(first, last):
             base[q] += size

@@ -1,6 +1,7 @@
 """Plans from the slot model: heuristics and solver find plans to start from, and a search by replays goes on from them.
 
-1. Heuristics (:mod:`mdcs.planner.ilp.portfolio`) give the first plans. If the plan decides what is recomputed, they take
+1. Heuristics (:mod:`mdcs.planner.ilp.portfolio`) give the first plans. If the plan decides what is recomputed, they
+take
    the recomputation that the problem starts from.
 2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these
    windows blocks are sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the
@@ -38,8 +39,8 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.simulator.machine_code import compiled_loops
 from mdcs.sizes import MIB
 
-# HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation gives
-# the better plans.
+# HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation
+# gives the better plans.
 _SMALL, _WHOLE = 36, 60
 _HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
@@ -65,7 +66,9 @@ class SlotPlanner(Solving):
         compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
         block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
-        request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
+        request = SearchRequest(
+            problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()
+        )
         known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
         known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
         known += [] if start is None else [evaluate(start)]
@@ -124,10 +127,14 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
         if known:
             search = partial(race, strategies=not fixed, recompute=request.problem.recomputes)
             raced = search(
-                known, request.at(SOLVING), stop=lambda: solving[0].done() or (request.problem.recomputes and is_solved.is_set())
+                known,
+                request.at(SOLVING),
+                stop=lambda: solving[0].done() or (request.problem.recomputes and is_solved.is_set()),
             )
             starts = [*raced, *solving[0].result().plans]
-            raced += search(starts, request.at(SOLVING + DECODING), stop=lambda: all(each.done() for each in solving), most=1)
+            raced += search(
+                starts, request.at(SOLVING + DECODING), stop=lambda: all(each.done() for each in solving), most=1
+            )
         found = [each.result() for each in solving]
     said = [each.status for each in found if each.plans] or [found[0].status]
     bound = max((each.bound for each in found if each.bound is not None), default=None)

@@ -97,7 +97,10 @@ class SlotSchedule:
         """
         if self._first_part(unit) < 1:
             return False
-        time = {k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True)) for k in (Strategy.dp, Strategy.zero2)}
+        time = {
+            k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True))
+            for k in (Strategy.dp, Strategy.zero2)
+        }
         return self.profile.optimizer.state_tensors > 0 and time[Strategy.zero2] <= time[Strategy.dp] * (1 + 1e-9)
 
     def _seconds(self, op: Op) -> float:
@@ -188,7 +191,9 @@ class SlotSchedule:
                 continue
             for stage in gather.stages[:-1]:
                 # Within a bin, running and waiting stages have no order, so the row allows both.
-                self.program.at_most([*gather.by(stage), *negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
+                self.program.at_most(
+                    [*gather.by(stage), *negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0
+                )
 
     def _link(self) -> None:
         rows: dict[int, Terms] = {}
@@ -219,7 +224,9 @@ class SlotSchedule:
         """Limit what is sent while these slots run to their seconds."""
         places = [self.period.slots[q].place for q in slots]
         grown = [(x, -self.slowdown * c) for place in places for x, c in self.recompute.grown(place)]
-        self.program.at_most([*terms, *grown], self.slowdown * sum(self.profile.slots[place].seconds for place in places))
+        self.program.at_most(
+            [*terms, *grown], self.slowdown * sum(self.profile.slots[place].seconds for place in places)
+        )
 
     def _window(self, op: Op) -> tuple[int, int]:
         return self.mixes[Strategy.dp].period.window(op)

@@ -1,8 +1,8 @@
 """Mixed-integer problems, solved by HiGHS through python-mip in a child process with a hard deadline.
 
-An :class:`IntegerProgram` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits and
-may crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status. The bound of the
-relaxation comes first: it is there if the solver of the integer program is killed.
+An :class:`IntegerProgram` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits
+and may crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status. The bound
+of the relaxation comes first: it is there if the solver of the integer program is killed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Solving(Checked):
     seconds: float = option(20.0, "limit of the solver, seconds", above=0)
 
 
-def solve(program: IntegerProgram, *, seconds: float = 20.0, start: Sequence[float] | None = None, relax: bool = False) -> Answer:
+def solve(
+    program: IntegerProgram, *, seconds: float = 20.0, start: Sequence[float] | None = None, relax: bool = False
+) -> Answer:
     """Solve a problem within ``seconds``. After that the solver is killed.
 
     - ``start``: a solution to start from, with a value for every column.

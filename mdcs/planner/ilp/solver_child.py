@@ -26,7 +26,9 @@ def main() -> None:
         merged: dict[int, float] = {}
         for x, c in terms:
             merged[x] = merged.get(x, 0.0) + c
-        model.add_constr(mip.LinExpr([columns[x] for x in merged], list(merged.values()), -right, "=" if equal else "<"))
+        model.add_constr(
+            mip.LinExpr([columns[x] for x in merged], list(merged.values()), -right, "=" if equal else "<")
+        )
     status, values, relaxed = _relaxed(model, data["until"])
     print(json.dumps([status, values if data["relax"] else None, relaxed]), flush=True)
     if data["relax"]:
@@ -42,7 +44,8 @@ def main() -> None:
 
 
 def _relaxed(model: mip.Model, until: float) -> tuple[str, list[float] | None, float | None]:
-    """Return (status, values, bound) of the linear relaxation. Its bound is its optimum, less the method's tolerance."""
+    """Return (status, values, bound) of the linear relaxation. Its bound is its optimum, less the method's tolerance.
+    """
     # An interior point method is fast, but may end without a proof of optimality: then the default method follows.
     for method in (mip.LP_Method.BARRIERNOCROSS, mip.LP_Method.AUTO):
         model.lp_method = method

@@ -74,7 +74,9 @@ def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict
     Costs and bytes are relative to the largest.
     """
     made, job = IntegerProgram(), problem.job
-    costs = [{k: job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)} for u in range(len(job.profile.units))]
+    costs = [
+        {k: job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)} for u in range(len(job.profile.units))
+    ]
     scale = max(c for unit in costs for c in unit.values()) or 1.0
     z = [{k: made.column(cost / scale, integer=True) for k, cost in unit.items()} for unit in costs]
     for unit in z:

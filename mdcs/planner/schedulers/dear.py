@@ -22,7 +22,9 @@ class Dear(Checked):
 
     name: ClassVar[str] = "dear"
 
-    bucket_mib: float | None = option(None, "fused messages hold about so much, MiB; null: one message per unit", above=0)
+    bucket_mib: float | None = option(
+        None, "fused messages hold about so much, MiB; null: one message per unit", above=0
+    )
     ahead: int = option(2, "slots by which fsdp units are gathered ahead", at_least=0)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
@@ -38,5 +40,7 @@ class Dear(Checked):
             drafts.append((slot % period.length, m.kind.is_gather, max(need, 0), m, slot))
         drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
         return mix.plan(
-            self.name, mix.unpartitioned_blocks(), [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts]
+            self.name,
+            mix.unpartitioned_blocks(),
+            [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts],
         )

@@ -52,7 +52,9 @@ class Priority(Blocks):
         return settled(mix, self.name, self.partition(mix))
 
 
-def settled(mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
+def settled(
+    mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None
+) -> Plan:
     """Return the fastest plan by replay, without a budget, of several rounds of :func:`nearest_deadline_first`.
 
     - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
@@ -100,7 +102,8 @@ def nearest_deadline_first(
         for op in mix.ops for b, size in enumerate(blocks[op.unit])
     }
     orders = [blocks_by_readiness(mix.profile, u, own) for u, own in enumerate(blocks)]
-    opening: dict[int, list[tuple[float, _Block]]] = {}  # slot -> blocks whose window begins there, and when they are ready
+    # slot -> blocks whose window begins there, and when they are ready
+    opening: dict[int, list[tuple[float, _Block]]] = {}
     needed: dict[int, list[_Block]] = {}  # slot -> blocks that it waits for
     for p in range(_PERIODS):
         for op in mix.ops:

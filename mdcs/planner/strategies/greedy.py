@@ -61,7 +61,9 @@ class Greedy:
         return tuple(mix)
 
 
-def _is_too_much(problem: PlanningProblem, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:
+def _is_too_much(
+    problem: PlanningProblem, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy
+) -> bool:
     """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule.
 
     - ``held``: bytes of the mix by slot. Between its forward and its backward the unit holds its extra bytes, and

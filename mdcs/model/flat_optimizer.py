@@ -79,7 +79,8 @@ class Counts:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        firsts = [group["params"][0] for group in optimizer.param_groups]
+        nothing = torch.zeros(1)  # for a group that is empty
+        firsts = [next(iter(group["params"]), nothing) for group in optimizer.param_groups]
         self._small = [torch.zeros([min(side, 2) for side in p.shape], dtype=p.dtype, device=p.device) for p in firsts]
         self._made = same_options(optimizer, optimizer.param_groups[0], self._small[0])
         self._next: list[dict[str, Any]] = []

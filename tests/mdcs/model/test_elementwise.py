@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from mdcs.model.elementwise import StateLayout, state_layouts
+from mdcs.model.flat_optimizer import Counts
 from mdcs.model.units import UnsupportedModel
 from tests.mdcs.optimizers import (
     OPTIMIZERS,
@@ -205,6 +206,16 @@ def test_limits_of_gradients_are_found_wherever_they_are():
 def test_a_count_of_steps_is_found(make: Any):
     found = state_layout(make(parameters()))
     assert found.counts and not found.whole
+
+
+def test_counts_move_on_once_for_all_groups():
+    optimizer = OwnCount([{"params": parameters()}, {"params": []}])
+    counts = Counts(optimizer)
+    for steps in (1, 2):
+        counts.look_ahead()
+        counts.look_ahead()  # of an iteration that was dropped
+        counts.move_on()
+        assert optimizer.steps == {"made": steps}
 
 
 def test_each_matrix_may_have_a_group_of_its_own_where_groups_are_stacked():

@@ -92,7 +92,7 @@ def warn_padding(profile: Profile) -> None:
     """Warn of the unit that is padded most because ranks own whole parameters, if that is much of the model."""
     plain = [layout.numel * layout.param_width for layout in profile.layouts]
     padded = [layout.param_bytes for layout in profile.layouts]
-    if sum(padded) <= _MUCH * sum(plain):
+    if sum(padded) - sum(plain) < max(MIB, (_MUCH - 1) * sum(plain)):
         return
     most = max(range(len(plain)), key=lambda u: padded[u] - plain[u])
     warnings.warn(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -86,14 +86,13 @@ class ActivationExcess:
             self._above.append((peak - self.budget, -1, -1))
         self.skips = False
 
-    def hand_out(self, state: Mapping[str, Tensor], fits: bool) -> None:
-        """Hear of a state dict that the loop gets on its device. Warns once of one for which the budget has no room."""
+    def hand_out(self, state: Sequence[Tensor], fits: bool) -> None:
+        """Hear of the tensors of a state dict that the loop gets on its device. Warns once if the budget has no room.
+        """
         if self.budget is None:
             return
-        self._states = [each for each in self._states if each() is not None] + [
-            ref(tensor) for tensor in state.values()
-        ]
-        size = sum(tensor.nbytes for tensor in state.values())
+        self._states = [each for each in self._states if each() is not None] + [ref(tensor) for tensor in state]
+        size = sum(tensor.nbytes for tensor in state)
         if size > 0 and not fits and not self._has_warned_of_state:
             self._has_warned_of_state = True
             warnings.warn(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdcs.model.hooks import tensors_in
 from mdcs.model.optimizers import parameters_of
 from mdcs.runtime import optimizer_state, state_dict
 from mdcs.runtime.engine import Engine
@@ -96,9 +97,13 @@ def full_state_dict(engine: Engine, *, keep: bool, cpu: bool) -> dict[str, Tenso
     with engine.recorder.pause():
         cpu = cpu or not fits
         state = state_dict.full_state_dict(engine.model, engine.storages, engine.unsharder, keep=keep, cpu=cpu)
-    on_device = {name: value for name, value in state.items() if value.device == engine.storages[0].device}
-    engine.excess.hand_out(on_device, fits)
+    _hand_out(engine, state, fits)
     return state
+
+
+def _hand_out(engine: Engine, state: object, fits: bool = True) -> None:
+    device = engine.storages[0].device
+    engine.excess.hand_out([tensor for tensor in tensors_in(state) if tensor.device == device], fits)
 
 
 # -- the optimizers' state, as plain loops have it
@@ -109,6 +114,7 @@ def optimizer_states(engine: Engine, *, keep: bool, cpu: bool) -> list[dict[str,
     Collective."""
     engine.drain("optimizer_state_dict()", needs_ranks=True)
     found = engine.optimizer_state.full(keep=keep, cpu=cpu)
+    _hand_out(engine, found)
     return [optimizer_state.to_state_dict(optimizer, found) if keep else {} for optimizer in engine.optimizers.members]
 
 
@@ -116,6 +122,7 @@ def optimizer_state_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict
     """Return the state dict of ``optimizer``; drains first. Collective."""
     engine.drain("optimizer_state_dict()", needs_ranks=True)
     found = engine.optimizer_state.full(keep=True, cpu=False, of=parameters_of(optimizer))
+    _hand_out(engine, found)
     return optimizer_state.to_state_dict(optimizer, found)
 
 

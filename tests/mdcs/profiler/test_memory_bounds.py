@@ -99,8 +99,11 @@ def test_padding_of_whole_parameters_is_said() -> None:
     plain = chain(10 << 18, 10 << 18)
     first = replace(plain.units[0], whole=matrices)
     padded = replace(plain, units=(first, plain.units[1]))
+    small = chain(10, 10)
+    small = replace(small, units=(replace(small.units[0], whole=tuple(map(WholeParameter, (8, 1, 1)))), small.units[1]))
     with pytest.warns(UserWarning, match=r"a: .* by one of 2 ranks, so 10.0 MiB take 16.0 .*\(20.0 and 26.0 in all\)"):
         memory_bounds.warn_padding(padded)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         memory_bounds.warn_padding(plain)
+        memory_bounds.warn_padding(small)  # much of the model, but hardly any bytes

@@ -154,9 +154,9 @@ def test_evaluations_and_whole_parameters_between_steps_are_not_counted(two: Ran
 
 
 def holding(what: str) -> list[str]:
-    """Warnings of steps whose loop holds a state dict, or outputs of an evaluation with many samples."""
+    """Warnings of steps whose loop holds a state dict, of model or optimizer, or outputs of an evaluation with many samples."""
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     units = mdcs.partition(model, mdcs.ByClass("Linear"))
     link = mdcs.Link.uniform(1.0, 50.0)
     profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
@@ -169,6 +169,8 @@ def holding(what: str) -> list[str]:
             parallel.step()
             if what == "state":
                 held = parallel.state_dict()
+            elif what == "moments":
+                held = optimizer.state_dict()
             else:
                 with parallel.evaluate():
                     held = model(batch_of(64 * SAMPLES)[0])
@@ -181,6 +183,8 @@ def test_a_state_dict_is_named_and_one_above_the_budget_is_said(two: Ranks):
         above, steps = told
         assert "state_dict() returns" in above and "has room for" in above
         assert "MiB above the budget of" in steps and "that state_dict() has returned" in steps and "batch" not in steps
+    for [steps] in two.run(holding, "moments"):
+        assert "MiB above the budget of" in steps and "that state_dict() has returned" in steps
 
 
 def test_an_evaluation_is_no_batch_of_the_step(two: Ranks):

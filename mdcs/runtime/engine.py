@@ -37,7 +37,7 @@ from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.initialization import Handover, leave_units, shard_units
 from mdcs.runtime.message_queue import MessageQueue, queue_for
-from mdcs.runtime.messages import Messages
+from mdcs.runtime.messages import Connected, Messages
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.parameter_access import ParameterAccess
@@ -121,10 +121,8 @@ class Engine:
                 refuse = functools.partial(self.access.refuse, u)
                 return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, self.device)
 
-        self.storages = shard_units(
-            model, found.initialisation, make, groups.message_group, place, options.keeps_buffers
-        )
-
+        group, keeps_buffers = groups.message_group, options.keeps_buffers
+        self.storages = shard_units(model, found.initialisation, make, group, place, keeps_buffers)
         run_units = Units(context, self.storages)
         self.updates = ShardedOptimizer(context, self.storages, found.updates, found.group_of, options.clip_value)
         self.buffers = Buffers(model, options.broadcast_buffers)
@@ -137,9 +135,8 @@ class Engine:
         on_streams = self.executor.runs_ahead
         queue = queue_for(plan, context.ledger, self.executor.execution, on_streams)
         pacer = pacer_for(plan, self.rank, groups.message_group, world)
-        self.wire: Wire = (StreamTransport if on_streams else ThreadTransport)(
-            context, queue, messages, pacer, self.failures
-        )
+        transport = StreamTransport if on_streams else ThreadTransport
+        self.wire: Wire = transport(context, queue, messages, pacer, self.failures)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, self.wire.stop_unclosed)
         forget_in_child(self)
@@ -147,9 +144,8 @@ class Engine:
         # Walker: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self._handles.append(batch)
-        self.excess = ActivationExcess(
-            plan, context.ledger.slots, self.rank, batch, raises=options.over_budget == "raise"
-        )
+        raises = options.over_budget == "raise"
+        self.excess = ActivationExcess(plan, context.ledger.slots, self.rank, batch, raises=raises)
         lending = Lending(context, self.storages, self.failures)
         self.failures.duties.append(weakref.WeakMethod(lending.answer))
         self.unsharder = Unsharder(context, self.wire)
@@ -163,9 +159,8 @@ class Engine:
         self._handles.append(self._hooks)
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
-        self._handles.append(
-            Recomputation(units, chosen, functools.partial(functools.partial, self._hooks.recomputing))
-        )
+        recomputing = functools.partial(functools.partial, self._hooks.recomputing)
+        self._handles.append(Recomputation(units, chosen, recomputing))
         self._handles += [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
         self._handles += [validation.refuse_state_dict(model, self.storages, place)]
 
@@ -200,19 +195,14 @@ class Engine:
             leave_units(self.storages)
         self.groups.destroy(failed=True)
 
-    def _connect(
-        self, collectives: Collectives, in_node: bool
-    ) -> Communicator | NodeCommunicator | EmulatedCommunicator:
+    def _connect(self, collectives: Collectives, in_node: bool) -> Connected:
         if self.options.emulate is not None:
             return EmulatedCommunicator(collectives, self.options.emulate)
 
-        def of(group: dist.ProcessGroup | None) -> Communicator:
-            return Communicator(collectives, group, synchronous=self.executor.runs_ahead)
-
-        groups = self.groups
-        return (
-            NodeCommunicator(of(groups.node_group), of(groups.replica_group)) if in_node else of(groups.message_group)
-        )
+        groups, of = self.groups, functools.partial(Communicator, collectives, synchronous=self.executor.runs_ahead)
+        if in_node:
+            return NodeCommunicator(of(groups.node_group), of(groups.replica_group))
+        return of(groups.message_group)
 
     @property
     def queue(self) -> MessageQueue:
@@ -230,9 +220,7 @@ class Engine:
     def check(self, call: str, *, needs_ranks: bool = False) -> None:
         """Raise the error of a thread, and refuse this ``call`` of the loop where it cannot be. Side passes end."""
         if needs_ranks and self.options.emulate is not None:
-            raise RunError(
-                f"rank {self.rank}: {call} of an emulated world would be made up: the other ranks are not there"
-            )
+            raise RunError(f"rank {self.rank}: {call} needs all ranks; this run emulates them")
         self.wire.check()
         self.refuse_if_exported(call)
         if self.sequencer.side.is_open:
@@ -241,9 +229,7 @@ class Engine:
     def refuse_if_exported(self, call: str) -> None:
         """Raise RunError for a ``call`` after the end, and where the loop has the parameters for something else."""
         if self.is_closed:
-            raise RunError(
-                f"rank {self.rank}: {call} after close(), which has ended the run: call mdcs.parallelize() again"
-            )
+            raise RunError(f"rank {self.rank}: {call} after close(): call mdcs.parallelize() again")
         if self.sequencer.exported_to:
             raise self.place.error(f"{call} inside {self.sequencer.exported_to}: leave that with block first")
 
@@ -255,9 +241,9 @@ class Engine:
         if not sequencer.at_turn or not sequencer.step_pending:
             problem = validation.find_changed_training(self.storages)
             n = self.plan.micro_steps
-            needs = "a forward and a backward pass" if n == 1 else f"{n} forward and backward passes"
-            needs = f"step() needs {needs} before it"
-            raise place.error(problem or f"{needs}; parallel.abandon() ends a batch that has none")
+            passes = "a forward and a backward pass" if n == 1 else f"{n} forward and backward passes"
+            needs = f"step() needs {passes} before it; parallel.abandon() ends a batch that has none"
+            raise place.error(problem or needs)
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
         problem = validation.find_unseen_change(self.updates, self.storages, self.buffers, self.plan.world)
@@ -286,13 +272,10 @@ class Engine:
             mark_stepped(optimizer)
 
     def drain(self, call: str, *, needs_ranks: bool = False) -> None:
-        """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step.
-        """
+        """Finish all messages and updates for this ``call`` of the loop, which all ranks make in the same step."""
         self.check(call, needs_ranks=needs_ranks)
         if not self.sequencer.at_turn or self.sequencer.step_pending:
-            raise self.place.error(
-                f"{call} inside an iteration, between its forward pass and step(): call it after step()"
-            )
+            raise self.place.error(f"{call} inside an iteration: call it after step()")
         self.excess.skips = True
         with self.place.during(call):
             problem = why_ranks_cannot_continue(self.groups.agree_on_call(call, self.sequencer.step))
@@ -305,15 +288,10 @@ class Engine:
 
     @contextlib.contextmanager
     def export_params(
-        self,
-        call: str,
-        use: Callable[[], AbstractContextManager[None]],
-        *,
-        needs_ranks: bool = False,
+        self, call: str, use: Callable[[], AbstractContextManager[None]], *, needs_ranks: bool = False,
         weights: str | None = None,
-    ) -> Iterator[None]:
-        """Drain, then let ``use`` have the parameters, or the state ``weights``, instead of training, inside the block.
-        """
+    ) -> Iterator[None]:  # fmt: skip
+        """Drain, then let ``use`` have the parameters or the state ``weights`` instead of training, in the block."""
         self.drain(call, needs_ranks=needs_ranks)
         self.sequencer.exported_to = call
         try:
@@ -385,9 +363,7 @@ class Engine:
         return ""
 
     def end(self, why: str, *, failed: bool = False) -> None:
-        """Stop the threads and remove the hooks, without the other ranks. ``why``: the reason for parameters that are
-        not whole.
-        """
+        """Stop the threads and remove the hooks, without the other ranks. ``why``: why parameters are not whole."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -406,8 +382,7 @@ class Engine:
         self._hooks.remove()
 
     def retire(self, call: str) -> Handover:
-        """Stop between two steps, for this ``call`` of the loop; return what gives the units to the next run.
-        Collective."""
+        """Stop between two steps, for this ``call``; return what gives the units to the next run. Collective."""
         problem = self._give_up(call)
         if problem is not None:
             raise RunError(f"rank {self.rank}: {call}: {problem}")

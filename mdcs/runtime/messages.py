@@ -40,7 +40,8 @@ from mdcs.torch_compat import copy_all
 Part = tuple[int, int]
 """(unit, block)."""
 
-Connect = Callable[[Collectives, bool], Communicator | NodeCommunicator | EmulatedCommunicator]
+Connected = Communicator | NodeCommunicator | EmulatedCommunicator
+Connect = Callable[[Collectives, bool], Connected]
 """(algorithms, within a node) -> communicator."""
 
 _IN_WORDS = {

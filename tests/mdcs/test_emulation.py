@@ -187,7 +187,7 @@ def test_what_an_emulated_world_is_not_is_refused(two: Ranks):
         "the plan is for 8 ranks, the emulated world has 16",
         "an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)",
         "the plan is for 8 ranks, the process group has 1: start as many, or make a new plan",
-        "rank 0: state_dict() of an emulated world would be made up: the other ranks are not there",
+        "rank 0: state_dict() needs all ranks; this run emulates them",
     ]
     for said in two.run(refusals):
         assert [line for line in said if "process group has 2" in line] == [

@@ -420,8 +420,8 @@ REFUSED: dict[Callable[[Setup, mdcs.Session, Any], None], tuple[str, ...]] = {
     evaluate_whole: ("evaluate() inside full_parameters()",),
     train_whole: ("a pass with gradients inside full_parameters(): leave that with block to train",),
     close_in_an_evaluation: ("close() inside evaluate()",),
-    save_in_an_iteration: ("state_dict() inside an iteration, between its forward pass and step(): call it after",),
-    step_after_close: ("step() after close(), which has ended the run: call mdcs.parallelize() again",),
+    save_in_an_iteration: ("state_dict() inside an iteration: call it after step()",),
+    step_after_close: ("step() after close(): call mdcs.parallelize() again",),
     save_after_close: ("state_dict() after close()",),
 }
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from mdcs.plan.lifetimes import Moment, Row, at_rest, bytes_between, message_rows, unit_rows
 from mdcs.plan.period import Op, Period
 from mdcs.plan.plan import Plan
-from mdcs.plan.runs import cuts, pieces_of
 from mdcs.plan.schedule import Folded, SizeTable, buffer_of, fold_bytes
 from mdcs.plan.strategy import Strategy
+from mdcs.profile.layout import cuts, owned_part
 from mdcs.profile.link import Kind
 
 Effects = tuple[tuple[str, int], ...]
@@ -174,7 +174,8 @@ def _unit_bytes(period: Period, u: int, strategy: Strategy, blocks: tuple[int, .
     scratch = {}
     for b, largest in enumerate(found.largest):
         if rank is not None:
-            largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks, b, rank))
+            own = owned_part(sum(blocks[:b]), blocks[b], parts, rank)
+            largest = max(n for _, n, _ in layout.pieces(unit.segments, own))
         scratch[u, b] = opt.scratch(largest, layout.updated_width) + blocks[b] // parts * copies
     return _UnitBytes((*resting, ("optimizer", fixed)), scratch, more)
 

@@ -19,6 +19,7 @@ from mdcs.plan.schedule import Message, MessageSeconds, MessageTable, Schedule, 
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, arranged, validate
+from mdcs.profile.layout import owned_part
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, with_tuples
 
@@ -117,6 +118,15 @@ class Plan:
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """Start of each block in its unit's flat buffer (elements)."""
         return tuple(tuple(itertools.accumulate(sizes[:-1], initial=0)) for sizes in self.blocks)
+
+    def runs(self, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
+        """Return (start, elements, segment) of each *run* of a block: a piece that ``rank`` updates as one tensor.
+
+        Boundaries of segments cut a rank's part of a block. Starts are in the unit's flat buffer.
+        """
+        parts = self.strategies[unit].parts(self.profile)
+        part = owned_part(self.offsets[unit][block], self.blocks[unit][block], parts, rank)
+        return self.profile.layouts[unit].pieces(self.profile.units[unit].segments, part)
 
     def elements(self, message: Message) -> int:
         """Return the elements of all blocks of the message, padding included."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 
 @lru_cache(maxsize=64)
@@ -127,3 +129,62 @@ class Layout:
         """Return where consecutive parts of these lengths end in the flat buffer (elements): the last with the padding.
         """
         return (*itertools.accumulate(lengths[:-1]), self.elements)
+
+    def pieces(self, lengths: Sequence[int], part: slice) -> list[tuple[int, int, int]]:
+        """Return (start, elements, number) of what a ``part`` of the flat buffer has of parts of these lengths."""
+        pieces, begin = [], 0
+        for number, end in enumerate(self.ends(lengths)):
+            low, high = max(begin, part.start), min(end, part.stop)
+            if low < high:
+                pieces.append((low, high - low, number))
+            begin = end
+        return pieces
+
+
+def owned_part(offset: int, size: int, parts: int, rank: int) -> slice:
+    """Return the part of a block that ``rank`` updates, in the flat buffer: all of it if there is one of ``parts``.
+
+    - ``offset``, ``size``: of the block (elements).
+    """
+    start = offset + rank % parts * (size // parts)
+    return slice(start, start + size // parts)
+
+
+class Cuts(NamedTuple):
+    """Extra runs of a unit's updates, where segment boundaries cut the part of a rank. A block without cuts is one run.
+
+    - ``everywhere``: cuts that every rank has.
+    - ``on_rank``: (rank, further cuts) of the ranks that have some.
+    - ``largest``: for each block, the longest run of any rank (elements).
+    """
+
+    everywhere: int
+    on_rank: tuple[tuple[int, int], ...]
+    largest: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> Cuts:
+    """Return the cuts of a unit.
+
+    - ``ends``: ends of its segments (elements).
+    - ``parts``: number of ranks that share an update (:meth:`mdcs.plan.strategy.Strategy.parts`). Ranks in the result
+      are modulo ``parts``.
+    """
+    counts: Counter[int] = Counter()
+    largest = []
+    start = 0
+    for size in blocks:
+        part = size // parts
+        inside = {end - start for end in ends if start < end < start + size and (end - start) % part}
+        counts.update(offset // part for offset in inside)
+        cut_ranks = {offset // part for offset in inside}
+        if len(cut_ranks) < parts:
+            largest.append(part)
+        else:
+            edges = sorted({*inside, *range(0, size + 1, part)})
+            largest.append(max(b - a for a, b in itertools.pairwise(edges)))
+        start += size
+    if parts == 1:
+        return Cuts(counts[0], (), tuple(largest))
+    return Cuts(0, tuple(sorted(counts.items())), tuple(largest))

@@ -267,8 +267,10 @@ class OptimizerState:
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
         """Return this rank's part of one state of a unit, by block: flat, zeros where there is none."""
         storage = self._storages[u]
-        dtype = self.layout_of(storage.parameters[0]).per_element.get(key)
-        parts = {b: torch.zeros_like(storage.owned_shard(b), dtype=dtype) for b in range(len(storage.blocks))}
+        own, updated = self.layout_of(storage.parameters[0]).per_element.get(key), storage.master_dtype
+        dtype = own or updated or storage.flat_param.dtype
+        sizes = [size // storage.parts for size in storage.blocks]
+        parts = {b: torch.zeros(size, dtype=dtype, device=storage.device) for b, size in enumerate(sizes)}
         for _, b, run in self._runs(u):
             if key in run.saved and key not in self._updates.layout_of(run).replicated:
                 parts[b][run.place] = run.flat(run.saved[key])

@@ -1,7 +1,7 @@
 """The optimizers on shards, run by run, so that a block is updated as soon as it is reduced.
 
-A run (:func:`mdcs.plan.runs.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
-updated as one tensor: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise,
+A run (:meth:`mdcs.plan.plan.Plan.runs`) is a view of the rank's part of a block, with one parameter group's options. It
+is updated as one tensor: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise,
 with the state that torch's optimizer would keep for it. Elementwise optimizers give the same bits on any cut.
 Where the histories of neighbours differ, such as their step counts, runs are cut further. Where the optimizer needs
 whole parameters, each parameter that the rank owns is a run.
@@ -22,7 +22,6 @@ from torch.optim.sgd import sgd
 from mdcs.model.elementwise import FUNCTIONAL, StateLayout
 from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options
 from mdcs.model.optimizers import NOT_TRAINED, Updates
-from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.storage import ParameterPlace, UnitStorage
@@ -238,7 +237,7 @@ class ShardedOptimizer:
                 )
 
     def _flat_runs(self, u: int, b: int) -> Iterator[UpdateRun]:
-        pieces, local = runs(self._plan, u, b, self._rank), self.storages[u].owned_shard(b)
+        pieces, local = self._plan.runs(u, b, self._rank), self.storages[u].owned_shard(b)
         for begin, length, segment in pieces:
             if self._group_of[u][segment] != NOT_TRAINED:
                 start = begin - pieces[0][0]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mdcs.model.guard import Guard, Refuse
 from mdcs.plan.plan import Plan
+from mdcs.profile.layout import owned_part
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter
 from mdcs.torch_compat import without_torch_function
@@ -159,9 +160,7 @@ class UnitStorage:
 
     def owned_slice(self, block: int) -> slice:
         """Return the slice of the block's part that this rank updates, in the flat buffers."""
-        size = self.blocks[block] // self.parts
-        start = self.offsets[block] + self.rank % self.parts * size
-        return slice(start, start + size)
+        return owned_part(self.offsets[block], self.blocks[block], self.parts, self.rank)
 
     def slice_in_shard(self, block: int) -> slice:
         """Return the slice of the block's part in this rank's shard."""

@@ -340,3 +340,24 @@ def test_the_same_plan_with_a_budget_is_another() -> None:
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "block", "expected"),
+    [
+        # Segments of 7 and 2 elements, padded to 10, in blocks of 6 and 4; a rank has 3 and 2 of them.
+        ("zero2", 0, 0, [(0, 3, 0)]),
+        ("zero2", 1, 0, [(3, 3, 0)]),
+        ("zero2", 0, 1, [(6, 1, 0), (7, 1, 1)]),
+        ("zero2", 1, 1, [(8, 2, 1)]),  # the padding belongs to the last segment
+        ("dp", 0, 1, [(6, 1, 0), (7, 3, 1)]),
+        ("dp", 1, 0, [(0, 6, 0)]),
+    ],
+)
+def test_boundaries_of_segments_cut_what_a_rank_updates(
+    strategy: str, rank: int, block: int, expected: list[tuple[int, int, int]]
+) -> None:
+    profile = chain(9, world=2)
+    plan = planned(replace(profile, units=(replace(profile.units[0], segments=(7, 2)),)), strategy)
+    messages = tuple(replace(m, parts=((0, 0), (0, 1))) for m in plan.messages)
+    assert replace(plan, blocks=((6, 4),), messages=messages).runs(0, block, rank) == expected

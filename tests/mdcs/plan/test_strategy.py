@@ -9,7 +9,6 @@ import pytest
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
@@ -32,7 +31,7 @@ def test_at_rest_a_rank_holds_what_it_would_in_a_world_of_its_node(strategy: str
     within, alone = planned(PROFILE, strategy), planned(chain(8, 16, 8, world=2, optimizer=ADAM), like)
     assert Ledger(within).at_rest == Ledger(alone).at_rest
     for rank in range(4):
-        assert runs(within, 1, 0, rank) == runs(alone, 1, 0, rank % 2)
+        assert within.runs(1, 0, rank) == alone.runs(1, 0, rank % 2)
         assert Ledger(within, rank).rest_bytes == Ledger(alone, rank % 2).rest_bytes
 
 

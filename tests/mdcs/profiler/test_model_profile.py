@@ -62,6 +62,37 @@ def test_what_has_come_in_an_earlier_slot_is_there_when_the_last_begins() -> Non
     assert after == 0 < before
 
 
+class Mixed(torch.nn.Module):
+    """A linear layer in float32 whose bias is frozen, and a norm in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4, dtype=torch.float64)
+        self.linear.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.linear(x).double()).float()
+        return out
+
+
+def test_units_around_one_module_are_in_use_together() -> None:
+    """Of another type, of another optimizer, and frozen: each is needed while any of them computes."""
+    model = torch.nn.Sequential(Mixed(), Mixed())
+    *most, last = [p for p in model.parameters() if p.requires_grad]
+    optimizers = [torch.optim.SGD(most, lr=0.1), torch.optim.Adam([last])]
+    profile = mdcs.measure_profile(
+        model, mdcs.partition(model, mdcs.ByClass(("Mixed",))), lambda: model(torch.ones(1, 4)).sum(), optimizers,
+        world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+    )  # fmt: skip
+    assert [(u.name, u.dtype, u.trainable, u.optimizer) for u in profile.units] == [
+        ("0", "float32", True, 0), ("0[float64]", "float64", True, 0), ("0[frozen]", "float32", False, 0),
+        ("1", "float32", True, 0), ("1[float64]", "float64", True, 0), ("1[float64, Adam]", "float64", True, 1),
+        ("1[frozen]", "float32", False, 0),
+    ]  # fmt: skip
+    for name in ("0", "1"):
+        assert len({(u.forward, u.backward) for u in profile.units if u.modules == name}) == 1
+
+
 class OnCuda(torch.nn.Module):
     """Says that it is on a GPU, and has nothing there."""
 

@@ -40,6 +40,8 @@ class ActivationExcess:
         self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
         self._names = [plan.period.in_words(q) for q in range(plan.period.length)]
         self._profiled = from_words(plan.profile.about.get(INPUTS, ""))
+        slot_of = plan.profile.slots
+        self._left_out = [unit.name for unit in plan.profile.units if not slot_of[unit.forward[0]].seconds]
         self._seen = [0] * len(slots)
         self._over: set[int] = set()  # slots that have been above the budget
         self._live = 0
@@ -138,6 +140,8 @@ class ActivationExcess:
             said += (
                 f". The loop holds {held / MIB:.2f} MiB that state_dict() has returned: delete it before the next step"
             )
+        elif self._left_out:
+            said += f". The measured step left out {', '.join(self._left_out)}: measure one that runs all layers"
         else:
             said += (
                 ". The loop keeps what the measured step does not, such as outputs of a step or of an evaluation that "

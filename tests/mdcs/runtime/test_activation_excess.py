@@ -26,6 +26,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.activation_excess import ActivationExcess
+from mdcs.runtime.errors import OverBudget
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, of_job, planned
 from tests.mdcs.runtime.ranks import Ranks
@@ -210,6 +211,18 @@ def test_less_than_a_256th_of_the_budget_is_no_reason_to_wait_but_where_it_matte
     assert seen.arrived(0, {"activations": 54}) == 4 == seen.entered(0)
     seen.ended(1, {"activations": 101, "total": 1001})
     assert seen.arrived(1, {"activations": 51}) == 1
+
+
+def test_layers_that_the_measured_step_left_out_are_named():
+    profile = chain(8, 8)
+    left_out = dataclasses.replace(profile.slots[1], seconds=0.0)
+    for known in (profile, dataclasses.replace(profile, slots=(profile.slots[0], left_out, *profile.slots[2:]))):
+        plan = dataclasses.replace(planned(known, "dp"), budget=1000)
+        seen = ActivationExcess(plan, slots(100, 100, 100, 100), 0, BatchSizes([]), raises=True)
+        seen.ended(1, {"activations": 101, "total": 1001})
+        with pytest.raises(OverBudget) as told:
+            seen.end_step(1)
+        assert (f"left out {profile.units[1].name}" in str(told.value)) is (known is not profile)
 
 
 def test_the_reserve_is_for_larger_activations():

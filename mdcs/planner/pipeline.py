@@ -16,7 +16,7 @@ from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp.portfolio import COARSER
+from mdcs.planner.ilp.refine import COARSER
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.recompute import (
     AUTO,

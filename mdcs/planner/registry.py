@@ -14,8 +14,7 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
-from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.ilp.memory_aware import MemoryAware
+from mdcs.planner.ilp.joint import Joint, MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp

@@ -1,4 +1,15 @@
-"""Plans and bounds from the slot model: solve it whole, or relax and round it, and turn solutions into messages."""
+"""Plans and bounds from the slot model: solve it whole, or relax and round it, and turn solutions into messages.
+
+Costs: the slot model sends operations in fractions, so it knows only seconds per byte. It plans with a profile in which
+three costs of a block are spread over its bytes: the gap (or the latency, with one message in flight at a time), the
+link occupancy while computing, and the lost compute time. Delays of contention that depend on when a message comes
+(skew, dispatch, turn) are left out: the replay of the plan includes them.
+
+Rounding: the relaxation mixes strategies within a unit, about alike in similar units. Rounded one by one, all such
+units would get the same strategy. Therefore the bytes by which rounding raises a strategy are subtracted from the
+strategy in the following units (Floyd, Steinberg, 1976, in one dimension), and so are the bytes that recomputation
+frees. A buffer is held from the slot by which a given fraction of its gather has been sent.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +21,111 @@ from dataclasses import dataclass
 from typing import cast
 
 from mdcs.plan.admission import max_in_flight_bytes
+from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.linear_costs import linearize_costs
-from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, fitted, while_time_remains
-from mdcs.planner.ilp.rounding import Mix, mixes, roundings
+from mdcs.planner.ilp.refine import COARSER, EvaluatedPlan, fitted, while_time_remains
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
 from mdcs.planner.schedulers.priority import settled
 from mdcs.planner.schedulers.wfbp import Partitioning
+from mdcs.profile.contention import Contention
+from mdcs.profile.recompute import NONE
+from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
+
+
+def linearize_costs(profile: Profile) -> Profile:
+    """Return the profile with all costs of a block in β, and lost compute time as interference.
+
+    β of a kind is the seconds of a block divided by its bytes. The profile itself is returned if its link has no gaps
+    and there is no contention.
+    """
+    link, cost = profile.link, CostModel(profile)
+    if not any(link.gap) and profile.contention == Contention():
+        return profile
+    largest = max(range(len(profile.units)), key=lambda u: profile.layouts[u].grad_bytes)
+    elements = max(profile.world, profile.block // profile.layouts[largest].grad_width)
+    beta, lost = [], 0.0
+    for kind in link.kinds:
+        block = cost.message(kind, ((largest, elements),))
+        wire = profile.wire(kind, elements * profile.layouts[largest].width(kind.is_gather))
+        each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
+        beta.append(each / wire if wire else link.beta_of(kind))
+        lost = max(lost, cost.lost_s(wire, block.copy + block.update) / each if each else 0.0)
+    lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # lost compute time, as a fraction of sending time
+    none = (0.0,) * len(beta)
+    return dataclasses.replace(
+        profile,
+        link=dataclasses.replace(link, alpha=none, beta=tuple(beta), gap=none),
+        contention=Contention(),
+        interference=lost / (1 - lost),
+    )
+
+
+Mix = tuple[tuple[Strategy, ...], tuple[str, ...]]
+"""A strategy per unit, and a choice of recomputation per unit (empty: none is open)."""
+
+# Factors on the shares of strategies other than fsdp: whole buffers need more bytes than fractions of buffers.
+_KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
+_KEPT_RECOMPUTING = (0.85, 0.9, 0.8, 0.95, 0.82, 0.92, 0.87, 0.75, 0.97, 0.78, 0.94, 0.7)
+_FREED = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2)  # factors on bytes that recomputation frees
+_SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
+
+
+def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[SlotDecision]:
+    """Yield decisions near a solution of the relaxed model, the most promising first. They may exceed the budget."""
+    for sent in _SENT:
+        for strategies, recompute in mixes(model, values):
+            yield model.decide(values, strategies, sent, recompute)
+
+
+def mixes(model: SlotModel, values: Sequence[float]) -> list[Mix]:
+    """Return mixes near a solution of the relaxed model, the most promising first."""
+    kept = _KEPT_RECOMPUTING if model.recompute.columns else _KEPT
+    return list(dict.fromkeys(_with_recompute(model, values, _diffused(model, values, each)) for each in kept))
+
+
+def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[Strategy, ...]:
+    owed = dict.fromkeys(Strategy, 0.0)
+    out = []
+    for unit, z in zip(model.profile.units, model.assign, strict=True):
+        shares = {k: values[x] * (kept if k is not Strategy.fsdp and Strategy.fsdp in z else 1.0) for k, x in z.items()}
+        if Strategy.fsdp in z:
+            shares[Strategy.fsdp] += 1 - sum(shares.values())
+        for k, share in shares.items():
+            owed[k] += share * unit.numel
+        chosen = max(shares, key=owed.__getitem__)
+        owed[chosen] -= unit.numel
+        out.append(chosen)
+    return tuple(out)
+
+
+def _with_recompute(model: SlotModel, values: Sequence[float], strategies: tuple[Strategy, ...]) -> Mix:
+    """Return the strategies with the choices that free least and with which they fit the budget, or that free most."""
+    recompute: tuple[str, ...] = ()
+    for more in _FREED if model.recompute.columns else ():
+        recompute = _recomputed(model, values, more)
+        if model.problem.decided(recompute).fits(strategies):
+            break
+    return strategies, recompute
+
+
+def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple[str, ...]:
+    """Return choices that free about ``more`` times the bytes of the solution: what one unit lacks, the next ones free.
+    """
+    out, owed = [NONE] * len(model.profile.units), 0.0
+    for u in range(len(out)):
+        own = {option: x for option, x in model.recompute.columns.items() if option.unit == u}
+        if own:
+            owed += more * sum(values[x] * option.freed for option, x in own.items())
+            freed = {NONE: 0, **{option.choice: option.freed for option in own}}
+            out[u] = min(freed, key=lambda choice: abs(freed[choice] - owed))
+            owed -= freed[out[u]]
+    return tuple(out)
+
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
 _COARSE = 24  # bins of the first relaxation

@@ -1,15 +1,170 @@
-"""Strategies and schedule in one integer program under the whole budget (:mod:`mdcs.planner.ilp.slot_model`)."""
+"""Plans from the slot model: heuristics and solver find plans to start from, and a search by replays goes on from them.
+
+1. Heuristics (:mod:`mdcs.planner.ilp.refine`) give the first plans. If the plan decides what is recomputed, they take
+   the recomputation that the problem starts from.
+2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these
+   windows blocks are sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the
+   first plans.
+3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.ilp.refine`).
+
+The result is never predicted slower than the best heuristic tried, except where messages are merged because this saves
+more than it costs. Among equally fast schedules the leanest one is returned.
+
+The joint planner decides strategies and schedule in one program. The memory-aware scheduler has fixed strategies: most
+overlap within the remaining bytes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from mdcs.options import option
 from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.validity import PlanError
+from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.slot_planner import SlotPlanner
+from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResult, solve_relaxed, solve_whole
+from mdcs.planner.ilp.refine import (
+    COARSER,
+    EvaluatedPlan,
+    evaluate,
+    heuristics,
+    merge_blocks,
+    minimize_peak,
+    race,
+    while_time_remains,
+)
+from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.simulator.machine_code import compiled_loops
+from mdcs.sizes import MIB
+
+# HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation
+# gives the better plans.
+_SMALL, _WHOLE = 36, 60
+_HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
+_WORTH = 1e-3  # relative gain that makes another search worth its time
+
+
+@dataclass(frozen=True)
+class SlotPlanner(Solving):
+    """Base of the planners that use the slot model."""
+
+    block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
+
+    def solved(
+        self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None, start: Plan | None = None
+    ) -> Plan:
+        """Return the best plan found within ``seconds`` for ``problem.budget``, with its outcome and the proven bound.
+
+        - ``fixed``: strategies of the units. Only the schedule is then open.
+        - ``start``: a plan within the budget. The result is not slower.
+
+        The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may
+        be slower. Raises PlanError if no plan was found.
+        """
+        compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
+        block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
+        strategies = None if fixed is None else tuple(fixed)
+        request = SearchRequest(
+            problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()
+        )
+        known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
+        known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
+        known += [] if start is None else [evaluate(start)]
+        found, raced = _solve_beside_race(request, known)
+        candidates = [*found.plans, *raced, *known]
+        if not candidates:
+            raise PlanError(f"{name}: no plan was found: {found.status}")
+        before, best = math.inf, min(candidates, key=_cost_s)
+        if problem.recomputes:  # with fewer messages the search tries more, and moves more at once
+            best = merge_blocks(best, request.at(_SEARCH))
+        while (found.bound or 0.0) * (1 + _WORTH) < best.cost_s < before * (1 - _WORTH):  # the last search paid off
+            before = best.cost_s
+            again = race(
+                [best], request.at(_SEARCH), strategies=fixed is None, recompute=problem.recomputes, bound=found.bound
+            )
+            best = min([best, *again], key=_cost_s)
+        best = merge_blocks(best, request.at(_MERGING))
+        begun = best.plan.scheduler  # a search keeps the name of the plan that it started from
+        plan = minimize_peak(best, problem.floor, request.at(1.0))
+        outcome = found.status
+        if begun != name:
+            why = "faster than the solver's plan" if found.plans else "the solver gave nothing"
+            outcome = f"best heuristic ({begun}): {why} ({found.status})"
+        if found.bound is not None:
+            outcome += f", gap {max(0.0, 1 - found.bound / best.step_s):.1%}"
+        return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
+
+
+def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tuple[SolverResult, list[EvaluatedPlan]]:
+    """Run the solver, and beside it races from the plans ``known``. Return what both found.
+
+    Plans come from the integer program of a small problem, from the relaxation of a large one, and from both of those
+    between. The bound comes from the exact model: from its integer program if this is small and gives plans as well
+    (messages have no price), otherwise from its relaxation. This gives the plans, too, if recomputation is open and
+    messages have no price.
+    """
+    slots, fixed = request.problem.job.period.length, request.fixed is not None
+    best, realistic = min(known, key=_cost_s, default=None), request.realistic()
+    priceless = realistic.job.profile is request.problem.job.profile
+    once = slots > _SMALL and priceless and request.problem.recomputes
+    is_solved = threading.Event()  # many plans with recomputation follow: a race would take their processor
+    solves: list[Callable[[], SolverResult]] = []
+    if slots > _SMALL:
+        solves.append(
+            partial(solve_relaxed, request, request.problem if once else realistic, plans=True, solved=is_solved.set)
+        )
+    if slots <= (_SMALL if request.problem.recomputes else 2 * _WHOLE if fixed else _WHOLE):
+        solves.append(partial(solve_whole, request, realistic, best))
+    if slots <= _SMALL and priceless:
+        solves.append(partial(solve_whole, request, request.problem, best))
+    elif not once:
+        solves.append(partial(solve_relaxed, request, request.problem, plans=False))
+    with ThreadPoolExecutor(len(solves)) as pool:
+        solving = [pool.submit(solve) for solve in solves]
+        raced: list[EvaluatedPlan] = []
+        if known:
+            search = partial(race, strategies=not fixed, recompute=request.problem.recomputes)
+            raced = search(
+                known,
+                request.at(SOLVING),
+                stop=lambda: solving[0].done() or (request.problem.recomputes and is_solved.is_set()),
+            )
+            starts = [*raced, *solving[0].result().plans]
+            raced += search(
+                starts, request.at(SOLVING + DECODING), stop=lambda: all(each.done() for each in solving), most=1
+            )
+        found = [each.result() for each in solving]
+    said = [each.status for each in found if each.plans] or [found[0].status]
+    bound = max((each.bound for each in found if each.bound is not None), default=None)
+    status = "optimal" if "optimal" in said else said[0]
+    return SolverResult(status, bound, [plan for each in found for plan in each.plans]), raced
+
+
+def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
+    """Yield the greedy plan of the recomputation that the problem starts from."""
+    start = problem.decided()
+    plan = Priority(COARSER * start.profile.block / MIB).schedule(start.mix(Greedy().choose(start).strategies))
+    if problem.budget is not None:
+        with contextlib.suppress(PlanError):
+            yield fastest_repair(plan, problem.budget)
+
+
+def _cost_s(each: EvaluatedPlan) -> float:
+    return each.cost_s
 
 
 @dataclass(frozen=True)
@@ -39,3 +194,17 @@ class Joint(SlotPlanner):
             return self.solved(problem, self.name)
         first = self.solved(kept, self.name)
         return dataclasses.replace(self, seconds=self.seconds / 2).solved(problem, self.name, start=first)
+
+
+@dataclass(frozen=True)
+class MemoryAware(SlotPlanner):
+    """Plans with the budget of the mix."""
+
+    name: ClassVar[str] = "memory_aware"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the best schedule found, the heuristics' included.
+
+        Raises PlanError if none is within the mix's budget.
+        """
+        return self.solved(PlanningProblem(mix.job, mix.budget), self.name, mix.strategies)

@@ -1,19 +1,96 @@
-"""Better plans from good ones, by replay: race searches, merge blocks, and lower the peak."""
+"""Plans that a search starts from: heuristics, fitted to the budget. And better ones: races, merges, lower peaks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner.budget_repair import repair
-from mdcs.planner.ilp.portfolio import EvaluatedPlan, evaluate
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.fusion import fuse_neighbours
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.search import anneal, merge_adjacent_blocks
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.contention import Contention
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
+
+COARSER = 8  # saturation blocks in a coarse block: plans with few messages leave time for more replays
+_FUSED = 4  # saturation blocks in a fused message at most: a larger one waits for its last unit
+_SHARES = (0.25, 0.0, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
+_BEYOND_REPLAY = 5e-5  # s per message beyond the replay; measured 30 to 130 µs on plans with hundreds of messages
+
+
+class EvaluatedPlan(NamedTuple):
+    """A plan and its step time by replay, in seconds."""
+
+    step_s: float
+    plan: Plan
+
+    @property
+    def cost_s(self) -> float:
+        """The step, plus the cost of messages beyond the replay, which is 0 for a profile without contention."""
+        alone = self.plan.profile.contention == Contention()
+        return self.step_s + (0.0 if alone else _BEYOND_REPLAY * len(self.plan.messages))
+
+
+def evaluate(plan: Plan) -> EvaluatedPlan:
+    """Replay a plan."""
+    return EvaluatedPlan(replay(plan).period_s, plan)
+
+
+def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:
+    """Evaluate plans until the next, if it takes as long as the last, would miss the deadline. Always yield the first.
+    """
+    began = time.monotonic()
+    for plan in plans:
+        yield evaluate(plan)
+        took, began = time.monotonic() - began, time.monotonic()
+        if began + took > deadline:
+            return
+
+
+def fitted(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan fitted to the budget, and so the plan with small neighbours fused. Skip plans that do not fit."""
+    fused = fuse_neighbours(plan, _FUSED * plan.profile.block)
+    for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
+        with contextlib.suppress(PlanError):
+            yield each if problem.budget is None else repair(each, problem.budget)
+
+
+def heuristics(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
+    """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
+
+    Schedules with few messages come first, those that are made fastest before the others.
+    """
+    mixes = list(dict.fromkeys(_mixes(problem, fixed)))
+    coarse = Priority(COARSER * problem.profile.block / MIB)
+    for scheduler in (Dear(), Wfbp(), coarse, Priority(), Partitioning()):
+        for mix in mixes:
+            yield from fitted(problem, scheduler.schedule(mix))
+
+
+def _mixes(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[StrategyAssignment]:
+    if fixed is not None or problem.budget is None:
+        yield problem.mix(fixed or Greedy().choose(problem).strategies)
+        if fixed is None and problem.profile.has_gradient_times:  # dp: an early all-reduce needs no gather after it
+            yield problem.mix([Strategy.dp] * len(problem.profile.units))
+        return
+    slack = problem.budget - problem.floor
+    for share in _SHARES:
+        part = dataclasses.replace(problem, budget=problem.budget - int(share * slack))
+        yield problem.mix(Greedy().choose(part).strategies)
+
 
 RACING = 6  # plans that a race starts from
 

@@ -63,7 +63,7 @@ def planners(seed: int) -> dict[str, StrategyPlanner]:
     return {**{str(k): Uniform(str(k)) for k in Strategy if not k.in_node}, "random": RandomMix(seed), "greedy": Greedy()}
 
 
-@pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"memory_aware"}))  # see test_slot_planner
+@pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"memory_aware"}))  # see test_joint
 @pytest.mark.parametrize("seed", few(range(5), 2))
 def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler: str) -> None:
     rng = random.Random(seed)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
+from experiments.points import front
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp import slot_planner
+from mdcs.planner.ilp import joint
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.ilp.strategy_ilp import Ilp
@@ -240,7 +241,7 @@ def test_joint_goes_on_from_its_plan_without_recomputation_and_is_never_slower(m
     monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
     budget = floor_bytes(DEEP) + 2000
     two = make_plan(DEEP, Joint(seconds=2), budget=budget)
-    monkeypatch.setattr(slot_planner, "race", lambda *_, **__: [])
+    monkeypatch.setattr(joint, "race", lambda *_, **__: [])
     seconds, solved = list[float](), Joint.solved
 
     def recorded(planner: Joint, problem: PlanningProblem, *arguments: Any, **more: Any) -> Plan:
@@ -302,8 +303,9 @@ TRANSFORMER = analytic_profile(
 def test_more_bytes_are_never_slower(profile: Profile, count: int) -> None:
     low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
     budgets = [low + i * (high - low) // (count - 1) for i in range(count)]
-    plans = [make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()) for budget in budgets]
-    found = [plan.prediction for plan in plans if plan.prediction is not None]
-    steps = [each.step_s for each in found]
+    points = front(
+        lambda budget, share: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets
+    )
+    steps = [point.step_s for point in points]
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
-    assert all(each.peak_bytes <= budget for each, budget in zip(found, budgets, strict=True))
+    assert all(p.plan and p.plan.prediction and p.plan.prediction.peak_bytes <= p.budget for p in points)

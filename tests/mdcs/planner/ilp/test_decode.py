@@ -1,17 +1,39 @@
-"""Rounding keeps the bytes of every strategy, and spreads it as the relaxation does."""
+"""Solutions of the slot model become plans: costs per byte, and rounding."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import pytest
+
+from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.rounding import _diffused, roundings
+from mdcs.planner.ilp.decode import _diffused, linearize_costs, roundings
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
+from mdcs.profile.contention import Contention
 from tests.mdcs.planner.test_every_plan import job
-from tests.mdcs.profiles import chain
+from tests.mdcs.profiles import chain, link
+
+
+def test_a_link_without_gaps_is_its_own_price() -> None:
+    profile = chain(64, 64, link=link(1 / 64, alpha=0.5))
+    assert linearize_costs(profile) is profile
+
+
+def test_a_block_takes_as_long_and_costs_computing_as_much() -> None:
+    gaps = replace(link(1 / 64), gap=(0.5, 0.25, 0.25, 0.125), block=1024)
+    profile = replace(chain(4096, link=gaps), contention=Contention(message_seconds=30.0, compute_per_message=4.0))
+    model, pieces = linearize_costs(profile), ((0, profile.block // 4),)
+    for kind in profile.link.kinds:
+        before, after = CostModel(profile).message(kind, pieces), CostModel(model).message(kind, pieces)
+        assert after.transfer == pytest.approx(before.gap + before.transfer)
+        assert after.gap == after.lost == 0
+    slowest = max(4.0 / (c.gap + c.transfer) for c in (CostModel(profile).message(k, pieces) for k in profile.link.kinds))
+    assert 1 - 1 / (1 + model.interference) == pytest.approx(slowest)
 
 
 def model_of(*sizes: int) -> SlotModel:

@@ -14,12 +14,11 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check, min_feasible_budget
-from mdcs.planner import annealing
+from mdcs.planner import search
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp import decode, portfolio, refine
+from mdcs.planner.ilp import decode, refine
 from mdcs.planner.ilp.decode import SearchRequest
-from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.ilp.memory_aware import MemoryAware
+from mdcs.planner.ilp.joint import Joint, MemoryAware
 from mdcs.planner.ilp.slot_model import SlotDecision
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
@@ -113,20 +112,20 @@ def test_of_schedules_as_fast_the_leanest() -> None:
         problem = PlanningProblem(Job(job(seed)), None)
         plan = SCHEDULERS["priority"]().schedule(problem.mix([Strategy.fsdp] * len(problem.profile.units)))
         step_s = replay(plan).period_s
-        leaner = refine.minimize_peak(portfolio.EvaluatedPlan(step_s, plan), problem.floor, float("inf"))
+        leaner = refine.minimize_peak(refine.EvaluatedPlan(step_s, plan), problem.floor, float("inf"))
         assert replay(leaner).period_s <= step_s * (1 + 1e-6) and leaner.budget is None
         assert min_feasible_budget(leaner) <= min_feasible_budget(plan)
         saved += min_feasible_budget(plan) - min_feasible_budget(leaner)
     assert saved > 0
 
 
-def started() -> tuple[PlanningProblem, list[portfolio.EvaluatedPlan]]:
+def started() -> tuple[PlanningProblem, list[refine.EvaluatedPlan]]:
     """A tight job, and heuristics' plans for it."""
     sizes = 40_000, 10_000, 40_000, 20_000, 60_000, 30_000
     profile = chain(*sizes, link=link(8e-6, depth=2, block=1 << 14), live=1000)
     problem = PlanningProblem(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
-    coarse = itertools.islice(portfolio.heuristics(problem, None), 24)
-    return problem, list(map(portfolio.evaluate, coarse))
+    coarse = itertools.islice(refine.heuristics(problem, None), 24)
+    return problem, list(map(refine.evaluate, coarse))
 
 
 def request(problem: PlanningProblem, seconds: float, block: int = 1 << 14) -> SearchRequest:
@@ -134,8 +133,8 @@ def request(problem: PlanningProblem, seconds: float, block: int = 1 << 14) -> S
 
 
 def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(annealing, "_FEWEST", 300)
-    monkeypatch.setattr(annealing, "_TRIES", 0)  # the number of candidates ends the searches, not the time
+    monkeypatch.setattr(search, "_FEWEST", 300)
+    monkeypatch.setattr(search, "_TRIES", 0)  # the number of candidates ends the searches, not the time
     problem, known = started()
     found = refine.race(known, time.monotonic() + 120, strategies=True)
     racing = refine.most_promising(known, refine.RACING)

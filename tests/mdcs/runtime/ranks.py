@@ -176,7 +176,7 @@ _READINGS = {name: getattr(ShimMeter, name) for name in ("live", "peaks", "at_pe
 
 
 def _count_from_here() -> None:
-    """Leave out what earlier calls have left: oneDNN keeps a workspace, 1 MB and more, for every bf16 operator that has run."""
+    """Leave out what earlier calls have left, such as a random state or a model in a cache."""
     left = _READINGS["live"](ShimMeter())[UNTAGGED]
     for name, read in _READINGS.items():
         setattr(ShimMeter, name, lambda meter, read=read: _less(read(meter), left))

@@ -119,7 +119,7 @@ class Engine:
         def make(u: int) -> UnitStorage:
             with contextlib.nullcontext() if before is None else before.whole(u):
                 refuse = functools.partial(self.access.refuse, u)
-                return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, self.device)
+                return UnitStorage(context, u, found.ordered[u], refuse)
 
         group, keeps_buffers = groups.message_group, options.keeps_buffers
         self.storages = shard_units(model, found.initialisation, make, group, place, keeps_buffers)

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.model.guard import Guard, Refuse
-from mdcs.plan.plan import Plan
 from mdcs.profile.layout import owned_part
+from mdcs.runtime.context import RunContext
 from mdcs.sizes import aligned
-from mdcs.telemetry.memory_meter import Meter
 from mdcs.torch_compat import without_torch_function
 
 
@@ -68,15 +67,16 @@ class UnitStorage:
     ``flat_param``, both None where there is none.
 
     All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
-    the meta device get memory on ``device``, filled with NaN. :meth:`init_shards` then keeps only what the strategy
-    keeps at rest.
+    the meta device get memory on the device of ``context``, filled with NaN. :meth:`init_shards` then keeps only what
+    the strategy keeps at rest.
     """
 
     def __init__(
-        self, plan: Plan, unit: int, parameters: list[tuple[str, nn.Parameter]], rank: int, meter: Meter,
-        refuse: Refuse = lambda name, what: None, device: torch.device | None = None,
+        self, context: RunContext, unit: int, parameters: list[tuple[str, nn.Parameter]],
+        refuse: Refuse = lambda name, what: None,
     ) -> None:  # fmt: skip
-        self.plan, self.unit, self.rank, self.meter = plan, unit, rank, meter
+        plan, meter = context.plan, context.meter
+        self.plan, self.unit, self.rank, self.meter = plan, unit, context.rank, meter
         self.name = plan.profile.units[unit].name
         self.names = [n for n, _ in parameters]
         self.parameters = [p for _, p in parameters]
@@ -86,7 +86,7 @@ class UnitStorage:
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
         self.offsets = plan.offsets[unit]
         first = self.parameters[0]
-        self.device = device if device is not None and first.is_meta else first.device
+        self.device = context.device if first.is_meta else first.device
         self.places = self._lay_out()
         planned = plan.profile.units[unit]
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))

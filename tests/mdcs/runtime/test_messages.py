@@ -26,7 +26,6 @@ from mdcs.runtime.messages import Messages, Transfer
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.units import Units
 from mdcs.sizes import aligned
-from mdcs.telemetry.memory_meter import Meter
 from tests.mdcs.runtime.ranks import Ranks
 
 SIZES = (13, 6, 20)
@@ -42,13 +41,13 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     collectives = Collectives(algorithm)
     profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)
     plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(StrategyAssignment(Job(profile), (Strategy(strategy),) * 3))
+    context = RunContext(plan, ErrorContext(rank))
     storages = [
-        UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, Meter())
+        UnitStorage(context, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))])
         for u, n in enumerate(SIZES)
     ]
     for storage in storages:
         storage.init_shards()
-    context = RunContext(plan, ErrorContext(rank))
     no_updates: Any = None
     messages = Messages(
         context, Units(context, storages), no_updates, no_updates, lambda collectives, _: Communicator(collectives, None)

@@ -25,7 +25,6 @@ from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer, later_step
 from mdcs.runtime.storage import UnitStorage
-from mdcs.telemetry.memory_meter import Meter
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
@@ -61,9 +60,10 @@ def job(
     )
     plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(StrategyAssignment(Job(profile), (Strategy(strategy),)))
     mine = make(ours)
-    storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, Meter())
+    context = RunContext(plan, ErrorContext(rank))
+    storage = UnitStorage(context, 0, [(str(i), p) for i, p in enumerate(ours)])
     storage.init_shards()
-    updates = ShardedOptimizer(RunContext(plan, ErrorContext(rank)), [storage], Updates(Optimizers(mine)), [[0, 1]])
+    updates = ShardedOptimizer(context, [storage], Updates(Optimizers(mine)), [[0, 1]])
     updates.make_state()
     return updates, storage, mine, alone, make(alone)
 

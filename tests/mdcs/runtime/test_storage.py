@@ -13,8 +13,9 @@ from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.runtime.context import RunContext
+from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.storage import UnitStorage
-from mdcs.telemetry.memory_meter import Meter
 
 FREE = Link((0.0,) * 4, (0.0,) * 4)
 
@@ -36,7 +37,7 @@ def storage_of(rank: int, strategy: str = "sdp", blocks: int = 1) -> tuple[UnitS
     """Two parameters of 2 x 4 and 7 numbers, 0 … 14, and one number of padding."""
     parameters = [nn.Parameter(torch.arange(8.0).view(2, 4)), nn.Parameter(torch.arange(8.0, 15.0))]
     named = [("a", parameters[0]), ("b", parameters[1])]
-    storage = UnitStorage(plan_of(16, strategy, blocks=blocks), 0, named, rank, Meter())
+    storage = UnitStorage(RunContext(plan_of(16, strategy, blocks=blocks), ErrorContext(rank)), 0, named)
     storage.init_shards()
     return storage, parameters
 
@@ -132,7 +133,7 @@ def odd(strategy: str) -> tuple[UnitStorage, list[nn.Parameter]]:
         nn.Parameter(torch.randn(3, 14)[:, ::2]),
     ]
     named = [(str(i), p) for i, p in enumerate(parameters)]
-    return UnitStorage(plan_of(8 + 48 + 24, strategy), 0, named, 0, Meter()), parameters
+    return UnitStorage(RunContext(plan_of(8 + 48 + 24, strategy), ErrorContext(0)), 0, named), parameters
 
 
 def test_parameters_begin_at_16_bytes_and_keep_their_strides():

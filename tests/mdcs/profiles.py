@@ -125,10 +125,10 @@ def recomputable(profile: Profile, *units: int, freed: int, seconds: float = 1.0
 
 
 def with_options(profile: Profile, rng: random.Random, *, selective: bool = True) -> Profile:
-    """The profile with random options of recomputation for units with a backward."""
+    """The profile with random options of recomputation for units with a backward, one around each module."""
     options = []
     for u, unit in enumerate(profile.units):
-        if unit.backward is None:
+        if unit.backward is None or unit.name != unit.modules:
             continue
         forward, backward = unit.forward[0], unit.backward[1]
         between = profile.slots[forward + 1 : profile.forward_slots + backward + 1]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.api.autoplan import SECONDS, autoplan
-from mdcs.api.whole_model import WholeModel
 from mdcs.model.optimizers import Optimizers, Updates, by_optimizer
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
@@ -29,6 +28,7 @@ from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import link_of_rings, needs_rings, used_outside, with_link
 from mdcs.profiler.consensus import merge_profiles, on_all_ranks, on_rank_zero, phase
+from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import key_of_job
 from mdcs.profiler.link_timing import measure_link
 from mdcs.profiler.memory_bounds import require_model_fits, whole_bytes
@@ -116,16 +116,16 @@ class LoopPlan:
             profile = self._profile(engine, steps)
             return self._make(engine.model, engine.optimizers, _no_step, engine.plan.micro_steps, profile)
 
-    def of_first_step(self, whole: WholeModel) -> Plan:
+    def of_first_step(self, first: FirstStep) -> Plan:
         """Plan with the profile of an earlier start, if it has kept one, else with one that is measured, and kept.
         Collective.
 
         Raises RunError if the step had another number of backward passes than ``micro_steps``.
         """
-        first, model, optimizers = whole.first, whole.model, whole.optimizers
+        model, optimizers = first.model, first.optimizers
         if self.micro_steps not in (None, first.micro_steps):
             raise RunError(
-                f"rank {whole.rank}: the first step had {first.micro_steps} backward passes, and parallelize was given "
+                f"rank {first.rank}: the first step had {first.micro_steps} backward passes, and parallelize was given "
                 f"micro_steps={self.micro_steps}"
             )
         torch.compiler.reset()  # what was compiled in the first step has no units' hooks in it, and looks for none
@@ -136,10 +136,10 @@ class LoopPlan:
             others = "" if self.recompute in (KEEP, AUTO) else "; recomputation"
             path = self.folder / f"{key_of_job(model, self.units, optimizers, first.in_words() + others)}.json"
             known = on_rank_zero(lambda: self._sufficient(cache.read(path), first.micro_steps))
-            if known is not None and whole.rank == 0 and self.progress:
+            if known is not None and first.rank == 0 and self.progress:
                 tell(f"profile of an earlier start: {path}", logger)
             plan = make(known)
-            if known is None and whole.rank == 0:
+            if known is None and first.rank == 0:
                 cache.keep(plan.job.profile, path)
             return plan
 

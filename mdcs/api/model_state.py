@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mdcs.api.whole_model import WholeModel
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
+from mdcs.profiler.first_step import FirstStep
 from mdcs.runtime import loop_calls, state_dict
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
@@ -28,14 +28,14 @@ class NoPlanYet(RunError, AttributeError):
 
 
 class ModelState:
-    """The model and the optimizers of a session. Its first step may have them whole (``begin`` is a WholeModel)."""
+    """The model and the optimizers of a session. They are whole in its first step if ``begin`` is a FirstStep."""
 
-    def __init__(self, begin: Engine | WholeModel, units: list[ModelUnit]) -> None:
+    def __init__(self, begin: Engine | FirstStep, units: list[ModelUnit]) -> None:
         self.model, self.units, self.rank, self._options = begin.model, units, begin.rank, begin.options
         self._optimizers = begin.optimizers
         self.optimizers = self._optimizers.members
         self.optimizer = self.optimizers[0]
-        self._whole = begin if isinstance(begin, WholeModel) else None
+        self._first = begin if isinstance(begin, FirstStep) else None
         self._run = begin if isinstance(begin, Engine) else None
         self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0  # steps before those of the present plan
@@ -63,8 +63,8 @@ class ModelState:
         Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
         Raises ValueError for an unknown name. Collective.
         """
-        if self._whole is not None:
-            return self._whole.full_parameters(names, writeback, weights)
+        if self._first is not None:
+            return self._first.full_parameters(names, writeback, weights)
         keep = self._keeps(rank0_only)
         return loop_calls.full_parameters(
             self._engine, names, keep=keep, cpu=cpu, writeback=writeback, weights=weights
@@ -81,14 +81,14 @@ class ModelState:
         Units are gathered one by one. With ``cpu``, and where the budget has no room for the result, the result is on
         the CPU and the device holds no more than one whole unit. Collective.
         """
-        if self._whole is not None:
-            return self._whole.state_dict(self._keeps(rank0_only), cpu)
+        if self._first is not None:
+            return self._first.state_dict(self._keeps(rank0_only), cpu)
         return loop_calls.full_state_dict(self._engine, keep=self._keeps(rank0_only), cpu=cpu)
 
     @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
-        if self._whole is not None:
+        if self._first is not None:
             self.model.load_state_dict(full)
             return
         self._engine.drain("load_state_dict()")
@@ -102,7 +102,7 @@ class ModelState:
         ``cpu``. State of masters has their precision. Collective.
         """
         keep = self._keeps(rank0_only)
-        if self._whole is not None:
+        if self._first is not None:
             dicts = [type(each).state_dict(each) if keep else {} for each in self.optimizers]
         else:
             dicts = loop_calls.optimizer_states(self._engine, keep=keep, cpu=cpu)
@@ -121,7 +121,7 @@ class ModelState:
         self._load(list(zip(self.optimizers, dicts, strict=True)))
 
     def _load(self, given: loop_calls.Given) -> None:
-        if self._whole is None:
+        if self._first is None:
             loop_calls.load_optimizer_states(self._engine, given)
             return
         for optimizer, saved in given:
@@ -131,13 +131,13 @@ class ModelState:
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RunError if the optimizer's options have changed since the iteration's updates."""
-        if self._whole is None:
+        if self._first is None:
             loop_calls.check_options(self._engine, optimizer)
 
     @without_autograd()
     def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the ``state_dict()`` that this optimizer has in a plain loop; drains first. Collective."""
-        if self._whole is not None:
+        if self._first is not None:
             return type(optimizer).state_dict(optimizer)
         return loop_calls.optimizer_state_of(self._engine, optimizer)
 
@@ -166,7 +166,7 @@ class ModelState:
     @property
     def steps(self) -> int:
         """Iterations done, including those before a resumed checkpoint."""
-        return self._resumed_after + (0 if self._whole is not None else self._engine.sequencer.step - 1)
+        return self._resumed_after + (0 if self._first is not None else self._engine.sequencer.step - 1)
 
     @without_autograd()
     def checkpoint(
@@ -198,8 +198,8 @@ class ModelState:
 
     @without_autograd()
     def _resume(self, path: Path) -> ResumeInfo | None:
-        if self._whole is not None:
-            resumed = self._whole.resume(path)
+        if self._first is not None:
+            resumed = self._first.resume(path)
             self._resumed_after = 0 if resumed is None else resumed.step
             return resumed
         self._engine.drain("resume()", needs_ranks=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mdcs.api.loop_plan import STEPS, LoopPlan
 from mdcs.api.model_state import ModelState
-from mdcs.api.whole_model import WholeModel
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
+from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.running_steps import RunningSteps
 from mdcs.runtime import loop_calls, state_dict
 from mdcs.runtime.engine import Engine, Trained
@@ -46,12 +46,12 @@ class Session(ModelState):
 
     """
 
-    # begin: the run of a given or provisional plan, or a whole model.
+    # begin: the run of a given or provisional plan, or a first step with the whole model.
     # making: makes the plan that follows; None: the plan is given.
     # was_in_pieces: the model has not been whole before, so it may not fit whole in the end.
 
     def __init__(
-        self, begin: Engine | WholeModel, units: list[ModelUnit], making: LoopPlan | None = None, *,
+        self, begin: Engine | FirstStep, units: list[ModelUnit], making: LoopPlan | None = None, *,
         was_in_pieces: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(begin, units)
@@ -81,8 +81,8 @@ class Session(ModelState):
         RunError if there was no pass, and for changes by the loop that the updates did not see. With
         ``over_budget="raise"`` a step that took more bytes than the budget has ends the run on every rank.
         """
-        if self._whole is not None:
-            self._begin(self._whole)
+        if self._first is not None:
+            self._begin(self._first)
             return
         try:
             self._engine.end_step()
@@ -94,15 +94,14 @@ class Session(ModelState):
             if self._recorded.steps == STEPS:
                 self._change_plan(self._recorded)
 
-    def _begin(self, whole: WholeModel) -> None:
+    def _begin(self, first: FirstStep) -> None:
         """End the first step; plan with its profile; shard the model with the optimizer's state."""
         assert self._making is not None
-        first = whole.first
         first.finish()
-        plan = self._making.of_first_step(whole)
+        plan = self._making.of_first_step(first)
         first.forget()
         self._continue(plan)
-        self._whole, self._earlier_norm = None, first.norm
+        self._first, self._earlier_norm = None, first.norm
         self._count(1)
 
     def _change_plan(self, steps: RunningSteps) -> None:
@@ -154,7 +153,7 @@ class Session(ModelState):
 
         Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
         """
-        if self._whole is None:
+        if self._first is None:
             self._engine.drain("drain()")
 
     def abandon(self) -> None:
@@ -163,8 +162,8 @@ class Session(ModelState):
         The ranks may be at different places of a forward pass. Raises RunError if updates of the iteration have begun;
         without ``plan.cross_iteration`` none begins before :meth:`step`.
         """
-        if self._whole is not None:
-            self._whole.first.forget()
+        if self._first is not None:
+            self._first.forget()
             return
         if self._recorded is not None:
             self._recorded.give_up()
@@ -173,8 +172,8 @@ class Session(ModelState):
     def drops_gradients(self) -> bool:
         """Give up the iteration for the optimizer's ``zero_grad()``, between two passes; return whether this could be
         done."""
-        if self._whole is not None:
-            can_drop = self._whole.first.micro_steps > 0 and self._options.needs_norm
+        if self._first is not None:
+            can_drop = self._first.micro_steps > 0 and self._options.needs_norm
         else:
             can_drop = loop_calls.can_drop(self._engine)
         if can_drop:
@@ -189,9 +188,9 @@ class Session(ModelState):
         without one, :meth:`step` reduces them. ``zero_grad()`` drops them. Units are whole meanwhile. Every rank enters
         a block at the same place of the step.
         """
-        if self._whole is None:
+        if self._first is None:
             self._engine.refuse_if_exported("no_sync()")
-        passes = self._engine.sequencer.side if self._whole is None else self._whole.first
+        passes = self._engine.sequencer.side if self._first is None else self._first
         before, passes.accumulates = passes.accumulates, True
         try:
             yield
@@ -208,8 +207,8 @@ class Session(ModelState):
         Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward.
         In the second case a rank waits at the end for the ranks that have more batches.
         """
-        if self._whole is not None:
-            return self._whole.evaluate(weights)
+        if self._first is not None:
+            return self._first.evaluate(weights)
         return self._engine.export_params("evaluate()", self._evaluate, weights=weights)
 
     @contextmanager
@@ -223,7 +222,7 @@ class Session(ModelState):
 
         Evaluations, checkpoints and state dicts are left out by themselves, their drain is not.
         """
-        return self._engine.recorder.pause() if self._whole is None else nullcontext()
+        return self._engine.recorder.pause() if self._first is None else nullcontext()
 
     # -- gradients: updates begin in backward, so their limits are options of the run ------------------------------
 
@@ -242,8 +241,8 @@ class Session(ModelState):
             "clip_grad_norm_", "clip_norm", max_norm, self._options.clip_norm,
             "; a plan= of your own: make it with cross_iteration=False",
         )  # fmt: skip
-        if self._whole is not None:
-            self._whole.first.reduce()
+        if self._first is not None:
+            self._first.reduce()
         else:
             loop_calls.reduce(self._engine)
         return torch.tensor(self.grad_norm)
@@ -260,7 +259,7 @@ class Session(ModelState):
         """Global gradient norm of the last clipped iteration, before clipping; after :meth:`step` that step's, for
         which the host waits.
         """
-        norm = loop_calls.grad_norm(self._engine) if self._whole is None else self._whole.first.norm
+        norm = loop_calls.grad_norm(self._engine) if self._first is None else self._first.norm
         return self._earlier_norm if norm is None else norm
 
     # -- what happened ------------------------------------------------------------------------------------------
@@ -274,7 +273,7 @@ class Session(ModelState):
         """
         self._wants_times = True
         earlier, self._unread = self._unread, []
-        return earlier + (self._records(flush) if self._whole is None else [])
+        return earlier + (self._records(flush) if self._first is None else [])
 
     def _records(self, flush: bool) -> list[StepRecord]:
         engine = self._engine
@@ -326,7 +325,7 @@ class Session(ModelState):
         ``timeout_s``, or when updates of an iteration have begun. Waits for a checkpoint that is being written; if it
         fails, raises RunError after closing.
         """
-        if self._whole is not None:
+        if self._first is not None:
             self._end("")
             return
         if self._recorded is not None:
@@ -364,8 +363,8 @@ class Session(ModelState):
 
     def _end(self, why: str, *, failed: bool = False) -> None:
         self._stop_recording()
-        if self._whole is not None:
-            self._whole.first.stop()
+        if self._first is not None:
+            self._first.stop()
             self._calls.end()
             return
         if not self._engine.is_closed:

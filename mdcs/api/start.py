@@ -12,7 +12,6 @@ from torch import nn
 from mdcs.api.autoplan import SECONDS, require_measured, say_refusals_once
 from mdcs.api.loop_plan import LoopPlan, must_shard
 from mdcs.api.session import Session
-from mdcs.api.whole_model import WholeModel
 from mdcs.emulation import Emulation
 from mdcs.model.blocks import in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
@@ -21,6 +20,7 @@ from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
+from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.progress import tell
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
@@ -143,4 +143,5 @@ def parallelize(
                 tell(line, logger)
     if sharded:
         return Session(making.begin(model, optimizers, options), units, making, was_in_pieces=True)
-    return Session(WholeModel(model, optimizers, units, options), units, making)
+    modules = [module for unit in units for module in unit.modules]
+    return Session(FirstStep(model, optimizers, options, modules), units, making)

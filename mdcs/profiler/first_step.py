@@ -8,10 +8,11 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -19,12 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.model.hooks import ModuleHook, tensors_in
+from mdcs.model.optimizers import Optimizers
 from mdcs.model.reentrant import ReentrantPasses
 from mdcs.profiler.job_identity import described
+from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.parameter_access import WITH_GRADIENTS
+from mdcs.runtime.state_dict import units_of
 from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
 from mdcs.torch_compat import (
@@ -35,6 +39,9 @@ from mdcs.torch_compat import (
     tree_map_only,
     version_of,
 )
+
+if TYPE_CHECKING:
+    from mdcs.runtime.checkpointing import ResumeInfo
 
 _ONE_CALL = "the measured step's loss must come from the outputs of model(…), or of its layers"
 
@@ -71,16 +78,14 @@ class FirstStep:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: RunOptions,
-        parts: Sequence[nn.Module] = (),
-    ) -> None:  # fmt: skip
-        self._model, self._optimizers, self._loss_scale = model, optimizers, options.loss_scale
-        self._clip_norm, self._clip_value = options.clip_norm, options.clip_value
+        self, model: nn.Module, optimizers: Optimizers, options: RunOptions, parts: Sequence[nn.Module] = ()
+    ) -> None:
+        self.model, self.optimizers, self.options = model, optimizers, options
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
         self._meter = current_meter(self._device)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._probe = torch.zeros(1, 1, device=self._device, requires_grad=True)
         self._cast: Any = None
         self.norm: float | None = None
@@ -186,7 +191,7 @@ class FirstStep:
         if not self._in_backward:
             if self._is_reduced:
                 raise RunError(
-                    f"rank {self._rank}, step 1: backward ran again after clip_grad_norm_(): it comes after the last "
+                    f"rank {self.rank}, step 1: backward ran again after clip_grad_norm_(): it comes after the last "
                     "backward pass of a step, and step() or zero_grad() after it"
                 )
             self._in_backward = True
@@ -213,22 +218,22 @@ class FirstStep:
         """
         if not any(g is not None for call in self._calls for g in call.gradients):
             raise RunError(
-                f"rank {self._rank}, step 1: step() needs a forward and a backward pass before it: {_ONE_CALL}"
+                f"rank {self.rank}, step 1: step() needs a forward and a backward pass before it: {_ONE_CALL}"
             )
-        for name, p in self._model.named_parameters():
+        for name, p in self.model.named_parameters():
             if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
                 raise RunError(
-                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop. {WITH_GRADIENTS}"
+                    f"rank {self.rank}, step 1: the gradient of {name} was changed by the loop. {WITH_GRADIENTS}"
                 )
         if self._is_reduced:
             return
         self._is_reduced = True
         self._average()
-        self._is_finite = self._loss_scale is None or self._unscale(self._loss_scale)
-        if self._clip_norm is not None:
-            self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))
-        if self._clip_value is not None:
-            nn.utils.clip_grad_value_(self._trained, self._clip_value)
+        self._is_finite = self.options.loss_scale is None or self._unscale(self.options.loss_scale)
+        if self.options.clip_norm is not None:
+            self.norm = float(nn.utils.clip_grad_norm_(self._trained, self.options.clip_norm))
+        if self.options.clip_value is not None:
+            nn.utils.clip_grad_value_(self._trained, self.options.clip_value)
         self._versions = {p: (id(p.grad), version_of(p.grad)) for p in self._trained if p.grad is not None}
 
     def finish(self) -> None:
@@ -241,7 +246,7 @@ class FirstStep:
             handle.remove()
         self.micro_steps = max(1, self.micro_steps)
         self._calls = self._calls[: max(1, round(self._forwards / self.micro_steps))]
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers.members:
             if self._is_finite:
                 type(optimizer).step(optimizer)
             mark_stepped(optimizer)
@@ -290,7 +295,7 @@ class FirstStep:
     def in_words(self) -> str:
         """Return all that is known of the passes: arguments, autocast, which outputs have gradients, the loss's bytes.
         """
-        names = {module: name for name, module in self._model.named_modules()}
+        names = {module: name for name, module in self.model.named_modules()}
         calls = (
             f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast}{'+' * c.has_casts} "
             f"{described(c.gradients)}"
@@ -302,6 +307,43 @@ class FirstStep:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    # -- what the session does before its plan, with a model that is whole
+
+    def evaluate(self, weights: str | None) -> AbstractContextManager[None]:
+        """Run without gradients. ``weights``: optimizer state that takes the place of parameters; None: none."""
+        return self._with_weights(weights, torch.no_grad())
+
+    def full_parameters(
+        self, names: Sequence[str], writeback: bool, weights: str | None
+    ) -> AbstractContextManager[None]:
+        """Hold whole parameters in the model, which they are."""
+        units_of(self.model, (), names, "full_parameters()")
+        return self._with_weights(weights, self._written_back() if writeback else nullcontext())
+
+    @contextmanager
+    def _with_weights(self, weights: str | None, context: AbstractContextManager[Any]) -> Iterator[None]:
+        found = [(p, own[weights]) for p, own in self.optimizers.state.items() if weights in own]
+        with optimizer_state.exchanged(found), context:
+            yield
+
+    @contextmanager
+    def _written_back(self) -> Iterator[None]:
+        yield
+        with torch.no_grad():
+            for p in self.model.parameters() if dist.is_initialized() else ():
+                broadcast(p.data, None)
+
+    def state_dict(self, keep: bool, cpu: bool) -> dict[str, Tensor]:
+        """Return a copy of the model's state dict if this rank is to ``keep`` it, else an empty one."""
+        named = self.model.state_dict() if keep else {}
+        return {name: v.to("cpu", copy=True) if cpu else v.clone() for name, v in named.items()}
+
+    def resume(self, path: Path) -> ResumeInfo | None:
+        """Load a checkpoint, whole. Collective."""
+        from mdcs.runtime.checkpointing import resume_whole  # late: importing DCP takes most of a second
+
+        return resume_whole(path, self.model, self.optimizers.members, self._device)
 
 
 class _Loss(torch.autograd.Function):

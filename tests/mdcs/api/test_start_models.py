@@ -146,7 +146,7 @@ def asked_for_its_plan() -> tuple[bool, str, bool]:
     with parallel.no_sync():
         with parallel.no_sync():
             pass
-        accumulates = parallel._whole.first.accumulates  # type: ignore[attr-defined]
+        accumulates = parallel._first.accumulates  # type: ignore[attr-defined]
     with pytest.raises(mdcs.RunError, match="no plan before the end"):
         parallel.last_period()
     try:

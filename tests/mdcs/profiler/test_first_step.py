@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
+from mdcs.model.optimizers import Optimizers
 from mdcs.profiler.first_step import FirstStep
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.validation import RunOptions
@@ -78,7 +79,7 @@ def begun(clip_norm: float | None = None) -> tuple[Net, torch.optim.Optimizer, F
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return net, optimizer, FirstStep(net, [optimizer], RunOptions(clip_norm=clip_norm), [net.first, net.last])
+    return net, optimizer, FirstStep(net, Optimizers(optimizer), RunOptions(clip_norm=clip_norm), [net.first, net.last])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_a_scaled_step_is_a_plain_one_and_an_overflow_is_left_out() -> None:
     scale = mdcs.LossScale(value=4.0, growth_interval=1)
     before = net.last.weight.clone()
     for step, factor in ((1, float("inf")), (2, 1.0)):
-        scaled = FirstStep(net, [optimizer], RunOptions(loss_scale=scale))
+        scaled = FirstStep(net, Optimizers(optimizer), RunOptions(loss_scale=scale))
         (net(batch(0))["logits"].mean() * scale.value * factor).backward()
         scaled.finish()
         assert scale.value == 2.0 * step and scale.skipped == 1

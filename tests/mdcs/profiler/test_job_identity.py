@@ -25,7 +25,7 @@ def key(
     if change is not None:
         change(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), **{"lr": 0.1} | options)
-    first = FirstStep(model, [optimizer], RunOptions())
+    first = FirstStep(model, Optimizers(optimizer), RunOptions())
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         model(torch.zeros(batch, 4)).sum().backward()
     first.stop()

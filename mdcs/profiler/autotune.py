@@ -164,15 +164,19 @@ def run_periods(
 
 @contextmanager
 def _preserve_optimizer_state(optimizer: GivenOptimizers) -> Iterator[None]:
-    """Run updates that start without state, then restore the optimizer's state."""
-    before = [(each, each.state) for each in Optimizers(optimizer).members]
-    for each, _ in before:
+    """Run updates that start without state, then restore the optimizer's state, options and attributes (its counts)."""
+    members = Optimizers(optimizer).members
+    before = [(each, dict(vars(each)), [dict(group) for group in each.param_groups]) for each in members]
+    for each in members:
         each.state = defaultdict(dict)
     try:
         yield
     finally:
-        for each, state in before:
-            each.state = state
+        for each, attributes, groups in before:
+            vars(each).update(attributes)
+            for group, options in zip(each.param_groups, groups, strict=True):
+                group.clear()
+                group.update(options)
 
 
 def _heuristics(plan: Plan) -> Iterator[Plan]:

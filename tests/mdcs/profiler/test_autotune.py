@@ -21,6 +21,7 @@ from mdcs.profiler import autotune
 from mdcs.profiler.autotune import PERIODS, ROUNDS, Trial, candidates, cost_s, fastest
 from mdcs.profiler.model_profile import measure_profile
 
+from ..optimizers import Counting, OwnCount
 from ..profiles import chain, link
 
 
@@ -57,7 +58,9 @@ def test_the_cost_is_that_of_all_rounds_with_warm_up_and_the_period_that_is_cut_
 def tried() -> tuple[Plan, tuple[Trial, ...], bool]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
-    optimizer = torch.optim.Adam(model.parameters())
+    parameters = list(model.parameters())
+    adam, own, grouped = torch.optim.Adam(parameters[:2]), OwnCount(parameters[2:4]), Counting(parameters[4:])
+    optimizer: list[torch.optim.Optimizer] = [adam, own, grouped]
     units = partition(model, ByLeaf())
 
     def step() -> torch.Tensor:
@@ -71,7 +74,8 @@ def tried() -> tuple[Plan, tuple[Trial, ...], bool]:
     state, random_state = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
     plan, seen = fastest(boxes[0], model, units, step, optimizer)
     same = all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    same = same and torch.equal(torch.random.get_rng_state(), random_state) and not optimizer.state
+    same = same and torch.equal(torch.random.get_rng_state(), random_state) and not adam.state
+    same = same and own.steps == {"made": 0} and grouped.param_groups[0].keys() == {"params", "lr"}
     same = same and all(p.grad is None for p in model.parameters()) and step().requires_grad
     return plan, seen, same
 

@@ -110,7 +110,7 @@ def test_bash_completes_groups_options_and_keys(tmp_path):
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     [installs] = re.findall(r"^eval .*-sc install=bash.*$", TEXT["docs/quickstart.md"], re.M)
     types = 'COMP_LINE="$1" COMP_POINT=${#1} COMP_CWORD=2; hydra_bash_completion; echo "${COMPREPLY[@]}"'
-    lines = [f"set -- 'python experiments/train.py {word}'; {types}" for word in ("strategy=fs", "budget.ov")]
+    lines = [f"set -- 'python experiments/train.py {word}'; {types}" for word in ("strategy=fs", "budget.li")]
     script = "; ".join([installs, *lines])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}

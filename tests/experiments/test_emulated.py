@@ -10,13 +10,13 @@ import analysis
 from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
+from experiments.explain import choices
 from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.resolved import resolve
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
 from mdcs.plan.plan import Plan
-from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.telemetry.timeline import Timeline
 from tests.experiments.batch import run_all
 
@@ -75,7 +75,7 @@ def test_tables_and_pictures_say_so(folders):
     assert "· 64 emulated ranks · emulated link of 10 Gbit/s" in printed.getvalue()
     assert "· 8 emulated ranks · emulated link of 10 Gbit/s" in printed.getvalue()
     plan = Plan.from_json((folders["of 64"] / "plan.json").read_text())
-    for table in (units_table(plan, Wfbp()), profile_table(plan.profile)):
+    for table in (units_table(plan, choices(plan)), profile_table(plan.profile)):
         assert "64 emulated ranks" in str(table.title)
 
 

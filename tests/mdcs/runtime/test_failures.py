@@ -184,7 +184,7 @@ def start(change: str) -> None:
         ("an optimizer with state on rank 1", "PlanError", ["rank 1's optimizer has other state than rank 0's: load it"] * 2),
         ("other units", "ValueError", ["the plan has 6 units, the model"] * 2),
         ("another model on rank 1", "ValueError", ["rank 1 cannot run: the plan has 6 units", "the plan has 6 units"]),
-        ("another precision", "ValueError", ["has 72 torch.float64; the plan is for 72 of 4 bytes"] * 2),
+        ("another precision", "ValueError", ["is float64; the plan is for float32"] * 2),
         ("too small a budget", "PlanError", ["cycle: slot"] * 2),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",

@@ -35,8 +35,7 @@ class Plan:
 
     - ``job``: the profile, its settings, and what is recomputed.
     - ``strategies``: one strategy per unit.
-    - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
-      section.
+    - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world``.
     - ``messages``: messages in wire order.
     - ``budget``: bytes that the plan was made for, of which the job's reserve stays free. None: unlimited.
     - ``limit``: bytes that admission enforces, reserve included, where a share leaves less than the budget. None: the

@@ -321,7 +321,7 @@ class _Leaves(dict[Key, Any]):
 
 
 def _share(storage: UnitStorage, block: int) -> slice:
-    """Return the slice of a block that this rank writes, in the flat buffer of the block's section."""
+    """Return the slice of a block that this rank writes, in the flat buffer of the block's unit."""
     owned, (number, replicas) = storage.owned_slice(block), storage.replica
     n = owned.stop - owned.start
     return slice(owned.start + number * n // replicas, owned.start + (number + 1) * n // replicas)

@@ -1,7 +1,7 @@
 """Measure the results that docs/results.md shows, and write the page.
 
     python -m benchmarks.results                    # all measurements (make results)
-    python -m benchmarks.results slow_link          # one of them
+    python -m benchmarks.results slow_link          # one of them; KEY=VALUE are overrides of mdcs compare
     python -m benchmarks.results --quick            # one short round of each, to try it; no page
     python -m benchmarks.results --page             # only write the page anew
 
@@ -36,15 +36,17 @@ PACKAGES = ("torch", "numpy", "fairscale", "deepspeed")
 def main() -> int:
     """Measure, and write the page. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
+    parser.add_argument("given", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (default: all); or KEY=VALUE")
     parser.add_argument("--quick", action="store_true", help="one round of three steps, and no page")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results", help="folder; the page is beside it")
-    asked, overrides = parser.parse_known_args()
-    if unknown := [name for name in asked.names if name not in NAMES]:
+    asked = parser.parse_intermixed_args()
+    overrides = [word for word in asked.given if "=" in word]
+    names = [word for word in asked.given if word not in overrides]
+    if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"no such result {unknown[0]}; results: {', '.join(NAMES)}")
     failed = 0
-    for name in [] if asked.page else asked.names or NAMES:
+    for name in [] if asked.page else names or NAMES:
         failed |= _measure(name, [*(QUICK if asked.quick else ()), *overrides], asked.out / time.strftime("%Y-%m-%d"))
     if not asked.quick:
         print(f"the page is {write_page(newest(asked.out), asked.out.parent)}")

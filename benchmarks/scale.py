@@ -50,7 +50,7 @@ SHARES = (0.5, 0.25)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is planned: models and devices of published.yaml, eight devices a node, Gbit/s of a node's network, GiB of a
+    """Jobs to plan: models and devices of published.yaml, eight devices a node, Gbit/s of a node's network, GiB of a
     device, tokens of a sequence, sequences per device, and TFLOP/s that a device reaches.
     """
 

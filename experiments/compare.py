@@ -10,10 +10,8 @@ Every candidate of `compare.vary` is the job of the command line with some overr
 candidates. Every round runs each of them once, and starts with the next one. Candidates with a plan run once under each
 of `compare.budgets` (`budget=A,B` is the same): 40GiB, 75% of ddp, floor+10% (the candidate's own floor), or none.
 `engine=A,B` chooses candidates, as `compare.only` does. Other engines fit a budget if no rank ever exceeded it, with
-the floor of the base; overrides of strategy, scheduler, collectives and profile do not apply to them.
-Ratios to `compare.base` are taken within a round. Losses are compared with those of the base. comparison.json,
-comparison.png, step_time.png (over measured memory) and the runs are left in the folder. An interrupted session shows
-the rounds that ended.
+the floor of the base; overrides of a plan do not apply to them. Ratios to `compare.base` are taken within a round,
+losses are compared with the base's. comparison.json, comparison.png, step_time.png and the runs are left in the folder.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from experiments.config.schema import Config, ConfigError
 from experiments.config.targets import plain
 from experiments.job import app
 from experiments.job import run as jobs
-from experiments.job.arguments import values_of
+from experiments.job.arguments import with_lists
 from experiments.job.planning import floor_of, job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
@@ -101,17 +99,8 @@ def main() -> int:
         given = [o for o in HydraConfig.get().overrides.task if _group(o) != "compare"]
         return Comparison(config, given, folder).run()
 
-    return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None, lists=_lists))
-
-
-def _lists(arguments: Sequence[str]) -> list[str]:
-    """Lists of engines and budgets as the keys that hold them."""
-    keys = {"engine": "compare.only", "budget": "compare.budgets"}
-    lists = {argument: values_of(argument) for argument in arguments}
-    return [
-        f"{keys[key]}=[{','.join(values)}]" if values and key in keys else argument
-        for argument, (key, values) in lists.items()
-    ]
+    lists = partial(with_lists, keys={"engine": "compare.only", "budget": "compare.budgets"})
+    return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None, lists=lists))
 
 
 class Comparison:

@@ -43,7 +43,7 @@ from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
 from experiments.job import run as jobs
-from experiments.job.arguments import values_of
+from experiments.job.arguments import with_lists
 from experiments.job.events import job_event, start_event
 from experiments.job.profiles import is_short, with_recomputation
 from experiments.job.resolved import resolve
@@ -151,18 +151,8 @@ def main() -> int:
         console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
 
-    return app.run(app.Program(trade, own=("tradeoff",), lists=_lists))
-
-
-def _lists(arguments: Sequence[str]) -> list[str]:
-    """Lists of strategies and schedulers as the keys that hold them; the job has the first of each."""
     keys = {"strategy": "tradeoff.strategies", "scheduler": "tradeoff.schedulers"}
-    out = []
-    for argument in arguments:
-        key, values = values_of(argument)
-        listed = values and key in keys
-        out += [f"{key}={values[0]}", f"{keys[key]}=[{','.join(values)}]"] if listed else [argument]
-    return out
+    return app.run(app.Program(trade, own=("tradeoff",), lists=partial(with_lists, keys=keys, keep_first=True)))
 
 
 def compared(config: Config) -> list[Config]:

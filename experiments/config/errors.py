@@ -42,7 +42,7 @@ _WORDS = {
     r"Error merging override ~(\S+)": "cannot be deleted; set it to null where that is allowed",
     r"Could not append to config\. An item is already at '([^']+)'": "is set already: leave out the +",
     r"Multiple values for ([^ ]+)\.": "is set already: leave out the +",
-    r"Ambiguous value for argument '([^=']+)=(.*)'": "is one value, got {1}: to run one job for each, add -m",
+    r"Ambiguous value for argument '([^=']+)=(.*)'": "is one value, got {1}: mdcs train -m runs one job for each",
     # a list for keys and values, or the other way about
     r"Error merging override \+*([^=]+)=(.*)": "has another type, got {1}",
 }

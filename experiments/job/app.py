@@ -124,7 +124,11 @@ class _Call:
         # Hydra takes flags before or after all overrides, but not between them.
         sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
         if self.program.lists and not {"-m", "--multirun"} & {*sys.argv}:
-            sys.argv[1:] = self.program.lists(sys.argv[1:])
+            try:
+                sys.argv[1:] = self.program.lists(sys.argv[1:])
+            except ConfigError as error:
+                print(error, file=sys.stderr)
+                return 2
         if submits(sys.argv[1:]):
             sys.argv[1:] = ["-m", *sys.argv[1:]]  # one job is a sweep, too
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -73,6 +73,26 @@ def values_of(argument: str) -> tuple[str, list[str]]:
     except HydraException:  # which Hydra reports
         pass
     return argument.partition("=")[0], []
+
+
+def with_lists(arguments: Sequence[str], keys: Mapping[str, str], *, keep_first: bool = False) -> list[str]:
+    """Return the arguments with each list of values (KEY=A,B) of these keys under the key that holds the list.
+
+    - keys: the key that holds the list, by the key that is typed.
+    - keep_first: the job has the first value of each list.
+
+    Raises ConfigError for a list that is given by both keys.
+    """
+    out = list[str]()
+    for argument in arguments:
+        key, values = values_of(argument)
+        if values and key in keys:
+            if any(each.startswith(f"{keys[key]}=") for each in arguments):
+                raise ConfigError(key, f"{argument} and {keys[key]} are the same list: give one of them")
+            out += [f"{key}={values[0]}"] if keep_first else []
+            argument = f"{keys[key]}=[{','.join(values)}]"
+        out.append(argument)
+    return out
 
 
 def require_one_job(settings: Any, overrides: Sequence[str]) -> None:

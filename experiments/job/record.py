@@ -110,7 +110,7 @@ def write_parts(folder: Path, parts: Parts) -> None:
 
 
 def read_parts(folder: Path) -> Parts:
-    """What the identity of the folder's run is made of. Empty if it cannot be read."""
+    """The parts of the identity of the folder's run. Empty if they cannot be read."""
     try:
         parts = json.loads((folder / PARTS).read_text(encoding="utf-8"))
         return parts if isinstance(parts, dict) else {}

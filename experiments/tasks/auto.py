@@ -13,7 +13,7 @@ from experiments.tasks.synthetic import Synthetic
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Data):
-    """What the model reads: text of bytes for language models, else seeded noise."""
+    """Data that the model can read: text of bytes for language models, else seeded noise."""
 
     name = "auto"
 

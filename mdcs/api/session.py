@@ -43,7 +43,6 @@ class Session(ModelState):
 
     A session is in one of three states. While it *records*, the steps of the loop are measured: with the whole model in
     the first step, or under a provisional plan in the first two. Then it *runs* under its plan, until it is *closed*.
-
     """
 
     # begin: the run of a given or provisional plan, or a first step with the whole model.

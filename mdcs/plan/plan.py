@@ -150,7 +150,7 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What waits for what."""
+        """The plan's messages as arrays: which message and slot waits for which."""
         return arranged(self.job, self.table, self.messages)
 
     @cached_property

@@ -46,7 +46,7 @@ class Message:
 
 
 class Schedule(NamedTuple):
-    """What follows from an order of messages. Messages are indices in wire order, slots are unrolled.
+    """The consequences of an order of messages. Messages are indices in wire order, slots are unrolled.
 
     By message:
 

@@ -34,7 +34,7 @@ class Measures(NamedTuple):
 
 
 class Run(Listener, Protocol):
-    """What the recorder hears, it tells the run, which has the parameters and takes the gradients away.
+    """The run that a recorder listens to: it hears all hooks, has the parameters and takes the gradients away.
 
     ``exported_to``: what the loop has the parameters for instead of training; None: nothing.
     """

@@ -80,7 +80,7 @@ class ByteAccount:
 
 @dataclass
 class RunContext:
-    """What every part of a run needs.
+    """Plan, bytes, device and records of a run, for all of its parts.
 
     - ``place``: this rank, and the step that errors name. ``device``: where parameters are.
     - ``timeout_s``: seconds after which waiting for other ranks is an error.

@@ -56,7 +56,7 @@ from mdcs.torch_compat import mark_stepped, without_autograd
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run trains: a model, its optimizers and its units."""
+    """A model, its optimizers and its units, to be trained by a run."""
 
     model: nn.Module
     optimizers: Optimizers

@@ -70,7 +70,6 @@ class ErrorContext:
             raise self.error(self.explain(f"{what}: {e}")) from e
 
 
-
 class FailureChannel:
     """The failure channel of one run of ``ranks``; a thread answers calls until :meth:`end`.
 

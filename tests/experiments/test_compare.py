@@ -110,6 +110,12 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     assert unlimited.split() == ["none", "150.0", "–", "100.0", predicted, "80.0", "1.50"] and float(predicted) > 0
 
 
+def test_a_list_that_is_given_twice_is_one_line(ranks, monkeypatch, capsys):
+    assert asked(monkeypatch, "engine=mdcs,ddp", only("ddp")) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("engine: engine=mdcs,ddp and compare.only")
+
+
 def test_a_candidate_of_one_s_own_stands_beside_the_others(ranks, monkeypatch, capsys):
     plan = "+compare.vary.plan='strategy=fsdp scheduler=wfbp,dear'"
     names = only("ddp", "fsdp2", "plan wfbp")

@@ -53,13 +53,13 @@ gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSD
 
 # The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
-TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file at a time, the longest first (tests/conftest.py)
+TWO := -n 2 --dist worksteal  # half each; who has ended takes over of the other's
 
 test: $(STAMP) ## run the tests (minutes)
 	$(RUN) -m pytest $(TWO) -m 'not (slow or hypothesis or gpu)'
 
 test-slow: $(STAMP) ## run the other tests: random plans, more ranks, other engines, shaped and emulated clusters (minutes)
-	MDCS_EXAMPLES=1 $(RUN) -m pytest $(TWO) -m 'slow or hypothesis'
+	$(RUN) -m pytest $(TWO) -m 'slow or hypothesis'
 
 docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors
 	$(RUN) -m sphinx -W --keep-going -q docs docs/_build/html

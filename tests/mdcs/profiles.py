@@ -1,7 +1,6 @@
 """Profiles and plans for the tests of the planning half: chains written by hand, and random jobs for hypothesis.
 
-``MDCS_EXAMPLES`` multiplies the number of random examples: a quarter by default, all of them in ``make test-slow``. More than 1
-draws new ones in every run, and trains more random models (``tests/mdcs/runtime/test_random_aliases.py``).
+``MDCS_EXAMPLES`` multiplies the number of random examples, and of random models (``tests/mdcs/runtime/test_random_aliases.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.sizes import MIB
 
-TIMES = float(os.environ.get("MDCS_EXAMPLES", "0.25"))
+TIMES = float(os.environ.get("MDCS_EXAMPLES", "1"))
 
 FREE = Link((0.0,) * 4, (0.0,) * 4, depth=1, block=64)
 COLLECTIVES = Collectives()
@@ -50,7 +49,6 @@ def examples(count: int) -> settings:
     return settings(
         max_examples=max(1, round(count * TIMES)),
         deadline=None,
-        derandomize=TIMES <= 1,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

@@ -243,6 +243,9 @@ class RunConfig:
         True, "messages may cross from one iteration to the next; false: a barrier between"
     )
     eval_every: int | None = option(None, "steps between evaluations; null: none", at_least=1)
+    eval_batches: int | None = option(
+        8, "held-out batches of each rank in an evaluation, the first ones; null: all", at_least=1
+    )
     save_every: int | None = option(
         None, "steps between checkpoints, in the run's folder, one of the last step included; null: none", at_least=1
     )

@@ -156,17 +156,18 @@ def step_event(
     engine: Engine,
     record: Record,
     loss: float,
-    processor_s: float,
     warmup: int,
     throughput: Throughput,
 ) -> dict[str, Any]:
-    """The event of a step that has ended.
+    """The event of a step that has ended, to which the training loop adds two values.
+
+    - learning_rate: of the optimizer's first parameter group, with which the step updated.
+    - processor_s (s): processor time of all threads of this process, until the training thread has ended the step.
 
     - warmup: whether the step is one of the first `warmup` steps.
     - loss: of this rank; the mean over ranks would need a message. Loss and grad_norm are null on emulated ranks, where
       they have no meaning.
     - departures, departed_s: of the record; left out of steps that were as planned.
-    - processor_s (s): processor time of all threads of this process, until the training thread has ended the step.
     """
     retries = engine.allocator_retries()
     return {
@@ -174,7 +175,6 @@ def step_event(
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes,
         "messages": record.messages,
         **throughput.in_step(record.times.step_s),
-        "processor_s": processor_s,
         "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
         **({"departures": record.departures, "departed_s": record.departed_s} if record.departures else {}),

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import preemption, status
 
-EVAL_BATCHES = 8
 _STOP_EVERY_S, _STOP_MOST_STEPS = 1.0, 1000
 """Time and largest number of steps between two exchanges of ranks about stopping."""
 
@@ -40,6 +40,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         workload.batches(held_out=True, epochs=1)  # raises now if there are too few samples
     losses: dict[int, float | Tensor] = {}
     processor: dict[int, float] = {}
+    learning_rates: dict[int, float] = {}
     beside_s = {"evaluation_s": 0.0, "checkpoint_s": 0.0}  # work that is in no step
     kept: list[Record] = []
     first: float | None = None  # unix time at which the first step ended
@@ -60,8 +61,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             for record in records:
                 losses[record.step] = loss = float(losses[record.step])
                 if metrics:
-                    used_s = processor[record.step]
-                    metrics.write(events.step_event(workload, engine, record, loss, used_s, warmup, throughput))
+                    known = {"learning_rate": learning_rates[record.step], "processor_s": processor[record.step]}
+                    metrics.write(events.step_event(workload, engine, record, loss, warmup, throughput) | known)
             return records
 
         @contextmanager
@@ -83,6 +84,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             losses[step] = train_step(workload, batches, engine)
             engine.step()
             first = first or time.time()
+            learning_rates[step] = float(engine.optimizer.param_groups[0]["lr"])
             schedule.step()
             processor[step], used = time.process_time() - used, time.process_time()
             if step == warmup:
@@ -162,12 +164,12 @@ def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine:
 
 
 def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step: int) -> None:
-    """Record the mean loss over the first held-out batches of all ranks."""
+    """Record the mean loss over the first `run.eval_batches` held-out batches of every rank."""
     status.set(phase="evaluating")
     workload.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=workload.device)
     with engine.evaluate(), torch.no_grad():
-        for _, batch in zip(range(EVAL_BATCHES), workload.batches(held_out=True, epochs=1), strict=False):
+        for batch in islice(workload.batches(held_out=True, epochs=1), workload.config.run.eval_batches):
             total += torch.stack([workload.loss(batch).double(), total.new_ones(())])
     workload.model.train()
     dist.all_reduce(total)

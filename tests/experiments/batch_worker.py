@@ -1,8 +1,8 @@
 """`experiments.job.worker` for several jobs: starting ranks takes seconds, a small job a fraction of one.
 
 The arguments are the jobs' folders. What a job refuses before step 1, on all ranks alike, is left in its folder, and
-the next one starts. Where the machine is busy a job waits for longer than its config says. An evaluation takes a second
-more. The config's `run.name` can be `another plan`: then rank 1 plans something else.
+the next one starts. Where the machine is busy a job waits for longer than its config says. An evaluation and a
+checkpoint take a second more. The config's `run.name` can be `another plan`: then rank 1 plans something else.
 """
 
 import dataclasses
@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from experiments.config.checks import load
 from experiments.job import training, worker
+from experiments.job.checkpoints import Checkpoints
 from tests.experiments import hurry  # noqa: F401
 
 PATIENT = {"timeout": datetime.timedelta(seconds=200)}
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
-evaluate = training.evaluate
+evaluate, save = training.evaluate, Checkpoints.save
 training.evaluate = lambda *arguments: (evaluate(*arguments), time.sleep(1))
+Checkpoints.save = lambda *arguments: (save(*arguments), time.sleep(1))
 
 
 def on_every_rank_its_own(make):

@@ -52,7 +52,7 @@ ENGINES = {
                     "engine=fsdp2 model.wrap=leaf", "engine=fairscale"],
     "timed": ["engine=ddp engine.bucket_mib=0.03", "engine=fsdp2", "engine=fairscale",
               "engine=fsdp2 engine.plan=sdp", "engine=fsdp2 engine.plan=fsdp-dp",
-              "engine=mdcs strategy=fsdp scheduler=dear link=emulated link.rate_gbit=10"],
+              "engine=mdcs strategy=fsdp scheduler=dear link=emulated link.rate_gbit=10 run.save_every=3"],
     "resnet": ["engine=ddp", "engine=fsdp2 engine.reshard=group engine.reshard_group=2 engine.reduce_scatter=all_to_all"],
 }  # fmt: skip
 JOBS = [(workload, overrides) for workload, chosen in ENGINES.items() for overrides in chosen]
@@ -139,12 +139,21 @@ def test_times_of_a_step_add_up_and_what_an_engine_does_not_show_is_null(ran):
         assert told["step_s"]["p10"] <= told["step_s"]["median"] <= told["step_s"]["p90"]
 
 
-def test_an_evaluation_is_timed_by_itself_and_belongs_to_no_step(ran):
-    """It takes more than a second, between the last two steps, of a few milliseconds each."""
+def test_evaluations_and_checkpoints_are_timed_by_themselves_and_belong_to_no_step(ran):
+    """Each takes more than a second, between the last two steps, of a few milliseconds each."""
     for (workload, overrides), folder in ran.items():
         if workload == "timed":
-            assert steps(folder)[-1]["step_s"] < 1 < summary(folder)["evaluation_s"], overrides
-            assert summary(folder)["checkpoint_s"] == 0
+            told = summary(folder)
+            assert steps(folder)[-1]["step_s"] < 1 < told["evaluation_s"], overrides
+            assert told["checkpoint_s"] > 1 if "save_every" in overrides else told["checkpoint_s"] == 0, overrides
+
+
+def test_steps_have_the_learning_rate_they_updated_with(ran):
+    """It falls to zero, linearly, over the job."""
+    for (workload, overrides), folder in ran.items():
+        rates = [step["learning_rate"] for step in steps(folder)]
+        wanted = [rates[0] * (1 - done / STEPS) if workload == "tied gpt2" else rates[0] for done in range(STEPS)]
+        assert rates[0] > 0 and rates == pytest.approx(wanted), overrides
 
 
 def test_bytes_are_those_of_the_collectives(ran):

@@ -1,0 +1,333 @@
+"""Plans that a run tries, and which of them goes on: a handful that differ, and successive halving by measured steps.
+
+A prediction is wrong by some percent. Among many plans, the best predicted one is the one that the model flatters most.
+So the run trains under a few of them in turns (Karnin, Koren, Somekh: successive halving, ICML 2013).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import NormalDist, median
+from typing import NamedTuple
+
+import numpy as np
+
+from mdcs.plan.job import Job, chosen_options
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.validity import PlanError
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
+from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.ilp.strategy_ilp import Ilp
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.recompute import AUTO, RecomputeRule, ladder, recompute_named
+from mdcs.planner.registry import Scheduler
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.sizes import MIB
+
+# ---- plans that differ
+
+_BLOCKS = (1, 4, 16)  # sizes of blocks, in blocks that saturate the link
+_BUCKETS = 6  # fused messages of a pass: about as many as DDP makes of a model of 150 MiB
+_STEPS = 8  # of recomputation from none to the most: so far apart are plans that differ in it
+_WORST = 1.35  # a plan that is predicted so many times slower than the best is not tried
+_ALIKE = 0.005  # relative difference of predictions up to which plans with the same contents of messages are alike
+
+
+def proposals(
+    plan: Plan, count: int, *, recompute: str | RecomputeRule | None = None, seconds: float = 5.0
+) -> list[Plan]:
+    """Return ``plan`` and up to ``count`` - 1 others of its job and budget that differ from it and from each other.
+
+    They take turns between kinds of plans, in each the best predicted first: another integer program's, messages of
+    whole units, blocks of three sizes, fused buckets, and a step more or less of recomputation if the rule
+    ``recompute`` (as for :func:`mdcs.planner.pipeline.make_plan`) leaves that to the plan. No two send the same
+    messages with the same strategies, but for a few that move without a gain.
+
+    - ``seconds``: limit of the integer program. 0: none is asked.
+    """
+    if count < 2:
+        return [plan]
+    kinds = [sorted(kind, key=_predicted_s) for kind in _kinds(plan, recompute, seconds)]
+    worst = _WORST * min([_predicted_s(plan), *(_predicted_s(kind[0]) for kind in kinds if kind)])
+    kinds.sort(key=lambda kind: _predicted_s(kind[0]) if kind else math.inf)
+    chosen = [plan]
+    for turn in zip_longest(*kinds):
+        for each in turn:
+            if len(chosen) == count:
+                return chosen
+            if each and _predicted_s(each) <= worst and not any(_is_alike(each, other) for other in chosen):
+                chosen.append(each)
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The strategy planner of a given mix."""
+
+    strategies: tuple[Strategy, ...]
+    name: str
+
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        problem.require(self.strategies, f"strategies {self.name}")
+        return StrategyDecision(self.strategies)
+
+
+def _kinds(plan: Plan, recompute: str | RecomputeRule | None, seconds: float) -> Iterator[list[Plan]]:
+    """Yield the plans of each kind."""
+    job, block, whole = plan.job, plan.profile.block, sum(layout.grad_bytes for layout in plan.profile.layouts)
+    mixes = _mixes(plan)
+    yield _made(plan, mixes, [Dear(), MgWfbp(), Wfbp()])
+    for times in _BLOCKS:
+        yield _made(plan, mixes, [Priority(times * block / MIB)])
+    bucket_mib = whole / _BUCKETS / MIB
+    yield _made(plan, mixes, [Fusion(bucket_mib), Dear(bucket_mib)])
+    for other in _other_recompute(job, recompute) if plan.budget is not None else ():
+        yield _made(plan, [Greedy()], [Priority(), Dear()], other)
+    if seconds > 0:
+        with contextlib.suppress(InfeasibleBudget, PlanError):
+            is_joint = plan.strategy == Joint.name
+            planner, scheduler = (Ilp(seconds), Priority()) if is_joint else (Joint(seconds), None)
+            yield [make_plan(job, planner, scheduler, budget=plan.budget)]
+
+
+def _mixes(plan: Plan) -> list[_Given]:
+    """Return the plan's own mix, greedy's, and the uniform ones that fit the budget."""
+    problem = PlanningProblem(plan.job, plan.budget)
+    mixes = {plan.strategies: plan.strategy}
+    with contextlib.suppress(InfeasibleBudget):
+        mixes.setdefault(Greedy().choose(problem).strategies, Greedy.name)
+    for k in choices(plan.job.profile):
+        alike = problem.mix([k] * len(plan.strategies)).strategies
+        if problem.fits(alike):
+            mixes.setdefault(alike, str(k))
+    return [_Given(strategies, name) for strategies, name in mixes.items()]
+
+
+def _made(
+    plan: Plan, mixes: Sequence[_Given | Greedy], schedulers: Sequence[Scheduler], job: Job | None = None
+) -> list[Plan]:
+    out = []
+    for mix in mixes:
+        for scheduler in schedulers:
+            with contextlib.suppress(InfeasibleBudget, PlanError):
+                out.append(make_plan(job or plan.job, mix, scheduler, budget=plan.budget))
+    return out
+
+
+def _other_recompute(job: Job, recompute: str | RecomputeRule | None) -> list[Job]:
+    """Return the job with a step less and a step more of recomputation, if the rule leaves it to the plan."""
+    rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
+    is_open = rule is not None and (rule.choices(job.profile) is None or (rule == AUTO and bool(job.recompute)))
+    if not is_open or not job.profile.recompute:
+        return []
+    steps = ladder(job)
+    seconds = [sum(o.seconds for o in chosen_options(each.profile, each.recompute)) for each in (job, *steps)]
+    near = min(range(len(steps)), key=lambda k: abs(seconds[k + 1] - seconds[0]))
+    far = max(1, len(steps) // _STEPS)
+    return [steps[k] for k in (near - far, near + far) if 0 <= k < len(steps)]
+
+
+def _is_alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans send the same messages with the same strategies, and no order is predicted to be faster."""
+    if (one.strategies, one.recompute) != (other.strategies, other.recompute) or _sent(one) != _sent(other):
+        return False
+    return one.messages == other.messages or abs(_predicted_s(one) - _predicted_s(other)) <= _ALIKE * _predicted_s(one)
+
+
+def _sent(plan: Plan) -> Counter[object]:
+    return Counter((m.kind, m.micro, tuple((u, b, plan.blocks[u]) for u, b in m.parts)) for m in plan.messages)
+
+
+def _predicted_s(plan: Plan) -> float:
+    return math.inf if plan.prediction is None else plan.prediction.step_s
+
+
+# ---- which one is fastest
+
+_TAIL = 0.02  # chance that the fastest of equal candidates counts as faster than some other one after a round
+_SPLIT = 10  # steps from which two candidates take turns twice
+_EXACT = 1e-9  # relative difference of steps that counts as none
+_SPIKE = 0.1  # a step counts at most so much longer than the shortest of its candidate
+
+
+class Standing(NamedTuple):
+    """A candidate's measurements.
+
+    - ``rounds``, ``steps``: rounds that it took part in, and steps that were counted.
+    - ``median_s``: median seconds of these steps. NaN without any.
+    - ``slower_s``: seconds by which a step is longer than the winner's (before the end: than the fastest's), by steps
+      of the same rounds. NaN without any.
+    - ``interval_s``: half of the 96 % interval of ``slower_s``, for all candidates together. Infinite if too few steps
+      were counted.
+    - ``dropped``: the round (from 1) after which the candidate was dropped. None: never.
+    """
+
+    candidate: int
+    rounds: int
+    steps: int
+    median_s: float
+    slower_s: float
+    interval_s: float
+    dropped: int | None
+
+
+class SuccessiveHalving:
+    """Find the fastest of ``count`` candidates in at most ``steps`` steps.
+
+    In a round every candidate takes a turn of some steps, in an order that is reversed from round to round: a drift of
+    the machine slows all of them alike. The first step after a switch is not counted. After a round the candidates that
+    are slower by more than the interval of a paired test leave, and of more than two the slower half. The first
+    candidate is the one that was asked for: it goes on unless another is faster by more than the interval.
+
+    Every rank must be told the same seconds: those of the slowest. Leave out a step that did more than train, such as
+    one with a checkpoint. Raises ValueError for ``count`` below 1, and for fewer than two steps per candidate.
+    """
+
+    def __init__(self, count: int, *, steps: int = 20) -> None:
+        if count < 1 or (count > 1 and steps < 2 * count):
+            raise ValueError(f"{count} candidates need at least 1 candidate and 2 steps each, got {steps} steps")
+        self._count, self._left = count, steps
+        self._seconds: list[tuple[int, int, float]] = []  # (candidate, round, seconds) of each counted step
+        self._shortest = [math.inf] * count  # seconds of any step, counted or not
+        self._dropped: dict[int, int] = {}
+        self._round, self._counted = 0, 0  # steps counted of this turn
+        self._is_warm = False  # whether the candidate ran in the step before
+        self.winner: int | None = None
+        self._begin_round(list(range(count)))
+
+    @property
+    def current(self) -> int:
+        """The candidate that the next step runs."""
+        return self._turns[0] if self.winner is None else self.winner
+
+    def add(self, seconds: float) -> None:
+        """Take the seconds of a step that ran :attr:`current`. Steps after the end change nothing.
+
+        Raises ValueError for seconds that are not above 0.
+        """
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"a step takes seconds above 0, got {seconds}")
+        if self.winner is not None:
+            return
+        self._left -= 1
+        self._shortest[self._turns[0]] = min(seconds, self._shortest[self._turns[0]])
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        self._seconds.append((self._turns[0], self._round, seconds))
+        self._counted += 1
+        if self._counted < self._length:
+            return
+        self._counted = 0
+        self._turns.pop(0)
+        self._is_warm = False
+        if not self._turns:
+            self._end_round()
+
+    def table(self) -> tuple[Standing, ...]:
+        """Return the measurements of all candidates, by number."""
+        reference = self._fastest() if self.winner is None else self.winner
+        slower = self._slower_than(reference)
+        out = []
+        for c in range(self._count):
+            own = [(r, s) for candidate, r, s in self._seconds if candidate == c]
+            middle = median(s for _, s in own) if own else math.nan
+            out.append(Standing(c, len({r for r, _ in own}), len(own), middle, *slower[c], self._dropped.get(c)))
+        return tuple(out)
+
+    # ---- rounds
+
+    def _begin_round(self, candidates: Sequence[int]) -> None:
+        """Begin a round of these candidates, or end if there is one, or too few steps are left."""
+        self._candidates, self._turns = list(candidates), list(candidates)
+        self._round += 1
+        many, switches = len(candidates), len(candidates) - self._is_warm
+        if many == 1 or self._left < switches + many:
+            fastest = self._fastest()
+            slower_s, interval_s = self._slower_than(fastest)[0]
+            self.winner = 0 if 0 in candidates and slower_s <= interval_s else fastest
+            return
+        rounds = (many - 1).bit_length() if many > 2 else 1 + (self._left >= _SPLIT)
+        self._length = max(1, (self._left // rounds - switches) // many)  # counted steps of a turn
+
+    def _end_round(self) -> None:
+        slower, ran = self._slower_than(self._fastest()), self._candidates
+        stay = sorted((c for c in ran if slower[c][0] <= slower[c][1]), key=lambda c: (slower[c][0], c))
+        if len(ran) > 2:
+            half = stay[: max(2, (len(ran) + 1) // 2)]
+            stay = half if 0 in half or 0 not in stay else [*half[:-1], 0]
+        self._dropped.update((c, self._round) for c in ran if c not in stay)
+        self._is_warm = ran[-1] in stay  # it begins the next round
+        self._begin_round([c for c in reversed(ran) if c in stay])
+
+    # ---- comparison
+
+    def _fastest(self) -> int:
+        """Return the candidate with the shortest steps, of those that have not been dropped."""
+        first = self._candidates[0]
+        slower = self._slower_than(first)
+        return min(self._candidates, key=lambda c: 0.0 if c == first else slower[c][0])
+
+    def _slower_than(self, reference: int) -> list[tuple[float, float]]:
+        """Return for each candidate by how many seconds its steps are longer, and half of the 96 % interval.
+
+        Least squares: a step takes what its candidate and its round take. So candidates are compared within rounds.
+        """
+        # What disturbed a step is cut off.
+        rows = [(c, r, min(s, (1 + _SPIKE) * self._shortest[c])) for c, r, s in self._seconds]
+        columns = {
+            key: i
+            for i, key in enumerate(sorted({("candidate", c) for c, _, _ in rows} | {("round", r) for _, r, _ in rows}))
+        }
+        unknown = math.nan, math.inf
+        if ("candidate", reference) not in columns:
+            return [unknown] * self._count
+        design, seconds = np.zeros((len(rows), len(columns))), np.array([s for *_, s in rows])
+        for i, (c, r, _) in enumerate(rows):
+            design[i, columns["candidate", c]] = design[i, columns["round", r]] = 1
+        inverse = np.linalg.pinv(design.T @ design)
+        effects = inverse @ design.T @ seconds
+        freedom = len(rows) - int(np.linalg.matrix_rank(design))
+        variance = float(np.sum((seconds - design @ effects) ** 2)) / freedom if freedom else math.inf
+        factor = _student(freedom, _TAIL / max(1, self._count - 1))
+        out = []
+        for c in range(self._count):
+            contrast = np.zeros(len(columns))
+            contrast[columns["candidate", reference]] = -1
+            if ("candidate", c) not in columns:
+                out.append(unknown)
+            elif c == reference:
+                out.append((0.0, 0.0))
+            else:
+                contrast[columns["candidate", c]] = 1
+                interval = factor * math.sqrt(variance * float(contrast @ inverse @ contrast)) if freedom else math.inf
+                out.append((float(contrast @ effects), max(interval, _EXACT * float(seconds.mean()))))
+        return out
+
+
+def _student(freedom: int, tail: float) -> float:
+    """Return the quantile of Student's t that is exceeded with probability ``tail``."""
+    if freedom < 1:
+        return math.inf
+    if freedom == 1:
+        return math.tan(math.pi * (0.5 - tail))
+    if freedom == 2:
+        return float((1 - 2 * tail) * math.sqrt(2 / (4 * tail * (1 - tail))))
+    z = NormalDist().inv_cdf(1 - tail)  # an expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**k for k, term in enumerate(terms, 1))

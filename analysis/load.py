@@ -76,9 +76,9 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ok, failed, or incomplete (neither a summary nor a failure: still running, or killed)."""
+        """ok, failed, infeasible (no plan keeps the budget), or incomplete (still running, or killed)."""
         if self.failure:
-            return "failed"
+            return str(self.failure.get("status", "failed"))
         return str(self.summary.get("status", "ok")) if self.summary else "incomplete"
 
     @property

@@ -74,7 +74,7 @@ def _run(folder: Path, config: Mapping[str, Any], history: list[dict[str, Any]],
         start={**(config.get("job") or {}), **(config.get("start") or {})},
         steps=pd.DataFrame([row for row in rows if "step_s" in row]),
         summary=last if status == "ok" else {},
-        failure=last if status == "failed" else {},
+        failure=last if status in ("failed", "infeasible") else {},
     )
 
 

@@ -1,6 +1,7 @@
 """Compare jobs that take turns: engines, schedulers, numbers of ranks, or what else conf/compare/ or you let vary.
 
     mdcs compare strategy=joint engine=mdcs,ddp,fsdp2 budget=floor+10%,none
+    mdcs compare strategy=dp,fsdp,greedy scheduler=wfbp,dear budget=floor+30%
     mdcs compare experiment=bench                         # schedulers beside none (make bench)
     mdcs compare compare=ranks experiment=timed-8         # 2, 3, 4, 6 and 8 ranks
     mdcs compare compare=accuracy experiment=bench        # plans and rates of the link: predicted and measured
@@ -9,8 +10,9 @@
 Every candidate of `compare.vary` is the job of the command line with some overrides. A value with commas makes several
 candidates. Every round runs each of them once, and starts with the next one. Candidates with a plan run once under each
 of `compare.budgets` (`budget=A,B` is the same): 40GiB, 75% of ddp, floor+10% (the candidate's own floor), or none.
-`engine=A,B` chooses candidates, as `compare.only` does. Other engines fit a budget if no rank ever exceeded it, with
-the floor of the base; overrides of a plan do not apply to them. Ratios to `compare.base` are taken within a round,
+`engine=A,B` chooses candidates, as `compare.only` does. Lists of other keys make a candidate of each combination. A
+candidate that does not fit is a row that says what it needs. Other engines fit a budget if no rank ever exceeded it,
+with the floor of the base; overrides of a plan do not apply to them. Ratios to `compare.base` are taken within a round,
 losses are compared with the base's. comparison.json, comparison.png, step_time.png and the runs are left in the folder.
 """
 
@@ -51,10 +53,11 @@ from experiments.config.targets import plain
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.arguments import with_lists
-from experiments.job.planning import floor_of, job_of
+from experiments.job.planning import floor_of, job_of, make_plan
 from experiments.job.profiles import Profiles
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.planner.recompute import AUTO, Planned
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.sizes import Budget
 
 SCHEMA = 3
@@ -99,7 +102,8 @@ def main() -> int:
         given = [o for o in HydraConfig.get().overrides.task if _group(o) != "compare"]
         return Comparison(config, given, folder).run()
 
-    lists = partial(with_lists, keys={"engine": "compare.only", "budget": "compare.budgets"})
+    keys = {"engine": "compare.only", "budget": "compare.budgets"}
+    lists = partial(with_lists, keys=keys, rest="compare.over", alone=("budget",))
     return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None, lists=lists))
 
 
@@ -130,6 +134,8 @@ class Comparison:
         self.recomputed: dict[str, int] = {}  # floors with recomputation, of candidates whose budget needs it
         self.floors: dict[str, int] = {}  # bytes, of candidates with a plan, by name; empty if no budget needs them
         self.solved: dict[tuple[mdcs.Job, int | None], tuple[float, float]] = {}
+        self.infeasible: dict[str, tuple[Candidate, int | None]] = {}  # with the bytes that they need
+        self.planned_for: dict[str, mdcs.Job] = {}
         self.rounds = 0  # rounds that have ended
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -140,6 +146,8 @@ class Comparison:
         varied, only = dict(expand(self.asked.vary)), self.asked.only
         if unknown := [name for name in only if name not in varied]:
             raise ConfigError("compare.only", f"no such candidate {unknown[0]}; candidates: {', '.join(varied)}")
+        if self.asked.over:
+            varied, only = self._combined({name: varied.get(name, []) for name in only or ["mdcs"]}), []
         if not varied:
             raise ConfigError("compare.vary", "is empty: nothing to compare")
         if own := [o for o in self.given if self.budgets and _group(o) == "budget"]:
@@ -167,9 +175,21 @@ class Comparison:
                 with_budget = compose_config([*overrides, f"budget='{budget}'"], like=self.config.profile.path)
                 yield Candidate(name, with_budget, budget, tuple(words))
 
+    def _combined(self, varied: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        """These candidates, each plan with every combination of the values of `compare.over`."""
+        combinations = [*expand({"": shlex.join(self.asked.over)})]
+        made = {}
+        for name, words in varied.items():
+            if _is_engine(words):
+                made[name] = words
+                continue
+            for values, overrides in combinations:
+                made[values.strip() if name == "mdcs" else name + values] = [*words, *overrides]
+        return made
+
     def _base_of(self, words: Sequence[str]) -> list[str]:
         """The given overrides that hold for a candidate with these overrides, and what is usual for an engine."""
-        if any(o.startswith("engine=") and o != "engine=mdcs" for o in words):
+        if _is_engine(words):
             return [*(o for o in self.given if not {_group(o), o.partition("=")[0]} & {*PLANNED}), *USUAL]
         planners = {"strategy", "scheduler"}
         replaced = planners if planners & {*map(_group, words)} else set()
@@ -188,7 +208,7 @@ class Comparison:
             for number in range(self.asked.rounds):
                 first = number % len(self.candidates)
                 for candidate in [*self.candidates[first:], *self.candidates[:first]]:
-                    if str(candidate) not in self.failed:
+                    if str(candidate) not in {*self.failed, *self.left_out}:
                         self._turn(number, candidate)
                 self.rounds = number + 1
         except KeyboardInterrupt:
@@ -226,7 +246,8 @@ class Comparison:
             if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-            job = job_of(each.config, profile)
+            job = self.planned_for[str(each)] = job_of(each.config, profile)
+            self.planned_for.setdefault(each.name, job)
             if each.name not in self.floors:
                 self.floors[each.name], self.wholes[each.name] = floor_of(each.config, job), unsharded_bytes(job)
             if self._recomputes(each):
@@ -239,20 +260,26 @@ class Comparison:
         return candidate.config.recompute == AUTO and limit is not None and limit < self.floors[candidate.name]
 
     def _leave_out_below_floors(self) -> None:
-        """Leave out the candidates whose budget is below their own floor."""
+        """Leave out the candidates whose budget is below their own floor, or below what their one strategy needs."""
         for each in [*self.candidates]:
             limit = self._limit(each.budget, each.name)
             if each.budget is None or limit is None:
                 continue
             floor, recomputed = self.floors[each.name], self.recomputed.get(str(each), self.floors[each.name])
-            if limit < min(floor, recomputed):
-                error = mdcs.InfeasibleBudget(
-                    limit, floor, "the model", recomputed=recomputed if recomputed < floor else None
-                )
-                self.left_out[str(each)] = str(
-                    error.in_words_of(each.budget, partial(self.wholes.__getitem__, each.name))
-                )
+            try:
+                if limit < min(floor, recomputed):
+                    lower = recomputed if recomputed < floor else None
+                    error = mdcs.InfeasibleBudget(limit, floor, "the model", recomputed=lower)
+                    raise error.in_words_of(each.budget, partial(self.wholes.__getitem__, each.name))
+                if isinstance(each.config.strategy, Uniform):  # without choices: it fits or not
+                    make_plan(each.config, self.planned_for.get(str(each), self.planned_for[each.name]), floor)
+            except mdcs.InfeasibleBudget as error:
+                self._does_not_fit(each, str(error), error.smallest)
                 self.candidates.remove(each)
+
+    def _does_not_fit(self, candidate: Candidate, reason: str, needs: int | None) -> None:
+        self.left_out[str(candidate)], self.infeasible[str(candidate)] = reason, (candidate, needs)
+        self.console.print(f"{candidate}: {reason}", markup=False, soft_wrap=True)
 
     def _nobody(self) -> str:
         return "no candidate is left: " + "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
@@ -273,6 +300,9 @@ class Comparison:
         name = str(candidate)
         folder = self.folder / "runs" / f"{number}-{self.candidates.index(candidate)}-{_file_name(name)}"
         outcome = jobs.run(candidate.config, folder, self.console, known=self.known, kind="compare")
+        if outcome.infeasible:
+            self._does_not_fit(candidate, outcome.reason, None)
+            return
         if not outcome.ok:
             self.failed[name] = outcome.reason
             self.console.print(f"{name}: {outcome.reason}", markup=False, soft_wrap=True)
@@ -353,6 +383,7 @@ class Comparison:
             "bounds": {} if shared is None else {"traffic": shared[0], "structural": shared[1]},
             "ideal_ddp_s": None if plan is None else ideal_ddp_s(plan.job.profile, plan.micro_steps),
             "lines": lines(rows, self.base, limits),
+            "infeasible": {each.name: needs for each, needs in self.infeasible.values() if each.budget == budget},
         }  # fmt: skip
 
     def _bounds(self, plan: mdcs.Plan) -> tuple[float, float]:
@@ -381,6 +412,11 @@ def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
             chosen = [str(o.input_line) if value is None else f"{o.get_key_element()}={value}"
                       for o, value in zip(parsed, values, strict=True)]  # fmt: skip
             yield " ".join([name, *(value for value in values if value is not None)]), chosen
+
+
+def _is_engine(overrides: Iterable[str]) -> bool:
+    """Whether the overrides choose an engine without a plan."""
+    return any(each.startswith("engine=") and each != "engine=mdcs" for each in overrides)
 
 
 def _group(override: str) -> str:

@@ -15,14 +15,10 @@ WIDTH = 150  # columns of tables where there is no terminal
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print a table per budget of the engines that fit, the engines that do not, and whether the losses are equal."""
+    """Print a table per budget, one over all of them, and whether the losses are equal."""
     console = new_console(WIDTH, highlight=False, markup=False)
     for part in document["budgets"]:
         console.print(table(document, part))
-        if others := [line for line in part["lines"] if line["fits"] is False]:
-            console.print(
-                "do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others)
-            )
         if part["ideal_ddp_s"] is not None:
             console.print(over_ddp(document, part))
         console.print()
@@ -61,7 +57,7 @@ def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
 
 
 def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
-    """A row per candidate that fits the budget, the fastest first."""
+    """A row per candidate, the fastest first; those that do not fit the budget last, with the bytes that they need."""
     limit = "no limit" if part["budget_bytes"] is None else f"budget {part['budget_bytes'] / MIB:.1f} MiB"
     if part["budget_bytes"] is not None and "%" in (part["budget"] or ""):
         limit += f" ({part['budget']})"
@@ -88,6 +84,9 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
                 "–" if line["messages"] is None else f"{line['messages']:.0f}",
                 milliseconds(line["processor_s"]), _mib(line["peak_bytes"]),
             )  # fmt: skip
+    above = {line["engine"]: line["peak_bytes"] for line in part["lines"] if line["fits"] is False}
+    for name, needs in {**above, **part["infeasible"]}.items():
+        made.add_row(name, "does not fit", *[""] * (len(headings) - 3), f"{_mib(needs)}")
     return made
 
 

@@ -36,6 +36,7 @@ from experiments.config.schema import Config
 from experiments.job import app, batch
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
+from experiments.job.record import INFEASIBLE
 from experiments.job.sweep import Session, varied
 from mdcs.plan.job import chosen_options
 from mdcs.plan.plan import Plan
@@ -87,10 +88,15 @@ def main() -> int:
         if as_json:
             rows = [{"overrides": each.overrides, "folder": str(each.folder), **told(made), **_told_batch(found)}
                     for each, made, found in zip(planned, plans, chosen, strict=True)]  # fmt: skip
-            print(json.dumps({"schema": SCHEMA, "plans": rows}, indent=1))
+            bad = [{"overrides": each.overrides, "reason": each.reason}
+                   for each in session.results if each.status == INFEASIBLE]  # fmt: skip
+            print(json.dumps({"schema": SCHEMA, "plans": rows, "infeasible": bad}, indent=1))
         else:
             asked, console = [each.overrides for each in planned], new_console()
             console.print(sweep_table(plans, [varied(each, asked, but=_COLUMNS) for each in asked], chosen))
+            for each in session.results:
+                if each.status == INFEASIBLE:
+                    console.print(f"{' '.join(each.overrides)}: {each.reason}", highlight=False, soft_wrap=True)
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
     return app.run(app.Program(plan, own=("plan",), on_sweep_end=show_all))

@@ -46,7 +46,7 @@ def main() -> int:
             seconds = read_events(folder / METRICS)[-1]["first_step_s"]
             first = "" if seconds is None else f"; its first step ended after {seconds:.1f} s"
             print(f"the run is in {folder}{first}; mdcs report {folder} draws it", flush=True)
-        return outcome.reason
+        return jobs.reason_of(outcome)
 
     with Warm() as warm:
         return app.run(

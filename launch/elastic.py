@@ -81,6 +81,7 @@ class Outcome:
     - reason: one line; empty if ok.
     - rank, step: place of the first failure, as far as it is known.
     - lost: one of several hosts is gone; the job might continue on other hosts.
+    - infeasible: the job could not begin, because what it asked for does not fit. Its ranks have ended well.
     """
 
     ok: bool
@@ -88,6 +89,7 @@ class Outcome:
     rank: int | None = None
     step: int | None = None
     lost: bool = False
+    infeasible: bool = False
 
 
 OnTick = Callable[[Sequence[Status | None]], None]

@@ -323,6 +323,7 @@ class CompareConfig:
     )
     base: str | None = option(None, "ratios and losses are compared with it; null: the first")
     only: list[str] = option([], "names of those to run; none: all that can run here")
+    over: list[str] = option([], "overrides with lists: each plan with every combination (KEY=A,B is the same)")
     rounds: int = option(3, "how often each runs", at_least=1)
     budgets: list[str] = option(
         [], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own"

@@ -38,6 +38,7 @@ from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
 from experiments.job.arguments import require_one_job, require_own, submits, unused_of
+from experiments.job.run import Infeasible
 from experiments.job.submission import config_of, freeze, launcher_of, settled, starts_its_ranks
 from experiments.job.sweep import JobResult, Session, decides, sweep_name, varied
 from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
@@ -52,7 +53,10 @@ _IN_NAMES = (
 """Keys that a run's name contains in any case."""
 
 Job = Callable[[Config, Path], str]
-"""(config, folder) → reason of the failure, empty when the job ended well. Raises ConfigError before it starts."""
+"""(config, folder) → reason of the failure, empty when the job ended well.
+
+Raises ConfigError before it starts, and Infeasible where no plan keeps the budget.
+"""
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,12 @@ class _Call:
                 told = str(explain(error, overrides))
                 session.results.append(JobResult("invalid", overrides, told))
                 print(told, file=sys.stderr)
+            except Infeasible as error:
+                if session.sweep is None:
+                    session.results.append(_failed(overrides, str(error), folder))
+                else:
+                    session.results.append(JobResult(record.INFEASIBLE, overrides, str(error), folder))
+                    print(f"does not fit: {error} (job {' '.join(overrides)})", file=sys.stderr)
             except Exception as error:
                 if not isinstance(error, OSError):  # not e.g. a full disk, but a fault of the code
                     if session.sweep is None:
@@ -274,7 +284,9 @@ class _Call:
             and any(r.folder for r in session.results)
         ):
             self.program.on_sweep_end(session)
-        bad = [result for result in session.results if result.status not in (record.OK, record.SUBMITTED)]
+        fine = record.OK, record.SUBMITTED
+        rows = (*fine, record.INFEASIBLE) if any(result.status in fine for result in session.results) else fine
+        bad = [result for result in session.results if result.status not in rows]
         if session.accepted and bad:
             names = "; ".join(" ".join(result.overrides) or "(no overrides)" for result in bad)
             print(f"{len(bad)} of {len(session.results)} jobs failed: {names}", file=sys.stderr)
@@ -295,8 +307,10 @@ def _ended(result: JobResult) -> JobResult:
     reason = settled(result.folder, waited=result.reason != record.SUBMITTED)
     if reason is None:
         return result
+    said = record.read(result.folder)
+    if said is not None and said.state == record.INFEASIBLE:
+        return replace(result, status=record.INFEASIBLE, reason=reason)
     if reason:
-        said = record.read(result.folder)
         where = "" if said is not None and said.state == record.SUBMITTED else f" (its logs are in {result.folder})"
         print(f"failed: {reason}{where}", file=sys.stderr)
     return replace(result, status="failed" if reason else "ok", reason=reason)

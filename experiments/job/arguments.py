@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,24 +76,34 @@ def values_of(argument: str) -> tuple[str, list[str]]:
     return argument.partition("=")[0], []
 
 
-def with_lists(arguments: Sequence[str], keys: Mapping[str, str], *, keep_first: bool = False) -> list[str]:
+def with_lists(
+    arguments: Sequence[str], keys: Mapping[str, str], *, keep_first: bool = False, rest: str = "",
+    alone: Sequence[str] = (),
+) -> list[str]:
     """Return the arguments with each list of values (KEY=A,B) of these keys under the key that holds the list.
 
     - keys: the key that holds the list, by the key that is typed.
     - keep_first: the job has the first value of each list.
+    - rest: the key that holds the overrides with lists of all other keys. Empty: Hydra refuses them.
+
+    - alone: keys of which one value is a list of one.
 
     Raises ConfigError for a list that is given by both keys.
     """
-    out = list[str]()
+    out, others = list[str](), list[str]()
     for argument in arguments:
         key, values = values_of(argument)
+        values = values or [argument.partition("=")[2]] * (key in alone and "=" in argument)
+        if values and rest and key not in keys and not key.startswith("compare."):
+            others.append(argument)
+            continue
         if values and key in keys:
             if any(each.startswith(f"{keys[key]}=") for each in arguments):
                 raise ConfigError(key, f"{argument} and {keys[key]} are the same list: give one of them")
             out += [f"{key}={values[0]}"] if keep_first else []
             argument = f"{keys[key]}=[{','.join(values)}]"
         out.append(argument)
-    return out
+    return [*out, f"{rest}={json.dumps(others)}"] if others else out
 
 
 def require_one_job(settings: Any, overrides: Sequence[str]) -> None:

@@ -85,7 +85,8 @@ def find(config: Config, folder: Path, console: Console, *, known: Profiles | No
     try:
         found = Found(batches_that_fit(profile_of, plan, at_most=config.batch.at_most), profiled, errors)
     except InfeasibleBudget as error:
-        return Found(()), f"batch.find={config.batch.find}: no batch fits, not even of one sample: {error}"
+        why = f"batch.find={config.batch.find}: no batch fits, not even of one sample: {error}"
+        raise jobs.Infeasible(why) from error
     except ValueError as error:
         return Found(()), str(error)
     _write(config, folder, found.wanted(config), profiled)

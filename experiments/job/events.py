@@ -57,6 +57,13 @@ def job_event(config: Config, began: float | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def failure_event(
+    reason: str, rank: int | None = None, step: int | None = None, *, status: str = "failed"
+) -> dict[str, Any]:
+    """The last event of a job that did not end well. status: failed, or infeasible."""
+    return {"event": "failure", "status": status, "reason": reason, "rank": rank, "step": step, "time": time.time()}
+
+
 @cache
 def command_began() -> float:
     """Unix time at which this process started; off Linux, now."""

@@ -21,13 +21,10 @@ PARTS = "identity.json"
 """File in a run's folder: the parts of its identity, by name. It says why a job runs again."""
 SCHEMA = 1
 SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = (
-    "submitted",
-    "running",
-    "ok",
-    "failed",
-    "interrupted",
-    "preempted",
-)
+    "submitted", "running", "ok", "failed", "interrupted", "preempted",
+)  # fmt: skip
+INFEASIBLE = "infeasible"
+"""State of a job of which no plan keeps the budget."""
 
 Parts = dict[str, Any]
 _CONFIG = "config"
@@ -47,7 +44,7 @@ class Record:
     """The record of a run.
 
     - identity: of its job (`identity_of`).
-    - state: submitted, running, ok, failed, interrupted or preempted. A killed run stays running.
+    - state: submitted, running, ok, failed, infeasible, interrupted or preempted. A killed run stays running.
     - reason: one line; empty if ok.
     - time (s): unix time.
     - doubt: reason why the predictions of a run that is ok are not reliable.

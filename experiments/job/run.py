@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from experiments.config import started
 from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints, profiles, record
-from experiments.job.events import job_event
+from experiments.job.events import failure_event, job_event
 from experiments.job.planning import floor_of, job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
@@ -33,8 +32,14 @@ from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
+
+
+class Infeasible(Exception):
+    """No plan of a job keeps its budget. The message has the smallest budget that one keeps."""
+
 
 Start = Callable[..., Outcome]
 """Runs ranks to their end. Arguments and result are those of `launch.elastic.run`."""
@@ -124,6 +129,8 @@ def _run(
         if outcome.ok and "preempted" in last:
             step = last["preempted"]["step"]
             outcome = Outcome(False, f"preempted at step {step}, of which it has a checkpoint", step=step)
+        elif outcome.ok and last.get("failure", {}).get("status") == record.INFEASIBLE:
+            outcome = Outcome(False, str(last["failure"]["reason"]), infeasible=True)
         elif outcome.ok and only is None and "summary" not in last:
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
     except Exception as error:
@@ -138,9 +145,8 @@ def _run(
             doubt = last.get("summary", {}).get("doubt", "")
             with _warned(f"how the job has ended is not in its {record.FILE}"):
                 record.write(folder, identity, state, outcome.reason, doubt=doubt)
-        if not outcome.ok:
-            where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
-            failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
+        if not outcome.ok and not outcome.infeasible:
+            failure = failure_event(outcome.reason, outcome.rank, outcome.step)
             # the outcome reports it, and earlier lines are whole
             with _warned("that the job failed is not in its folder"):
                 _write(folder, *([] if only is None else [asked]), failure)
@@ -172,8 +178,8 @@ def begin(config: Config, folder: Path, *events: Event) -> None:
 def prepare(only: str, config: Config, folder: Path, console: Console, *, known: Profiles | None = None) -> str:
     """Write profile.json into the folder and, for `only="plan"`, plan.json. Return the reason of a failure, else "".
 
-    No ranks are started if the profile is known. Raises ConfigError as `run` does, and for an engine that makes no
-    plan.
+    No ranks are started if the profile is known. Raises Infeasible if no plan keeps the budget, and ConfigError as
+    `run` does, and for an engine that makes no plan.
     """
     _require_plan(config)
     _require_batch(config)
@@ -185,12 +191,21 @@ def prepare(only: str, config: Config, folder: Path, console: Console, *, known:
                 job = job_of(resolved, measured)
                 try:
                     made = make_plan(resolved, job, floor_of(resolved, job))
+                except InfeasibleBudget as error:
+                    raise Infeasible(str(error)) from error
                 except ValueError as error:
                     return str(error)
                 write_plan(folder, made)
             show_files(resolved, folder, only, record.identity_of(config))
             return ""
-    return run(config, folder, console, known=known, only=only).reason
+    return reason_of(run(config, folder, console, known=known, only=only))
+
+
+def reason_of(outcome: Outcome) -> str:
+    """The reason of a failure, empty for a job that ended well. Raises Infeasible for one that could not begin."""
+    if outcome.infeasible:
+        raise Infeasible(outcome.reason)
+    return outcome.reason
 
 
 def _known_profile(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[Config, Profile] | None:
@@ -235,6 +250,8 @@ def _failed(error: Exception) -> Outcome:
 def _state(outcome: Outcome) -> str:
     if outcome.ok:
         return record.OK
+    if outcome.infeasible:
+        return record.INFEASIBLE
     return record.INTERRUPTED if outcome.reason == record.INTERRUPTED else record.FAILED
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from experiments.config import checks
 from experiments.config.schema import BudgetConfig, Config, ConfigError
 from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
-from experiments.job.events import command_began
+from experiments.job.events import command_began, failure_event
 from experiments.job.resolved import with_absolute_paths
 from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
@@ -162,7 +161,7 @@ def why_failed(folder: Path, *, waited: bool) -> str | None:
     """
     said, code = record.read(folder), submitted.exit_code(folder)
     state = record.RUNNING if said is None else said.state
-    if not waited and code is None and state not in (record.OK, record.FAILED):
+    if not waited and code is None and state not in (record.OK, record.FAILED, record.INFEASIBLE):
         return None
     if said is None or state in (record.SUBMITTED, record.RUNNING):
         return next(filter(None, map(why_no_profile, submitted.before(folder))), "") or submitted.failure(folder)
@@ -173,8 +172,7 @@ def fail(folder: Path, identity: str, reason: str) -> None:
     """Write that the folder's run has failed: into its record, and as the last of its events if it has begun."""
     if (folder / METRICS).exists():
         with JsonLines(folder / METRICS) as metrics:
-            metrics.write({"event": "failure", "status": record.FAILED, "reason": reason, "rank": None, "step": None,
-                           "time": time.time()})  # fmt: skip
+            metrics.write(failure_event(reason))
     record.write(folder, identity, record.FAILED, reason)
 
 

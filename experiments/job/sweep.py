@@ -31,6 +31,7 @@ _ASKED = "multirun.yaml"  # Hydra writes it for every sweep
 ID = "sweep.id"
 _TIME = re.compile(r"\$\{now:[^}]*\}")
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
+_ENDED = (record.OK, record.FAILED, record.INFEASIBLE)
 _OF_THE_QUESTION = ("hydra.sweeper", "hydra/launcher", *(f"hydra.launcher.{name}" for name in MEASURED))
 """Hydra's own keys that make a sweep another one."""
 
@@ -39,8 +40,8 @@ _OF_THE_QUESTION = ("hydra.sweeper", "hydra/launcher", *(f"hydra.launcher.{name}
 class JobResult:
     """How a job ended.
 
-    - status: ok, failed, invalid (its config is wrong; it has no folder), left out (after a job that failed), or
-      submitted (it has not ended).
+    - status: ok, failed, infeasible (no plan keeps its budget), invalid (its config is wrong; it has no folder), left
+      out (after a job that failed), or submitted (it has not ended).
     - overrides: of the job.
     - reason: one line; empty if the job ended well.
     - folder: the job's folder.
@@ -143,7 +144,7 @@ class Session:
                 print(f"{n}: another {' and '.join(found)} than then, runs again elsewhere (job {job})", flush=True)
             return self._new_place()
         name, before = self.earlier[identity]
-        folder, ended = self.sweep / name, before.state in (record.OK, record.FAILED)
+        folder, ended = self.sweep / name, before.state in _ENDED
         if not ended and (state := _mdcs_jobs.state(folder)):
             submitted = JobResult(record.SUBMITTED, asked, record.SUBMITTED, folder, kept=True)
             self._keep(submitted, f"{name}: submitted before and {state}")
@@ -151,7 +152,7 @@ class Session:
         if config.sweep.force:
             return name
         on_earlier(config, folder)
-        if before.state == record.OK or before.state == record.FAILED and not config.sweep.retry_failed:
+        if ended and (before.state != record.FAILED or not config.sweep.retry_failed):
             self._keep(JobResult(before.state, asked, before.reason, folder, kept=True), f"{name}: {before.state}")
             return None
         print(

@@ -15,10 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import mdcs
+from analysis.events import METRICS
 from experiments.config.checks import load
 from experiments.config.schema import Config
 from experiments.job import checkpoints
+from experiments.job.events import failure_event
 from experiments.job.planning import floor_of, job_of, make_plan, write_plan
+from experiments.job.record import INFEASIBLE
+from experiments.job.tracking import JsonLines
 from experiments.job.training import train
 from experiments.job.workload import Workload
 from launch import preemption, rendezvous, status
@@ -38,9 +43,14 @@ def main(folder: Path, only: str | None = None) -> None:
     device = start(config)
     workload = Workload(config, rank, world, device)
     checkpoints.require_same_model(config, folder, workload.model)
-    floor = plan_job(folder, workload, only) if config.engine.plans else None
-    if only is None:
-        train(folder, workload, floor)
+    try:
+        floor = plan_job(folder, workload, only) if config.engine.plans else None
+        if only is None:
+            train(folder, workload, floor)
+    except mdcs.InfeasibleBudget as error:  # on every rank: a result, and no failure of a rank
+        if workload.writes:
+            with JsonLines(folder / METRICS) as metrics:
+                metrics.write(failure_event(str(error), status=INFEASIBLE))
     dist.barrier()
     if preemption.expected():
         preemption.ignore()  # Python removes its signal handlers before it exits

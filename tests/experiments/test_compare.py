@@ -98,7 +98,9 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     assert {config.strategy.name for config in calls if config.engine.name == "mdcs"} == {"greedy"}
     printed = capsys.readouterr().out
     limited, unlimited = printed.split("no limit")
-    assert "budget 0.0 MiB (floor+50%)" in limited and "do not fit: mdcs (1.0 MiB), ddp (8.0 MiB), fsdp2 (1.0 MiB)" in limited
+    assert "budget 0.0 MiB (floor+50%)" in limited
+    beyond = [line.split() for line in limited.splitlines() if "does not fit" in line]
+    assert [(each[0], each[-1]) for each in beyond] == [("mdcs", "1.0"), ("ddp", "8.0"), ("fsdp2", "1.0")]
     assert "traffic bound" in unlimited and "structural bound" in unlimited
     assert "an ideal DDP: " in unlimited and "mdcs wins 50.0 ms over ddp" in unlimited and "ideal DDP" not in limited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
@@ -246,7 +248,7 @@ def test_a_budget_that_needs_recomputation_is_kept_with_a_profile_that_has_it(ra
     floor, lower = mdcs.floor_bytes(plain), mdcs.floor_bytes(profile, "planned")
     assert lower < floor - 16
     budgets = f"compare.budgets=[floor+10%,{floor - 8},{lower - 8}]"
-    assert asked(monkeypatch, "compare.rounds=1", "compare.only=[mdcs]", budgets) == 0
+    assert asked(monkeypatch, "compare.rounds=1", "compare.only=[mdcs]", "strategy=greedy", budgets) == 0
     assert len(calls) == 2 and len(measured) == 3
     assert "; the smallest budget is " in (said := capsys.readouterr().out) and ", with recomputation " in said
 
@@ -259,7 +261,8 @@ def test_without_anybody_whose_budget_suffices_nothing_runs(ranks, monkeypatch, 
 
 def test_engines_without_a_plan_fit_a_budget_in_bytes(ranks, monkeypatch, capsys):
     assert asked(monkeypatch, "compare.rounds=1", "compare.only=[ddp,fsdp2]", "compare.budgets=[4MiB]") == 0
-    assert "do not fit: ddp (8.0 MiB)" in capsys.readouterr().out
+    [row] = [line.split() for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    assert (row[0], row[-1]) == ("ddp", "8.0")
 
 
 def test_checkpointing_and_units_change_nothing_that_is_trained():
@@ -308,4 +311,5 @@ def test_a_share_needs_a_plan_with_a_floor(ranks, monkeypatch, capsys):
 
 def test_a_budget_is_chosen_in_one_place(ranks, monkeypatch, capsys):
     assert asked(monkeypatch, "compare.budgets=[floor+10%]", "budget=1GiB", only("ddp")) == 2
-    assert capsys.readouterr().err == "budget: is chosen with compare.budgets here\n"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("budget: ")

@@ -120,10 +120,9 @@ def test_a_calculated_profile_is_calculated_for_every_batch(tmp_path):
 
 
 def test_a_budget_below_one_sample_is_one_error(tmp_path):
-    batches, reason, _ = found(tmp_path, 10**4, of_4=of_batch(4), of_16=of_batch(16))
-    assert batches == batch.Found(())
-    assert reason.startswith("batch.find=largest: no batch fits, not even of one sample: budget: even all")
-    assert reason.count("smallest budget is") == 1 and not (tmp_path / "job/plan.json").exists()
+    with pytest.raises(jobs.Infeasible, match="^batch.find=largest: ") as error:
+        found(tmp_path, 10**4, of_4=of_batch(4), of_16=of_batch(16))
+    assert str(error.value).count("smallest budget is") == 1 and not (tmp_path / "job/plan.json").exists()
 
 
 def test_programs_that_train_take_a_number(tmp_path):

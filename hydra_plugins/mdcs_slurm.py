@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -43,10 +42,10 @@ TIDY = "tidy"
 _TIDY = """#!/bin/sh
 rm -rf "${TMPDIR:-/tmp}/mdcs-rank-$SLURM_JOB_ID.$SLURM_STEP_ID.$SLURM_PROCID-"*
 """
-"""Script that SLURM runs on a node when a rank has ended, even if it was killed (`launch.serving`)."""
+"""Script that SLURM runs on a node when a rank has ended, even if it was killed (`launch.spmd`)."""
 
-_GRIDS = ("hydra._internal.core_plugins.basic_sweeper.", "hydra_plugins.mdcs_sweeper.")
-"""Sweepers that know all jobs before the first."""
+_GRIDS = ("BasicSweeper", "MdcsSweeper")
+"""Classes of sweepers that know all jobs before the first."""
 
 
 @dataclass
@@ -153,7 +152,7 @@ class MdcsLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         check(self.asked)
-        if not self.asked.wait and not config.hydra.sweeper._target_.startswith(_GRIDS):
+        if not self.asked.wait and not config.hydra.sweeper._target_.endswith(_GRIDS):
             raise ValueError("hydra.launcher.wait: must be true, as this hydra/sweeper needs the results of jobs")
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
@@ -190,7 +189,7 @@ def rerun(folder: Path, settings: Any, *more: str) -> None:
 
     settings: Hydra's part of the job's config.
     """
-    main, parsed = sys.modules["__main__"], get_args_parser().parse_args()
+    main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if (path := Path(str(main.__file__)).resolve()).is_relative_to(ROOT / "experiments"):
         program = f'"$code"/{path.relative_to(ROOT)}'
@@ -198,8 +197,9 @@ def rerun(folder: Path, settings: Any, *more: str) -> None:
         program = f"-m {spec.name.removesuffix('.__main__')}"
     else:
         program = shlex.quote(str(path))
-    flags = [f"--{name.replace('_', '-')}={getattr(parsed, name)}"
-             for name in ("config_path", "config_name", "config_dir") if getattr(parsed, name) is not None]  # fmt: skip
+    flags = [] if settings.job.config_name is None else [f"--config-name={settings.job.config_name}"]
+    sources = settings.runtime.config_sources
+    flags += [f"--config-dir={each.path}" for each in sources if each.provider == "command-line"]
     own = [each for each in settings.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
     given = [*flags, *settings.overrides.task, *own, *more, "hydra.mode=RUN", f"hydra.run.dir='{folder}'"]
     (folder / jobs.COMMAND).write_text(f"{program} {shlex.join(given)}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A Hydra sweeper that runs the good jobs of a sweep when others cannot be composed.
+"""A Hydra sweeper: the grid of all values, and single jobs beside it; good jobs run when others cannot be composed.
 
 Hydra's own sweeper refuses the whole sweep when one job cannot be composed, with many lines of output. This sweeper
 calls `judge` for each job before any job starts. It launches the jobs that `judge` accepts, in the folders that
@@ -9,20 +9,28 @@ Hydra finds this module by itself, and executes it again if it was imported befo
 module after `Plugins.instance()`, and sets `begin` and `judge` there. Without them this is Hydra's sweeper with `also`.
 """
 
+import itertools
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, open_dict, read_write
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 
 @dataclass
-class MdcsSweeperConf(BasicSweeperConf):
+class MdcsSweeperConf:
     _target_: str = "hydra_plugins.mdcs_sweeper.MdcsSweeper"
+    params: dict[str, str] | None = None
     also: list[str] = field(default_factory=list)
 
 
@@ -39,16 +47,25 @@ Empty: the folder of the config. None: the job is not run.
 """
 
 
-class MdcsSweeper(BasicSweeper):
-    """`BasicSweeper` over the jobs that `judge` accepts."""
+class MdcsSweeper(Sweeper):
+    """Launches the jobs of a grid, and those beside it, that `judge` accepts.
+
+    - params: axes of the grid by key, values separated by commas; arguments of the command line replace them.
+    - begin, judge: set by the application before Hydra starts.
+    """
 
     begin: ClassVar[Begin] = staticmethod(lambda config: None)
     judge: ClassVar[Judge] = staticmethod(lambda compose, overrides: "")
-    """The application sets `begin` and `judge` before Hydra starts."""
 
-    def __init__(self, also: Sequence[str] = (), **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, params: Mapping[str, str] | None = None, also: Sequence[str] = ()) -> None:
+        self.params = dict(params or {})
         self.also = [shlex.split(job) for job in also]
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.loader, self.config = hydra_context.config_loader, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> Any:
         config: Any = self.config
@@ -56,32 +73,54 @@ class MdcsSweeper(BasicSweeper):
             with read_write(config), open_dict(config):
                 config.hydra.sweep.dir = folder
                 config.hydra.overrides.hydra.append(_override("hydra.sweep.dir", folder))  # each job is composed again
-        return super().sweep(arguments)
-
-    def get_job_batch(self) -> Sequence[Sequence[str]]:
-        batch = list(super().get_job_batch())
-        if self.is_done():
-            # Overrides that all jobs of the grid share also hold for the jobs of `also`, unless such a job sets the
-            # same key or its group.
-            common = [override for override in batch[0] if all(override in job for job in batch)]
-            for job in self.also:
-                keys = {override.partition("=")[0] for override in job}
-                single = [override for override in common if not keys & _key_and_group(override)] + job
-                batch += [] if single in batch else [single]
-        judged = [(list(job), type(self).judge(partial(self._compose, job), job)) for job in batch]
-        return [
+        asked = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        jobs = self._with_others(_grid(OverridesParser.create(config_loader=self.loader).parse_overrides(asked)))
+        out = Path(config.hydra.sweep.dir)
+        out.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, out / "multirun.yaml")
+        judged = [(job, type(self).judge(partial(self._compose, job), job)) for job in jobs]
+        batch = [
             [*job, _override("hydra.sweep.subdir", folder)] if folder else job
             for job, folder in judged
             if folder is not None
         ]
+        returned = self.launcher.launch(batch, initial_job_idx=0)
+        for each in returned:
+            _ = each.return_value  # raises what a job has raised
+        return [returned]
 
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Do nothing: `get_job_batch` has composed each job."""
+    def _with_others(self, grid: list[list[str]]) -> list[list[str]]:
+        """The jobs of the grid and of `also`, each once.
+
+        Overrides that all jobs of the grid share also hold for the jobs of `also`, unless such a job sets the same key
+        or its group.
+        """
+        jobs, common = list(grid), [override for override in grid[0] if all(override in job for job in grid)]
+        for job in self.also:
+            keys = {override.partition("=")[0] for override in job}
+            single = [override for override in common if not keys & _key_and_group(override)] + job
+            jobs += [] if single in jobs else [single]
+        return jobs
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        assert self.hydra_context is not None and self.config is not None
-        composed: Any = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        composed: Any = self.loader.load_sweep_config(self.config, list(overrides))
         return composed
+
+
+def _grid(overrides: Sequence[Override]) -> list[list[str]]:
+    """The overrides of every combination. The last override of a key counts."""
+    axes: dict[str, list[str]] = {}
+    for each in overrides:
+        key = each.get_key_element()
+        if not each.is_sweep_override():
+            axes[key] = [f"{key}={each.get_value_element_as_str()}"]
+        elif each.is_discrete_sweep():
+            axes[key] = [f"{key}={value}" for value in each.sweep_string_iterator()]
+        else:
+            raise HydraException(
+                f"{key}: a grid needs values, got {each.input_line}; hydra/sweeper=optuna takes intervals"
+            )
+    return [list(job) for job in itertools.product(*axes.values())]
 
 
 def _key_and_group(override: str) -> set[str]:

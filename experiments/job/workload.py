@@ -137,7 +137,7 @@ class Workload:
             link=MeasuredLink(*emulated, {}) if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config),
-            emulate=self.emulate, computes=config.model.computes, seconds=_PROFILING_S, progress=False,
+            emulate=self.emulate, seconds=_PROFILING_S, progress=False,
             recompute=measures_recomputation(config),
         )  # fmt: skip
 

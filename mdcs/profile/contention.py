@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Contention:
     """The cost of communication where compute, copies and the runtime share the same cores: of the CPU backend only.
 
-    All values are 0 on a GPU. :func:`mdcs.profiler.contention_fit.fit_contention` fits them.
+    All values are 0 on a GPU. :func:`mdcs.profiler.cost_fit.fit_costs` fits them.
 
     - ``compute_per_message`` (s): compute time lost per message that completes while computing.
     - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -183,8 +184,10 @@ class Profile:
     - ``more_optimizers``: those of a model that has several. ``optimizer`` is the first.
     - ``about``: free text for people and for file names: model, device, versions.
     - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
-    - ``calibration_runs``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
-      ``unreliable_runs`` selects the plans whose two numbers are far apart.
+    - ``errors``: standard errors of the costs of messages that training has determined, by name. Other costs are
+      assumed, or measured before training.
+    - ``calibration_runs``: (predicted, measured) seconds per step of plans that ran, by name. Each is predicted from
+      the runs of the others. ``unreliable_runs`` selects the plans whose two numbers are far apart.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot
     that does not exist.
@@ -205,6 +208,7 @@ class Profile:
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     calibration_runs: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    errors: dict[str, float] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -245,6 +249,12 @@ class Profile:
         """Entries of ``calibration_runs`` whose prediction is off by more than half. They put all predictions in doubt.
         """
         return {name: seconds for name, seconds in self.calibration_runs.items() if is_far_off(*seconds)}
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Median relative error of the predicted steps of ``calibration_runs``; None without any."""
+        off = [abs(told / seen - 1) for told, seen in self.calibration_runs.values()]
+        return statistics.median(off) if off else None
 
     @property
     def reliability_warning(self) -> str:
@@ -330,7 +340,8 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain containers. Fields that most profiles do not need are left out where they are
-        empty: ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, and those of units behind ``dtype``.
+        empty: ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, ``errors``, and those of units behind
+        ``dtype``.
         """
         data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.execution == ExecutionModel():
@@ -341,6 +352,8 @@ class Profile:
             del data["recompute"]
         if not self.more_optimizers:
             del data["more_optimizers"]
+        if not self.errors:
+            del data["errors"]
         data["units"] = [{k: v for k, v in unit.items() if v or k not in _USUALLY_EMPTY} for unit in data["units"]]
         return data
 
@@ -367,6 +380,7 @@ class Profile:
                 recompute=tuple(map(RecomputeOption.from_dict, d.get("recompute", ()))),
                 more_optimizers=tuple(Optimizer(**o) for o in d.get("more_optimizers", ())),
                 calibration_runs=d["rehearsed"],
+                errors=d.get("errors", {}),
                 **{
                     k: d[k]
                     for k in (

@@ -4,7 +4,7 @@
   updates of the model.
 - ``link_timing``: the link.
 - ``interference``: a GPU's compute beside messages.
-- ``contention_fit``: what compute and messages cost each other on a CPU, fitted to a few plans that run.
+- ``calibration``, ``cost_fit``: plans that tell the costs of messages apart, and the costs fitted to what ran when.
 - ``consensus``, ``progress``: one profile and one error of all ranks, and what they do.
 - ``autoprofile``: all of this in one call, within a time budget.
 - ``autotune``: the fastest of some plans, by running them.

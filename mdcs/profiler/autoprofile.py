@@ -22,6 +22,7 @@ from mdcs.planner.recompute import Planned
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
+from mdcs.profiler.calibration import STEPS, measure_contention
 from mdcs.profiler.consensus import (
     all_gather_object,
     barrier,
@@ -31,7 +32,6 @@ from mdcs.profiler.consensus import (
     phase,
     rank_zeros_random_state,
 )  # fmt: skip
-from mdcs.profiler.contention_fit import STEPS, measure_contention
 from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
 from mdcs.profiler.memory_bounds import (
@@ -71,7 +71,6 @@ def autoprofile(
     iterations: int = 3,
     about: dict[str, str] | None = None,
     emulate: Emulation | None = None,
-    computes: bool = True,
     budget: Budget | int | str | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
@@ -96,7 +95,6 @@ def autoprofile(
     - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
     - ``iterations``: the most steps of the second phase.
     - ``emulate``: that of :func:`mdcs.parallelize`.
-    - ``computes``: False where computing only waits, so that messages take none of its time.
     - ``budget``: bytes per rank, or a text such as "40GiB" or "75% of ddp" (:class:`mdcs.sizes.Budget`). The plans of
       the third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself
       is measured whole: a warning says how much that holds, if it is more.
@@ -179,7 +177,6 @@ def autoprofile(
             steps[middle],
             optimizer,
             seconds=left,
-            shares_cores=computes,
             emulate=emulate,
             budget=limit,
         )

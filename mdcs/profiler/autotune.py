@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import current_meter
+from mdcs.telemetry.timeline import PeriodTrace
 
 ROUNDS, PERIODS = 2, 3
 _WARMUP = 1
@@ -123,13 +123,13 @@ def run_periods(
     count: int,
     *,
     emulate: Emulation | None = None,
-) -> tuple[list[StepTimes], float]:
-    """Return the times of ``count`` periods after a warm-up, and the processor seconds of a period.
+) -> tuple[list[StepTimes], list[PeriodTrace]]:
+    """Return the times of ``count`` steps after a warm-up, and what ran when in the periods after it.
 
     Restores the model, without gradients. Collective.
     """
     weights = {p: p.data for p in model.parameters()}
-    records, used = [], []
+    records = []
     barrier()
     with (
         warnings.catch_warnings(),
@@ -147,7 +147,6 @@ def run_periods(
                 for _ in range(plan.micro_steps):
                     (step() / plan.micro_steps).backward()
                 engine.end_step()
-                used.append(time.process_time())
                 records += engine.recorder.finished(engine.sequencer.step - 2, False)
             engine.drain("drain()")
         except BaseException as e:
@@ -159,7 +158,8 @@ def run_periods(
                 storage.guard.open()
             for p, tensor in weights.items():
                 p.data, p.grad = tensor, None
-    return [record.times for record in records[_WARMUP:]], (used[-1] - used[0]) / (len(used) - 1)
+    traces = [trace for step, trace in engine.recorder.traces().items() if step > _WARMUP]
+    return [record.times for record in records[_WARMUP:]], traces
 
 
 @contextmanager

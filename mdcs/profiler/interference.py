@@ -3,7 +3,7 @@ sizes.
 
 The host runs ahead of the device. Messages are sent one behind the other on the communication stream, with neither the
 runtime nor a wait of the host between them and the step. What a CPU's compute loses is fitted elsewhere
-(:mod:`mdcs.profiler.contention_fit`).
+(:mod:`mdcs.profiler.cost_fit`).
 """
 
 from __future__ import annotations

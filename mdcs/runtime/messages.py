@@ -243,7 +243,8 @@ class Messages:
         if update.is_due and not self.drops:
             with self._range("update", update.transfer.message):
                 self.updates.step(update.gradients, update.scale)
-        self._recorder.update(update.transfer.index, begin, self._recorder.stamp())
+        transfer = update.transfer
+        self._recorder.update(transfer.index, transfer.step, begin, self._recorder.stamp())
         with self._account.lock:
             self._account.record("update_scratch", -update.scratch)
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
-from mdcs.telemetry.timeline import Interval, intersection, length, step_times
+from mdcs.telemetry.timeline import Interval, PeriodTrace, Span, intersection, length, step_times
 
 _UNREAD = 128  # iterations kept for :meth:`StepRecorder.finished`: bounds the memory of a loop that never reads
+_TRACED = 8  # periods kept for :meth:`StepRecorder.traces`
 
 UNTIMED: Any = object()
 """Stands for a timestamp that nobody has asked for."""
@@ -73,6 +74,8 @@ class StepRecorder:
     _norms: dict[int, Tensor] = field(default_factory=dict)  # by step, on their way to the host
     _pauses: deque[tuple[int, Any, Any]] = field(default_factory=deque)  # (iteration, begin, end)
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
+    # by period, named by the step of its backward: spans of slots ("compute"), messages and updates by index
+    _spans: dict[int, dict[tuple[str, int], Span]] = field(default_factory=dict)
     _under_way: int = 0  # number of the current iteration
     _timed_from: int | None = None  # first iteration with all stamps
     _has_untimed: bool = False
@@ -100,10 +103,10 @@ class StepRecorder:
         """Record that message ``index`` of the plan was on the wire, in period number ``period`` (0: the prologue)."""
         self._raw.append((self._under_way, "message", index, begin, end, period))
 
-    def update(self, index: int, begin: Any, end: Any) -> None:
-        """Record that the updates completed by a message ran from ``begin`` to ``end``."""
+    def update(self, index: int, period: int, begin: Any, end: Any) -> None:
+        """Record that the updates completed by message ``index`` of a period ran from ``begin`` to ``end``."""
         if begin is not UNTIMED:
-            self._raw.append((self._under_way, "update", index, begin, end, 0))
+            self._raw.append((self._under_way, "update", index, begin, end, period))
 
     @cached_property
     def _messages(self) -> list[tuple[str, str, int]]:
@@ -218,8 +221,38 @@ class StepRecorder:
                 self._sent.setdefault(period, Counter())[kind] += wire
                 self._count.setdefault(period, Counter())[kind] += 1
             if begin is not UNTIMED:
-                self._intervals.append(self._interval(lane, index, begin, end))
+                found = self._interval(lane, index, begin, end)
+                self._intervals.append(found)
+                if lane == "compute":
+                    period = iteration - (index >= self.plan.period.turn)
+                self._spans.setdefault(period, {})[lane, index] = found.start, found.end
         self._raw.extendleft(reversed(later))
+        for old in sorted(self._spans)[:-_TRACED]:
+            del self._spans[old]
+
+    def traces(self) -> dict[int, PeriodTrace]:
+        """Return what ran when in the last periods, by the step whose backward begins the period.
+
+        Steps count from the first :meth:`finished` that has returned them on. Periods with a pause are left out.
+        """
+        length, n, out = self.plan.period.length, len(self.plan.messages), dict[int, PeriodTrace]()
+        paused = {iteration for iteration, *_ in self._pauses}
+        for step, spans in self._spans.items():
+            following = self._spans.get(step + 1, {}).get(("compute", 0))
+            slots = [spans.get(("compute", q)) for q in range(length)]
+            messages = [spans.get(("message", i)) for i in range(n)]
+            if following is None or None in slots or None in messages or paused & {step, step + 1}:
+                continue
+            began = spans["compute", 0][0]
+
+            def since(found: list[Span | None], began: float = began) -> tuple[Span, ...]:
+                return tuple((each[0] - began, each[1] - began) for each in found if each is not None)
+
+            done = tuple(
+                spans.get(("update", i), sent)[1] - began for i, sent in enumerate(messages) if sent is not None
+            )
+            out[step] = PeriodTrace(following[0] - began, since(slots), since(messages), done)
+        return out
 
     def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:
         """Return records of the iterations up to step ``upto``; each is returned once.

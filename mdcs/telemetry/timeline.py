@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from mdcs.plan.times import StepTimes
 
@@ -23,6 +23,21 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 Span = tuple[float, float]
 """(start, end) in seconds."""
+
+
+class PeriodTrace(NamedTuple):
+    """What ran when in one period of one rank, in seconds from the begin of the period's first slot.
+
+    - ``period_s``: until the first slot of the next period begins.
+    - ``slots``: (begin, end) of compute in each slot.
+    - ``messages``: (start, end) of each message of the plan on the link. The end may lie after the period.
+    - ``done``: when each message is unpacked and its update has run.
+    """
+
+    period_s: float
+    slots: tuple[Span, ...]
+    messages: tuple[Span, ...]
+    done: tuple[float, ...]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mdcs.emulation import EmulatedCommunicator, Emulation
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.profiler.contention_fit import measure_contention
+from mdcs.profiler.calibration import measure_contention
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.devices import Emulated, emulated_run
 from tests.mdcs.runtime.ranks import Ranks
@@ -120,10 +120,10 @@ def contention() -> Any:
     return measure_contention(profile, made.model, units, step, optimizer, seconds=0.0, emulate=emulate)
 
 
-def test_computing_and_emulated_messages_disturb_each_other_measurably(single: Ranks):
+def test_costs_are_fitted_to_plans_that_run_on_an_emulated_link_which_stays_as_it_is(single: Ranks):
     [profile] = single.run(contention)
-    assert profile.world == 8 and len(profile.calibration_runs) == 4
-    assert profile.contention.message_seconds + profile.contention.seconds_per_byte > 0
+    assert profile.world == 8 and len(profile.calibration_runs) > 2 and profile.errors
+    assert profile.link == mdcs.Link.uniform(2, 10, emulated=True)
 
 
 # ---- in this process, without a process group

@@ -13,7 +13,7 @@ import mdcs
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.registry import scheduler_named, strategy_named
 from mdcs.profile.layout import WholeParameter
-from mdcs.profiler import contention_fit, memory_bounds
+from mdcs.profiler import memory_bounds
 from mdcs.profiler.link_timing import MeasuredLink
 from tests.mdcs.profiles import chain
 
@@ -74,24 +74,6 @@ def test_measuring_above_the_budget_is_said_once_with_its_bytes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         memory_bounds.warn_profiling_memory(1 << 20, 1 << 20)
-
-
-def test_plans_in_calibration_runs_keep_a_budget() -> None:
-    model, optimizer, units = made()
-    profile = mdcs.measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer, world=2, link=LINK.link)
-    floor = mdcs.floor_bytes(profile)
-    dp = mdcs.make_plan(profile, strategy_named("dp"), scheduler_named("wfbp"))
-    assert floor < min_feasible_budget(dp)
-    for budget in (floor, min_feasible_budget(dp)):
-        plans = [
-            contention_fit._calibration_plan(profile, strategy, scheduler, budget)
-            for strategy, scheduler in contention_fit.CALIBRATION_PLANS
-        ]
-        assert all(min_feasible_budget(plan) <= budget == plan.budget for plan in plans)
-        assert (plans[-1].strategies == dp.strategies) is (budget > floor)
-        seen = [contention_fit._replay(plan, profile, profile.contention) for plan in plans]
-        fitted = contention_fit.fit_contention(profile, plans, seen, alone=seen[0])
-        assert ("dp wfbp" in fitted.calibration_runs) is (budget > floor) and len(fitted.calibration_runs) == 4
 
 
 def test_padding_of_whole_parameters_is_said() -> None:

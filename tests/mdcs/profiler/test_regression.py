@@ -1,23 +1,13 @@
-"""Lines and spreads: hand-computed cases, and the textbook's formulas on random points."""
+"""Least squares on random rows; lines and spreads by hand."""
 
 from __future__ import annotations
 
-import math
-import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from mdcs.profiler.regression import least_squares, lower_envelope, nonneg_line_fit, p10_p90
-
-
-def test_a_line_of_relative_errors_has_no_negative_part() -> None:
-    assert nonneg_line_fit([(1, 3.0), (2, 5.0), (100, 201.0)], relative=True) == pytest.approx((1, 2))
-    # A large message that is 10 % off hardly moves what a small one costs.
-    a, b = nonneg_line_fit([(1, 3.0), (2, 5.0), (1000, 2201.0)], relative=True)
-    assert a + b == pytest.approx(3, rel=0.1)
-    assert nonneg_line_fit([(1, 2.0), (2, 1.0)], relative=True) == (pytest.approx(1.2), 0)
-    assert nonneg_line_fit([(1, 1.0), (2, 4.0)], relative=True).intercept == 0
-    assert nonneg_line_fit([(1, 0.0)], relative=True) == (0, 0)
+from mdcs.profiler.regression import Term, estimate, lower_envelope, p10_p90
 
 
 def test_the_highest_line_below_all_points_is_not_moved_by_what_disturbances_add() -> None:
@@ -37,49 +27,46 @@ def test_a_line_below_has_no_negative_part() -> None:
     assert lower_envelope([]) == (0, 0)
 
 
-def test_what_is_waited_longer_is_a_line_over_the_number_of_waits() -> None:
-    assert nonneg_line_fit([(2, 0.7), (10, 1.5), (20, 2.5)]) == pytest.approx((0.5, 0.1))
-    assert nonneg_line_fit([(2, 0.0), (10, 1.0), (20, 2.0)]).intercept == 0  # never less than nothing
-    assert nonneg_line_fit([(2, 2.0), (20, 1.0)]) == (1.5, 0)
-    assert nonneg_line_fit([(5, -1.0), (5, -1.0)]) == nonneg_line_fit([(0, -1.0), (0, -2.0)]) == (0, 0)
-    assert nonneg_line_fit([(0, 1.0), (0, 2.0)]) == (1.5, 0)
+def rows(seed: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    """Fifty rows of three columns, with coefficients 2, 0 and 0.5."""
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(0, 10, (50, 3)) * [1, 1e6, 1]
+    return x, x @ [2, 0, 0.5] + rng.normal(0, noise, 50)
 
 
-def test_points_that_differ_by_rounding_alone_have_no_slope() -> None:
-    assert nonneg_line_fit([(3.0, 1.0), (3.0 + 1e-12, 2.0)]) == (1.5, 0)
-    assert nonneg_line_fit([(3.0, 1.0), (3.01, 2.0)]).slope == pytest.approx(0.5, rel=0.01)  # through the origin
+TERMS = [Term("a", 7.0), Term("b", 7.0), Term("c", 7.0)]
 
 
-def textbook(points: list[tuple[float, float]], weights: list[float]) -> tuple[float, float]:
-    """(intercept, slope) of weighted least squares: means, then covariance by variance."""
-    total = math.fsum(weights)
-    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    covariance = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    slope = covariance / math.fsum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    return mean_y - slope * mean_x, slope
+@pytest.mark.parametrize("seed", range(10))
+def test_coefficients_and_standard_errors_are_those_of_least_squares(seed: int) -> None:
+    x, y = rows(seed)
+    found, other = estimate(TERMS, x, y), x[:, [0, 2]]
+    assert found.values["b"] == 0 < found.errors["b"] < 1e-6  # not significantly above 0
+    (a, c), [squares], *_ = np.linalg.lstsq(other, y)
+    error = np.sqrt(squares / 48 * np.diag(np.linalg.inv(other.T @ other)))
+    assert (found.values["a"], found.values["c"]) == pytest.approx((a, c), rel=0.02)
+    assert (found.errors["a"], found.errors["c"]) == pytest.approx(error, rel=0.3)
 
 
-@pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_lines_are_the_textbooks_and_the_best_that_are_not_negative(seed: int, relative: bool) -> None:
-    rng = random.Random(seed)
-    sizes = [2.0**k for k in rng.sample(range(16, 23), 4)]  # bytes, and seconds of messages with -1 to 2 ms of latency
-    points = [(x, max(1e-5, rng.uniform(-1e-3, 2e-3) + x * 1e-8 * rng.uniform(0.5, 1.5))) for x in sizes]
-    weights = [y**-2 if relative else 1.0 for _, y in points]
-    free, found = textbook(points, weights), nonneg_line_fit(points, relative=relative)
-    assert least_squares(points, relative=relative) == pytest.approx(free, rel=1e-6)
+def test_few_rows_that_are_far_off_hardly_count() -> None:
+    x, y = rows(0)
+    y[::10] += 100.0
+    found = estimate(TERMS, x, y)
+    assert (found.values["a"], found.values["c"]) == pytest.approx((2, 0.5), rel=0.1)
 
-    def error(a: float, b: float) -> float:
-        return math.fsum(w * (y - a - b * x) ** 2 for w, (x, y) in zip(weights, points, strict=True))
 
-    if min(free) >= 0:
-        assert found == pytest.approx(free, rel=1e-6)
-    assert min(found) >= 0
-    best = error(*found)
-    for a in (found.intercept - 1e-5, found.intercept, found.intercept + 1e-5):
-        for b in (found.slope * 0.99, found.slope, found.slope * 1.01, found.slope + 1e-10):
-            assert a < 0 or error(a, b) >= best * (1 - 1e-9)
+def test_what_the_rows_do_not_tell_stays_at_its_prior() -> None:
+    x, y = rows(0)
+    same, nothing = x.copy(), x.copy()
+    same[:, 0], nothing[:, 0] = x[:, 2], 0.0  # told apart from the third by nothing; never there
+    for each in (same, nothing):
+        found = estimate(TERMS, each, each @ [2, 0, 0.5])
+        assert found.values["a"] == 7.0 and "a" not in found.errors
+    known = estimate([replace(TERMS[0], is_known=True), *TERMS[1:]], x, y)
+    assert known.values["a"] == 7.0 and "a" not in known.errors
+    rate = estimate([TERMS[0], replace(TERMS[1], is_effect=False), TERMS[2]], x, y)
+    assert rate.values["b"] == 7.0 and "b" not in rate.errors  # a rate is never 0
+    assert estimate(TERMS, x[:0], y[:0]).values == estimate(TERMS, x[:2], y[:2], means=2).values == dict.fromkeys("abc", 7.0)
 
 
 def test_the_spread_is_that_of_the_samples() -> None:

@@ -164,7 +164,7 @@ def test_neighbours_may_have_been_updated_unequally_often(two: Ranks, strategy):
 
 def calibrate_with_state() -> list[Any]:
     """A profile of a model in training: its optimizer has the state that it had."""
-    from mdcs.profiler.contention_fit import measure_contention
+    from mdcs.profiler.calibration import measure_contention
 
     made = setup("tied")
     optimizer = optimizer_for("adam", made.model)

@@ -36,7 +36,7 @@ def iteration(r: StepRecorder, step: int, begin: float) -> None:
     r.period(begin + 1)
     r.compute(0, begin + 1, begin + 3)
     r.message(0, step, begin + 2.5, begin + 3.5)
-    r.update(0, begin + 3.5, begin + 3.6)
+    r.update(0, step, begin + 3.5, begin + 3.6)
     r.message(1, step, begin + 3.6, begin + 4)
     r.step(step, begin + 4)
 
@@ -51,6 +51,18 @@ def test_a_step_adds_up():
     assert times.step_s == pytest.approx(4) and times.compute_s == pytest.approx(3)
     assert times.communication_s == pytest.approx(1.4) and times.overlap_s == pytest.approx(0.5)
     assert times.overlap_ratio == pytest.approx(0.5 / 1.4) and times.stalled_s == pytest.approx(1)
+
+
+def test_a_trace_has_the_times_of_a_whole_period():
+    r = recorder()
+    r.step(0, 0.0)
+    for step in (1, 2, 3):
+        iteration(r, step, 4.0 * (step - 1))
+    r.finished(3)
+    traces = r.traces()
+    assert [*traces] == [1, 2]  # the third period has no forward yet
+    assert traces[2].period_s == 4 and traces[2].slots == ((0, 2), (3, 4)) and traces[2].done == pytest.approx((2.6, 3))
+    assert traces[2].messages == (pytest.approx((1.5, 2.5)), pytest.approx((2.6, 3)))
 
 
 def test_each_record_is_given_once_and_when_it_is_asked_for():

@@ -1,0 +1,145 @@
+"""Costs that the data determine: the fit on replays of known costs, with noise and without."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from operator import add
+
+import pytest
+
+from mdcs.plan.plan import Plan
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.contention import Contention
+from mdcs.profile.execution import ExecutionModel
+from mdcs.profile.link import Link
+from mdcs.profile.schema import Profile
+from mdcs.profiler.calibration import calibration_plans
+from mdcs.profiler.cost_fit import Run, fit_costs
+from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import PeriodTrace
+from tests.mdcs.profiles import of_job
+
+from ..profiles import chain
+
+TRUE_LINK = Link((2e-4, 1e-4, 1e-4, 1e-4), (1.6e-8, 1.5e-8, 1.4e-8, 1.4e-8), gap=(3e-4, 2e-4, 1e-4, 1e-4))
+GUESS = Link.uniform(1.0, 100.0)
+PROFILE = chain(*[3 * MIB // 2] * 8, link=GUESS, forward_s=0.03, backward_s=0.06)
+
+
+def trace(plan: Plan, profile: Profile) -> PeriodTrace:
+    """The last period of a replay."""
+    seen = replay(of_job(plan, profile=profile))._trace
+    began, n = seen.began, seen.messages
+    slots = zip(seen.begins[-seen.slots :], seen.arrivals[-seen.slots :], strict=True)
+    return PeriodTrace(
+        seen.ended - began,
+        tuple((begin - began, end - began) for begin, end in slots),
+        tuple((start - began, end - began) for start, end in seen.spans[-n:]),
+        tuple(at - began for at in seen.processed[-n:]),
+    )
+
+
+def runs(plans: list[Plan], true: Profile, noise: float = 0.0, count: int = 4) -> list[Run]:
+    """Periods in which the seconds of each slot are off by this fraction, and the end of each message by 10 ms of it."""
+    random_ = random.Random(0)
+
+    def disturbed(plan: Plan) -> PeriodTrace:
+        slots = tuple(replace(s, seconds=s.seconds * random_.gauss(1, noise)) for s in true.slots)
+        seen = trace(plan, replace(true, slots=slots))
+        off = [0.01 * random_.gauss(0, noise) for _ in seen.done]
+        messages = tuple((start, end + late) for (start, end), late in zip(seen.messages, off, strict=True))
+        return seen._replace(messages=messages, done=tuple(map(add, seen.done, off)))
+
+    return [Run(plan, [disturbed(plan) for _ in range(count)]) for plan in plans]
+
+
+def costs(profile: Profile) -> dict[str, float]:
+    """The costs by the names of :attr:`Profile.errors`."""
+    named = dict(zip(("all_reduce", "reduce_scatter", "all_gather"), range(3), strict=True))
+    link = profile.link
+    return (
+        vars(profile.contention)
+        | {"interference": profile.interference / (1 + profile.interference)}
+        | {f"{what} of {name}": getattr(link, what)[i] for what in ("alpha", "gap", "beta") for name, i in named.items()}
+    )
+
+
+def test_the_plans_tell_costs_apart() -> None:
+    plans = calibration_plans(PROFILE)
+    kinds = {str(m.kind) for plan in plans for m in plan.messages}
+    sent: dict[int, list[int]] = {}
+    for plan in plans:
+        sent.setdefault(sum(plan.sent_bytes().values()), []).append(len(plan.messages))
+    assert kinds == {"AR", "RS", "AG_F", "AG_B"} and 4 <= len(plans) <= 6
+    assert any(max(counts) >= 4 * min(counts) for counts in sent.values())
+
+
+@pytest.mark.parametrize("sizes", [[MIB] * 8, [1000] * 8, [10, 10**7, 300, 10**6]])
+def test_plans_of_any_sizes_of_units_differ_in_their_number_of_messages(sizes: list[int]) -> None:
+    counts = [len(plan.messages) for plan in calibration_plans(chain(*sizes, link=GUESS))]
+    assert max(counts) >= 3 * min(counts)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_known_costs_are_found_within_their_standard_errors(noise: float) -> None:
+    contention = Contention(2e-4, 4e-10, dispatch_seconds=1e-4)
+    true = replace(PROFILE, link=TRUE_LINK, contention=contention)
+    found = fit_costs(PROFILE, runs(calibration_plans(PROFILE), true, noise, count=8))
+    wanted, got = costs(true), costs(found)
+    for name in ("compute_per_message", "compute_per_byte", "dispatch_seconds", "beta of all_gather"):
+        assert name in found.errors
+    for name, error in found.errors.items():
+        is_rate = "byte" in name or "beta" in name
+        assert abs(got[name] - wanted[name]) <= 3 * error + 0.02 * wanted[name] + (0 if is_rate else 3e-6), name
+    assert sum(s.seconds for s in found.slots) == pytest.approx(sum(s.seconds for s in true.slots), rel=0.01)
+    assert found.prediction_error is not None and found.prediction_error < 0.02
+
+
+def test_messages_that_cost_compute_nothing_are_free() -> None:
+    found = fit_costs(PROFILE, runs(calibration_plans(PROFILE), replace(PROFILE, link=TRUE_LINK), noise=0.01))
+    assert found.contention.compute_per_message == found.contention.compute_per_byte == 0
+    assert 0 < found.errors["compute_per_message"] < 1e-3  # known to be nothing
+    unseen = make_plan(PROFILE, Uniform("zero2"), Partitioning(block_mib=0.5))
+    predicted, took = (replay(of_job(unseen, profile=p)).period_s for p in (found, replace(PROFILE, link=TRUE_LINK)))
+    assert predicted == pytest.approx(took, rel=0.02)
+
+
+def test_a_cost_per_message_stays_at_its_prior_where_the_number_of_messages_does_not_vary() -> None:
+    """All messages have one size, so that the number and the bytes of messages cannot be told apart."""
+    prior = replace(PROFILE, contention=Contention(compute_per_message=5e-4), link=replace(GUESS, gap=(7e-4,) * 4))
+    true = replace(PROFILE, contention=Contention(compute_per_byte=1e-9), link=TRUE_LINK)
+    plans = [make_plan(PROFILE, Uniform(kind), Wfbp()) for kind in ("zero2", "fsdp")]
+    found = fit_costs(prior, runs(plans, true))
+    assert found.contention.compute_per_message == 5e-4 and "compute_per_message" not in found.errors
+    assert set(found.link.gap) == {7e-4} and not any(name.startswith("gap") for name in found.errors)
+
+
+def test_operations_that_no_plan_has_are_as_far_off_as_the_others() -> None:
+    plans = [plan for plan in calibration_plans(PROFILE) if plan.strategy != "dp"]
+    found = fit_costs(PROFILE, runs(plans, replace(PROFILE, link=TRUE_LINK)))
+    assert "beta of all_reduce" not in found.errors and found.link.beta[0] == pytest.approx(1.45e-8, rel=0.05)
+
+
+def test_an_emulated_link_stays_and_a_run_alone_is_not_judged() -> None:
+    emulated = replace(PROFILE, link=replace(GUESS, emulated=True))
+    [first, *_] = calibration_plans(emulated)
+    found = fit_costs(emulated, runs([first], emulated))
+    assert found.link == emulated.link and found.calibration_runs == {} and found.prediction_error is None
+    assert fit_costs(emulated, []) is emulated
+
+
+def test_a_device_with_streams_of_its_own_is_slower_beside_messages() -> None:
+    on_streams = replace(PROFILE, execution=ExecutionModel("stream"), link=replace(GUESS, depth=1))
+    found = fit_costs(on_streams, runs(calibration_plans(on_streams), replace(on_streams, interference=0.25)))
+    assert found.interference == pytest.approx(0.25, rel=0.1) and found.contention == Contention()
+
+
+def test_calibration_plans_keep_a_budget() -> None:
+    free = calibration_plans(PROFILE)
+    budget = min(plan.prediction.peak_bytes for plan in free if plan.prediction)
+    plans = calibration_plans(PROFILE, budget)
+    assert all(plan.budget == budget and plan.prediction and plan.prediction.peak_bytes <= budget for plan in plans)

@@ -10,9 +10,10 @@ from typing import Any
 
 # Imported on first use: pandas and matplotlib take a second, and a typo on the command line need not wait for them.
 _LAZY = {
-    **dict.fromkeys(("Run", "load_run", "load_sweep", "table_of"), "analysis.load"),
+    **dict.fromkeys(("Run", "load_run", "table_of"), "analysis.load"),
+    **dict.fromkeys(("runs", "steps"), "analysis.sources"),
     "write_report": "analysis.report",
-    "runs": "analysis.sources",
+    "compare": "analysis.comparison",
     "write_page": "analysis.page",
     **dict.fromkeys(("print_table", "write_csv"), "analysis.table"),
     **dict.fromkeys(("best_run", "stop_point", "swept"), "analysis.questions"),

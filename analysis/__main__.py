@@ -1,6 +1,7 @@
 """Table, pictures, page and trace of a sweep or a run; notebooks, layers and wandb are commands within.
 
-    mdcs report SOURCE     # or python -m analysis SOURCE
+    mdcs report SOURCE        # or python -m analysis SOURCE
+    mdcs report ONE OTHER     # step times of two sweeps beside each other
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from analysis.comparison import compare
 from analysis.executed import run_notebooks
 from analysis.layers import write_layers
 from analysis.page import write_page
-from analysis.report import write_report
+from analysis.report import FORMATS, write_report
 from analysis.sources import WANDB, runs
-from analysis.table import print_table
+from analysis.table import print_comparison, print_table, write_csv
 from analysis.wandb_report import write_report as write_wandb_report
 
 _SOURCE = "a sweep's or a run's folder (runs are found at any depth), or wandb:ENTITY/PROJECT[/GROUP]"
 _COMMANDS = {
     "": "Print the table of a sweep (or a run) and write it as table.csv; write its pictures, report.html (table and "
-    "pictures on one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev.",
+    "pictures on one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev. Of two "
+    "sources: compare the step times of the plans that both have measured, and write comparison.csv.",
     "notebooks": "Run the notebooks of analysis/notebooks on these runs and write them, with output, as .ipynb files.",
     "layers": "Print the memory of each layer for all runs of a sweep side by side, and draw it.",
     "wandb": "Write a sweep's report on W&B's server, with predictions beside measurements, and print its address.",
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if near and not Path(arguments[0]).exists():
             raise ValueError(f"{arguments[0]} is neither a folder nor a command; did you mean {near[0]}?")
         options = _parser(command).parse_args(arguments[1:] if command else arguments)
-        for line in _run(command, options.source, options.output):
+        for line in _run(command, options):
             print(line)
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"report: {error}", file=sys.stderr)
@@ -60,15 +63,23 @@ def _parser(command: str) -> argparse.ArgumentParser:
         "layers": ("the folder of a sweep or a run", ""),
         "wandb": ("a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
     }[command]
-    parser.add_argument("source", help=source, nargs="?" if command == "notebooks" else None)
+    if not command:
+        parser.add_argument("source", nargs="+", help=source)
+        told = "kinds of pictures, of png, pdf and svg (default: png); tex: the table for LaTeX (booktabs)"
+        parser.add_argument("--format", default=["png"], type=lambda words: words.split(","), help=told)
+        told = "pictures for a paper: as wide as one column of a journal, or two, without titles"
+        parser.add_argument("--columns", type=int, choices=(1, 2), default=0, help=told)
+    else:
+        parser.add_argument("source", help=source, nargs="?" if command == "notebooks" else None)
     parser.set_defaults(output=None)
     if output:
         parser.add_argument("-o", "--output", "--out", type=Path, help=output)
     return parser
 
 
-def _run(command: str, source: str, output: Path | None) -> Iterator[str]:
+def _run(command: str, asked: argparse.Namespace) -> Iterator[str]:
     """Run the command, and say line by line what was written."""
+    source, output = asked.source, asked.output
     if command == "notebooks":
         if source is not None:
             runs(source)  # what is no source at all is told once, not by every notebook
@@ -78,12 +89,20 @@ def _run(command: str, source: str, output: Path | None) -> Iterator[str]:
         yield write_wandb_report(source)
     elif command == "layers":
         yield from (f"wrote {path}" for path in write_layers(Path(source)))
+    elif unknown := set(asked.format) - FORMATS:
+        raise ValueError(f"--format: no such format {unknown.pop()}; formats: {', '.join(sorted(FORMATS))}")
+    elif len(source) == 2:
+        table = compare(*map(runs, source))
+        print_comparison(table, source)
+        yield f"wrote {write_csv(table, (output or Path()) / 'comparison.csv')}"
+    elif len(source) > 2:
+        raise ValueError(f"one source, or two to compare; got {len(source)}")
     else:
-        frame, remote = runs(source), source.startswith(WANDB)
+        frame, remote = runs(source[0]), source[0].startswith(WANDB)
         print_table(frame)
-        folder = output or (Path() if remote else Path(source))
-        page = write_page(frame, folder / "report.html", source if remote else Path(source).resolve().name)
-        yield from (f"wrote {path}" for path in [*write_report(frame, folder), page])
+        folder = output or Path("." if remote else source[0])
+        page = write_page(frame, folder / "report.html", source[0] if remote else Path(source[0]).resolve().name)
+        yield from (f"wrote {path}" for path in [*write_report(frame, folder, asked.format, asked.columns), page])
 
 
 if __name__ == "__main__":

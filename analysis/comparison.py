@@ -1,4 +1,5 @@
-"""Engines side by side: runs that took turns, put in relation to one of them, to a budget and to bounds.
+"""Two sweeps side by side; and engines side by side: runs that took turns, put in relation to one of them, to a budget
+and to bounds.
 
 A *round* is one run of every engine, one after the other. Figures are medians over rounds; a ratio is taken within a
 round and then its median, so that what slows a machine for a while slows both sides. What an engine does not tell is
@@ -11,6 +12,54 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis import questions as ask
+from analysis.load import WORKLOAD
+
+
+def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+    """Step times of two sweeps (:func:`analysis.runs`): a row for each workload and plan that both have measured, and a
+    last one over all of them.
+
+    - runs, other_runs: number of runs; step_s, other_step_s: their medians.
+    - ratio: the other's median as a multiple of the first's; in the last row the geometric mean.
+    - low, high: ends of its 95 % bootstrap interval over runs (in the last row over plans); NaN where a sweep has one
+      run of a plan, which does not tell how much runs differ.
+
+    Raises ValueError if no plan is in both.
+    """
+    times, rows = [_times(frame) for frame in (one, other)], []
+    for key, (workload, plan, own) in times[0].items():
+        if key in times[1]:
+            theirs, ends = times[1][key][2], (np.nan, np.nan)
+            if min(len(own), len(theirs)) > 1:
+                ends = ask.bootstrap(lambda a, b, axis: np.median(b, axis) / np.median(a, axis), own, theirs)
+            steps = np.median(own), np.median(theirs)
+            rows.append([workload, plan, len(own), len(theirs), *steps, steps[1] / steps[0], *ends])
+    if not rows:
+        raise ValueError("the sweeps have no measured plan in common: model, ranks, link, strategy, scheduler, budget, "
+                         "share and what was swept must be alike")  # fmt: skip
+    columns = ["workload", "plan", "runs", "other_runs", "step_s", "other_step_s", "ratio", "low", "high"]
+    table = pd.DataFrame(rows, columns=columns)
+    logs = np.log(table["ratio"])
+    ends = tuple(np.exp(ask.bootstrap(np.mean, logs))) if len(logs) > 1 else (np.nan, np.nan)
+    last = ["", "all", table["runs"].sum(), table["other_runs"].sum(), np.nan, np.nan, np.exp(logs.mean()), *ends]
+    table.loc[len(table)] = last
+    return table
+
+
+def _times(frame: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, str, np.ndarray]]:
+    """Workload and plan in words and step times of the measured runs, by what must be alike."""
+    found = {}
+    for title, rows in ask.workloads(ask.measured(frame)):
+        alike = tuple(map(str, rows[list(WORKLOAD)].iloc[0]))
+        for plan, runs in rows.groupby(ask.settings(rows), sort=False):
+            found[*alike, str(plan)] = title, str(plan), runs["step_s"].to_numpy()
+    return found
+
 
 Row = Mapping[str, Any]
 """A run: a row of :mod:`analysis.load`."""

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import questions as ask
-from analysis.load import load_run, load_sweep
+from analysis.load import load_run
 from analysis.pictures import style
+from analysis.sources import runs
 from analysis.table import new_console, new_table
 from mdcs.sizes import MIB
 
@@ -24,16 +25,16 @@ def write_layers(folder: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} has no run with a plan")
     frame, table = by_layer(found), folder / "memory_by_layer.csv"
-    title = " · ".join(["memory by layer", *(workload for workload, _ in ask.workloads(load_sweep(folder))[:1])])
+    title = " · ".join(["memory by layer", *(workload for workload, _ in ask.workloads(runs(folder))[:1])])
     frame.to_csv(table)
     show(frame)
     return [table, style.save(picture(frame, title), table.with_suffix(".png"))]
 
 
-def by_layer(runs: list[Path]) -> pd.DataFrame:
+def by_layer(folders: list[Path]) -> pd.DataFrame:
     """A row per unit, in the order of forward, and a column per run: peak MiB per rank over the unit's slots."""
     columns = {}
-    for folder in runs:
+    for folder in folders:
         run = load_run(folder)
         timeline = run.timeline() or run.predicted_timeline()
         assert timeline is not None
@@ -54,7 +55,7 @@ def picture(frame: pd.DataFrame, title: str = "memory by layer") -> Figure:
     """A line per run over the units."""
     figure = style.new_figure(8.2, 4.4, title)
     axes = figure.subplots()
-    looks = style.look(map(str, frame.columns))
+    looks = style.palette(map(str, frame.columns))
     for name, column in frame.items():
         axes.step(range(len(column)), column, where="mid", color=looks[str(name)]["color"])
     short = style.shortened(map(str, frame.index))

@@ -44,18 +44,8 @@ COLUMNS: tuple[str, ...] = (
 WORKLOAD = ("model", "world", "emulated", "emulated_ranks", "shaped_gbit")
 """Columns of what must be equal for step times to be comparable."""
 _TEXT = (
-    *(
-        "name",
-        "model",
-        "strategy",
-        "scheduler",
-        "congestion_control",
-        "status",
-        "reason",
-        "plan_hash",
-        "execution_hash",
-    ),
-    *("folder", "engine", *PROVENANCE[1:]),
+    *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash"),
+    *("execution_hash", "folder", "engine", *PROVENANCE[1:]),
 )
 _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 
@@ -199,28 +189,23 @@ def run_folders(folder: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(path))])
 
 
-def load_sweep(folder: str | Path) -> pd.DataFrame:
-    """Read all runs at or below `folder`: one row per run, with `COLUMNS` and the settings in which runs differ; times
-    in seconds, sizes in bytes.
+def load_runs(folder: str | Path) -> list[Run]:
+    """Read all runs at or below `folder`. A run whose metrics cannot be read is one that failed, for that reason.
 
-    `status` is ok, failed or incomplete, `reason` says why, or why an ok run's predictions are in doubt.
-    A run whose metrics cannot be read is a failed row.
     Raises FileNotFoundError if the folder does not exist, ValueError if there is no run in it.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
-    folders = run_folders(folder)
-    if not folders:
-        raise ValueError(f"{folder} has no runs: no folder at or below it has a {METRICS}")
-    rows = []
-    for path in folders:
+    found = []
+    for path in run_folders(folder):
         try:
-            rows.append(load_run(path).row())
+            found.append(load_run(path))
         except ValueError as error:
-            unreadable = Run(path, {}, pd.DataFrame(), {}, {"reason": str(error)})
-            rows.append(unreadable.row())
-    return table_of(rows)
+            found.append(Run(path, {}, pd.DataFrame(), {}, {"reason": str(error)}))
+    if not found:
+        raise ValueError(f"{folder} has no runs: no folder at or below it has a {METRICS}")
+    return found
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

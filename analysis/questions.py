@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
+import numpy as np
 import pandas as pd
 
 from analysis.load import WORKLOAD
 from analysis.settings import is_seed, short, value
+from mdcs.plan.strategy import Strategy
 from mdcs.sizes import GIB, MIB
 
 
@@ -72,13 +76,30 @@ def alike(frame: pd.DataFrame) -> list[pd.DataFrame]:
     return [runs for _, runs in rows.groupby(keys, dropna=False, sort=False) if len(runs) > 1]
 
 
+def bootstrap(statistic: Callable[..., np.ndarray], *samples: Collection[float]) -> tuple[float, float]:
+    """Return the ends of the 95 % bootstrap interval of a statistic of one or more samples.
+
+    `statistic` takes an array [draws, values] for each sample and `axis=1`. The draws are the same in every call.
+    """
+    rng = np.random.default_rng(0)
+    drawn = [rng.choice(np.asarray(sample, dtype=float), (2000, len(sample))) for sample in samples]
+    low, high = np.quantile(statistic(*drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def interval(values: Collection[float]) -> tuple[float, float]:
+    """Return the ends of the 95 % bootstrap interval of the median of a few runs."""
+    return bootstrap(np.median, values)
+
+
+_BARS = ["step_s_p10", "step_s_p90"]
+
+
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows, where the runs of one plan have one step time: their median, between the least p10 and the greatest
-    p90."""
+    """The rows, where the runs of one plan have one step time: their median, with its interval in place of p10, p90."""
     rows = rows.copy()
     for runs in alike(rows):
-        times = [runs["step_s"].median(), runs["step_s_p10"].min(), runs["step_s_p90"].max()]
-        rows.loc[runs.index, ["step_s", "step_s_p10", "step_s_p90"]] = times
+        rows.loc[runs.index, ["step_s", *_BARS]] = [runs["step_s"].median(), *interval(runs["step_s"])]
     return rows
 
 
@@ -135,12 +156,16 @@ def peers(frame: pd.DataFrame) -> list[str]:
 
 def median_by(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
     """One row per value of `axes`, sorted, for runs that are else alike: medians of all numbers over repetitions.
-    `runs` has their number; of several runs p10 and p90 are the least and the greatest of any.
+
+    `runs` has their number. Of one run p10 and p90 are those of its steps; of several they are the ends of the 95 %
+    interval of the median over runs.
     """
     groups = frame.groupby(list(axes), dropna=False)
-    points = groups.median(numeric_only=True)
-    points["step_s_p10"], points["step_s_p90"] = groups["step_s_p10"].min(), groups["step_s_p90"].max()
-    return points.assign(runs=groups["step_s"].count()).reset_index()
+    points = groups.median(numeric_only=True).assign(runs=groups["step_s"].count())
+    for i, column in enumerate(_BARS):  # runs of one plan have their interval already
+        ends = groups["step_s"].agg(lambda of, i=i: interval(of.dropna())[i] if of.nunique() > 1 else np.nan)
+        points[column] = np.where(ends.notna(), ends, points.get(column, np.nan))
+    return points.reset_index()
 
 
 def best_points(frame: pd.DataFrame, *axes: str, without: str = "") -> pd.DataFrame:
@@ -168,12 +193,9 @@ def over_share(curve: pd.DataFrame) -> pd.DataFrame:
     return points.assign(at=points["schedule_share"], predicted_at=points["schedule_share"])
 
 
-SPREAD = "p10 to p90"
-
-
-def fastest(points: pd.DataFrame, time: str, spread: str = SPREAD) -> tuple[pd.Series, str]:
-    """The fastest of rows with a `label`, and in words: which, its step time with its range (`spread`), and how many
-    others have a median in that range, so that noise decides.
+def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
+    """The fastest of rows with a `label`, and in words: which, its step time with its range, and how many others have a
+    median in that range, so that noise decides.
     """
     best = points.loc[points[time].idxmin()]
     share = "" if pd.isna(best["schedule_share"]) else f", share {best['schedule_share']:.3g}"
@@ -181,10 +203,31 @@ def fastest(points: pd.DataFrame, time: str, spread: str = SPREAD) -> tuple[pd.S
     if time != "step_s":
         return best, f"fastest, predicted: {words}"
     if pd.notna(best["step_s_p10"]):
+        spread = f"95 % of {best['runs']:.0f} runs" if best.get("runs", 1) > 1 else "p10 to p90"
         words += f" ({spread}: {milliseconds(best['step_s_p10'])} to {milliseconds(best['step_s_p90'])})"
     within = int((points[time] <= best["step_s_p90"]).sum()) - 1
     noise = f"; {within} of {len(points) - 1} others within that: noise decides" if within > 0 else ""
     return best, f"fastest: {words}{noise}"
+
+
+def on_front(points: pd.DataFrame, time: str) -> pd.DataFrame:
+    """The points (`over_memory`) that no other point beats in both memory and time, the smallest first."""
+    points = points.sort_values(["at", time])
+    return points[points[time] < points[time].cummin().shift(fill_value=np.inf)]
+
+
+def named(frame: pd.DataFrame) -> set[str]:
+    """Labels of the series that an overview names: those on the front of time over memory, the curve with the least
+    stop point, other engines, and the fastest of each strategy that is the same for all units.
+    """
+    rows, time = drawn(frame), time_of(drawn(frame))
+    points, curves = over_memory(frame), share_curves(frame)
+    names = {*on_front(points, time)["label"], *peers(rows)}
+    if curves:
+        names.add(fastest(over_share(curves[0]), time)[0]["label"])
+    uniform = rows[rows["strategy"].isin([str(each) for each in Strategy])]
+    best = uniform.assign(label=labels(uniform)).sort_values(time).drop_duplicates("strategy")
+    return names | set(best["label"])
 
 
 def milliseconds(seconds: float) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,43 +18,58 @@ from analysis.load import Run, load_run
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
-from analysis.pictures.style import save
+from analysis.pictures.style import paper, save
 from analysis.settings import is_seed
-from analysis.table import write_csv
+from analysis.table import write_csv, write_latex
 from analysis.trace import chrome_trace
 
+FORMATS = {"png", "pdf", "svg", "tex"}
+"""Suffixes of pictures, and of the table for LaTeX."""
 
-def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
-    """Write table.csv and, as far as the runs have the data, tradeoff.png (overview), curve-*.png (one per budget),
-    step_time.png (over memory), step_time-KEY.png (one per number that was swept), and of the fastest run memory.png,
-    timeline.png and trace.json. Returns the paths. A picture that the overview shows alone is not written once more.
 
-    With several workloads (model, ranks, kind of link) in one sweep, the files of all but the largest carry the
+def write_report(
+    frame: pd.DataFrame, out: str | Path, formats: Sequence[str] = ("png",), columns: int = 0
+) -> list[Path]:
+    """Write table.csv and pictures as far as the runs have the data; return the paths.
+
+    tradeoff is the overview, curve-* one picture per budget, step_time is over memory, step_time-KEY over a number that
+    was swept; memory, timeline and trace.json are of the fastest run. A picture that the overview shows whole is not
+    written once more. With several workloads (model, ranks, kind of link) the files of all but the largest carry the
     workload's name.
+
+    - formats: suffixes of the pictures; tex: the table, for LaTeX's booktabs.
+    - columns: width of the pictures in columns of a journal, 1 or 2, without titles; 0: as wide as is good to read.
     """
-    out = Path(out)
+    out, pictures = Path(out), list[tuple[str, Figure]]()
     written = [write_csv(frame, out / "table.csv")]
-    for number, (workload, rows) in enumerate(ask.workloads(frame)):
-        suffix = "" if number == 0 else f"-{_slug(workload)}"
-        pictures = list(curves_of(rows))  # pairs of name and figure
-        if pictures:
-            pictures = [each for each in pictures if each[0] != _in_overview(rows)] + [("tradeoff", overview(rows))]
-        best = ask.best_run(rows)
-        if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
-            run = load_run(best["folder"])
-            title = " · ".join([workload, ask.label(best), ask.budget_words(best["budget_bytes"])])
-            pictures += period_of(run, title, best["budget_bytes"])
-            written += _write_trace(run, out / f"trace{suffix}.json")
-        written += [save(figure, out / f"{name}{suffix}.png") for name, figure in pictures]
-    return written
+    with paper(columns) if columns else nullcontext():
+        for number, (workload, rows) in enumerate(ask.workloads(frame)):
+            suffix = "" if number == 0 else f"-{_slug(workload)}"
+            of_rows = list(curves_of(rows))
+            if of_rows:
+                shown = () if columns else _in_overview(rows)
+                of_rows = [each for each in of_rows if each[0] not in shown] + [("tradeoff", overview(rows))]
+            best = ask.best_run(rows)
+            if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
+                run = load_run(best["folder"])
+                title = " · ".join([workload, ask.label(best), ask.budget_words(best["budget_bytes"])])
+                of_rows += period_of(run, title, best["budget_bytes"])
+                written += _write_trace(run, out / f"trace{suffix}.json")
+            pictures += [(f"{name}{suffix}", figure) for name, figure in of_rows]
+            if "tex" in formats:
+                written.append(write_latex(rows, out / f"table{suffix}.tex"))
+    suffixes = [each for each in formats if each != "tex"]
+    return written + [save(figure, out / f"{name}.{each}") for name, figure in pictures for each in suffixes]
 
 
-def _in_overview(rows: pd.DataFrame) -> str | None:
-    """The name of the one picture that the overview is, if it does not join two: it is not written twice."""
+def _in_overview(rows: pd.DataFrame) -> set[str]:
+    """Names of the pictures that the overview shows whole: those of its panels, unless series are grey in it."""
     curves, over_memory, key = ask.share_curves(rows), ask.has_memory_axis(rows), ask.setting_axis(rows)
-    if curves:
-        return None if over_memory else f"curve-{_slug(ask.budget_words(curves[0]['budget_bytes'].iloc[0]))}"
-    return "step_time" if over_memory or key is None else f"step_time-{key}"
+    names = {f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}" for curve in curves[:1]}
+    if over_memory or not curves:
+        names.add("step_time" if over_memory or key is None else f"step_time-{key}")
+    grey = over_memory and set(ask.labels(ask.drawn(rows))) - ask.named(rows)
+    return set() if grey else names
 
 
 def curves_of(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.load import Run, load_sweep, table_of
+from analysis.load import Run, load_runs, table_of
 
 WANDB = "wandb:"
 _KEYS = {"train/loss_rank0": "loss"}
@@ -30,16 +30,43 @@ def runs(source: str | Path) -> pd.DataFrame:
 
     Raises FileNotFoundError if a folder does not exist, ValueError if there are no runs, or what W&B says.
     """
-    if str(source).startswith(WANDB):
-        entity, slash, rest = str(source).removeprefix(WANDB).partition("/")
-        project, _, group = rest.partition("/")
-        if not (entity and slash and project):
-            raise ValueError(f"{source}: expected {WANDB}ENTITY/PROJECT or {WANDB}ENTITY/PROJECT/GROUP")
-        found = project_runs(f"{entity}/{project}", group or None)
-        if not found:
-            raise ValueError(f"{source} has no runs")
-        return table_of([run.row() for run in found])
-    return load_sweep(source)
+    return table_of([run.row() for run in _found(source)])
+
+
+def steps(source: str | Path) -> pd.DataFrame:
+    """One row per step of every run, in long form, for the sources of :func:`runs`.
+
+    Its columns are those of the step's event (seconds and bytes; `bytes` and `messages` by kind, as `bytes_AG_F`),
+    after the run's `name`, `folder`, `model`, `strategy`, `scheduler`, `engine`, `budget_bytes`, `schedule_share`, and
+    the settings in which runs differ.
+    """
+    found = _found(source)
+    table = table_of([run.row() for run in found])
+    about = [*_OF_RUN, *(key for key in table if "." in str(key))]
+    made = [
+        pd.json_normalize(run.steps.to_dict("records"), sep="_").drop(columns="event", errors="ignore")
+        .assign(run=number) for number, run in enumerate(found) if len(run.steps)
+    ]  # fmt: skip
+    if not made:
+        return table[about].head(0)
+    return table[about].merge(pd.concat(made, ignore_index=True), left_index=True, right_on="run", suffixes=("", "_"))
+
+
+_OF_RUN = ("name", "folder", "model", "strategy", "scheduler", "engine", "budget_bytes", "schedule_share")
+
+
+def _found(source: str | Path) -> list[Run]:
+    """All runs of a source."""
+    if not str(source).startswith(WANDB):
+        return load_runs(source)
+    entity, slash, rest = str(source).removeprefix(WANDB).partition("/")
+    project, _, group = rest.partition("/")
+    if not (entity and slash and project):
+        raise ValueError(f"{source}: expected {WANDB}ENTITY/PROJECT or {WANDB}ENTITY/PROJECT/GROUP")
+    found = project_runs(f"{entity}/{project}", group or None)
+    if not found:
+        raise ValueError(f"{source} has no runs")
+    return found
 
 
 def project_runs(project: str, group: str | None = None, *, api: Any = None) -> list[Run]:

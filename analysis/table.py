@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,6 +79,38 @@ def write_csv(frame: pd.DataFrame, path: str | Path) -> Path:
 def milliseconds(seconds: float | None) -> str:
     """In words, with one decimal; a dash for what is not known or not finite."""
     return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
+
+
+def write_latex(rows: pd.DataFrame, path: str | Path) -> Path:
+    """Write the plans of one workload as a LaTeX table (booktabs): medians and intervals over runs, as in pictures.
+
+    Returns the path.
+    """
+    drawn = ask.drawn(rows)
+    points = ask.median_by(drawn.assign(plan=ask.labels(drawn)), "plan", "budget_bytes", "schedule_share")
+    cells = pd.DataFrame(
+        {"plan": row["plan"], **figures_of(row), "runs": str(row["runs"])} for _, row in points.iterrows()
+    )
+    cells = cells.loc[:, cells.ne("").any()].rename(columns=lambda heading: " ".join(heading.split()))
+    cells = cells.rename(columns={"[p10–p90]": "[p10–p90; of runs 95 %]"} if points["runs"].gt(1).any() else {})
+    path, alignment = Path(path), "l" + "r" * (len(cells.columns) - 1)
+    path.write_text(cells.to_latex(index=False, escape=True, column_format=alignment), encoding="utf-8")
+    return path
+
+
+def print_comparison(table: pd.DataFrame, names: Sequence[str]) -> None:
+    """Print what :func:`analysis.comparison.compare` has found, a table per workload."""
+    one, other = names
+    headings = ("plan", f"{one}\nms", f"{other}\nms", "runs", "ratio", "95 %", "")
+    console = new_console(highlight=False, markup=False)
+    for workload, rows in table.groupby("workload", sort=False):
+        made = new_table(str(workload) or "all plans", headings, left=("plan", ""))
+        for row in rows.itertuples():
+            ends = "" if pd.isna(row.low) else f"{row.low:.3f} to {row.high:.3f}"
+            said = "slower" if row.low > 1 else "faster" if row.high < 1 else "cannot be told apart" if ends else ""
+            runs = f"{row.runs}, {row.other_runs}"
+            made.add_row(row.plan, _ms(row.step_s), _ms(row.other_step_s), runs, f"{row.ratio:.3f}", ends, said)
+        console.print(made)
 
 
 def cells_of(rows: pd.DataFrame) -> pd.DataFrame:

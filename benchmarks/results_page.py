@@ -114,7 +114,7 @@ def predictions(results: Sequence[Result]) -> list[tuple[str, float, float]]:
 
 
 def runs(result: Result) -> pd.DataFrame:
-    """A row per round of every candidate, as :func:`analysis.load_sweep` has rows."""
+    """A row per round of every candidate, as :func:`analysis.runs` has rows."""
     of = result["comparison"]
     about = {"status": "ok", "scheduler": "own", "model": of["model"], "world": of["world"], "emulated": False}
     return table_of([

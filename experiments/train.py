@@ -42,7 +42,7 @@ def main() -> int:
         )  # fmt: skip
         if outcome.ok and not in_sweep:
             print()
-            analysis.print_table(analysis.load_sweep(folder))
+            analysis.print_table(analysis.runs(folder))
             seconds = read_events(folder / METRICS)[-1]["first_step_s"]
             first = "" if seconds is None else f"; its first step ended after {seconds:.1f} s"
             print(f"the run is in {folder}{first}; mdcs report {folder} draws it", flush=True)

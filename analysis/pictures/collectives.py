@@ -18,7 +18,7 @@ def collectives(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int], title: 
     ``seconds`` of a row is by size.
     """
     operations = list(dict.fromkeys(row["operation"] for row in rows))
-    looks = style.look(row["algorithm"] for row in rows)
+    looks = style.palette(row["algorithm"] for row in rows)
     figure = style.new_figure(9.2, 3.4, title)
     for axes, operation in zip(figure.subplots(1, len(operations), sharey=True), operations, strict=True):
         for row in rows:

@@ -22,9 +22,9 @@ def time_over_memory(measurements: Sequence[tuple[str, pd.DataFrame]]) -> Figure
     grid = -(-len(measurements) // 2), 2
     figure = style.new_figure(10.4, 3.8 * grid[0], "Step time over peak memory of a rank, measured")
     for place, (title, rows) in enumerate(measurements, start=1):
-        over_memory(figure.add_subplot(*grid, place), rows, looks, 4.7, title, spread="rounds")
+        over_memory(figure.add_subplot(*grid, place), rows, looks, 4.7, title)
     notes = (
-        "mdcs: a point per budget; bars: from the fastest to the slowest round; line: least time within so much memory"
+        "mdcs: a point per budget; bars: 95 % interval of the median of rounds; line: least time within so much memory"
     )
     style.legend_below(figure, style.series_handles(looks) + handles(all_rows), notes)
     return figure
@@ -35,7 +35,7 @@ def predictions(title: str, unit: str, points: pd.DataFrame) -> Figure:
     """Measured over predicted, with a band of ± 10 %. `points` has a row per run: series, predicted and measured, and,
     where it is known, low and high of what was measured.
     """
-    looks = style.look(points["series"])
+    looks = style.palette(points["series"])
     figure = style.new_figure(5.4, 4.6, f"{title}, N = {len(points)}")
     axes = figure.subplots()
     for name, rows in points.groupby("series"):

@@ -37,17 +37,20 @@ _RING: dict[str, Any] = {"color": "none", "marker": "o", "ms": 13, "mfc": "none"
 @style.styled
 def overview(frame: pd.DataFrame) -> Figure:
     """Left the trade-off curve over schedule_share, right step time over memory; one of them if the sweep varies
-    only one, and step time over another number if it varies that alone. Raises ValueError if there is nothing to draw.
+    only one, and step time over another number if it varies that alone. Both name the front and the baselines
+    (:func:`analysis.questions.named`), and show all other series in grey.
+
+    Raises ValueError if there is nothing to draw.
     """
     title, rows = _workload(frame)
     curves = ask.share_curves(rows)
     if not curves:
         only_a_setting = not ask.has_memory_axis(rows) and ask.setting_axis(rows) is not None
-        return step_time_over_setting(rows) if only_a_setting else step_time_over_memory(rows)
+        return step_time_over_setting(rows) if only_a_setting else step_time_over_memory(rows, few=True)
     if not ask.has_memory_axis(rows):
         return tradeoff_curve(rows)
 
-    looks, curve = style.looks(rows), curves[0]
+    looks, curve = _looks(rows, few=True), curves[0]
     figure = style.new_figure(12, 5.8, title)
     grid = figure.add_gridspec(3, 2, height_ratios=(2.2, 1, 1))
     left = figure.add_subplot(grid[0, 0])
@@ -62,16 +65,24 @@ def overview(frame: pd.DataFrame) -> Figure:
     return figure
 
 
+def _looks(rows: pd.DataFrame, few: bool) -> style.Looks:
+    """Looks of all series; of a few, only those that an overview names have colours."""
+    named = ask.named(rows) if few else ()
+    looks = style.looks(rows)
+    return {name: of if not few or name in named else of | {"color": style.FAINT} for name, of in looks.items()}
+
+
 @style.styled
-def step_time_over_memory(frame: pd.DataFrame) -> Figure:
+def step_time_over_memory(frame: pd.DataFrame, few: bool = False) -> Figure:
     """Step time (ms) over the peak memory of a rank, a line per strategy · scheduler: measured (median, p10–p90) at
-    measured peaks, predicted hollow at predicted ones. The star is the fastest of all that is shown.
+    measured peaks, predicted hollow at predicted ones. The star is the fastest of all that is shown. `few`: name only
+    the series of an overview.
 
     A point is the best schedule_share of a budget. Runs that failed, are infeasible or incomplete are named below.
     Raises ValueError if there is nothing to draw.
     """
     title, rows = _workload(frame)
-    looks = style.looks(rows)
+    looks = _looks(rows, few)
     figure = style.new_figure(8.2, 4.4, title)
     points = over_memory(figure.subplots(), rows, looks, 8.2)
     named = [*style.series_handles(looks, points["label"]), *handles(rows), *_memory_handles()]
@@ -140,21 +151,17 @@ def tradeoff_curve(frame: pd.DataFrame, curve: pd.DataFrame | None = None) -> Fi
 
 
 def over_memory(
-    axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float, title: str = "time per iteration over memory",
-    spread: str = ask.SPREAD,
+    axes: Axes, rows: pd.DataFrame, looks: style.Looks, inches: float, title: str = "time per iteration over memory"
 ) -> pd.DataFrame:  # fmt: skip
-    """Draw into axes that are `inches` wide; return the points (:func:`analysis.questions.over_memory`). `spread` says
-    what the bars are.
-    """
+    """Draw into axes that are `inches` wide; return the points (:func:`analysis.questions.over_memory`)."""
     shown, points = ask.drawn(rows), ask.over_memory(rows)
     if not len(points):
         raise ValueError("no step times to draw over memory: no run has a peak or a budget")
     time, (scale, unit) = ask.time_of(shown), (GIB, "GiB") if points["at"].max() >= GIB else (MIB, "MiB")
     points[["at", "predicted_at"]] /= scale
     shown, narrow = shown.assign(at=ask.memory_of(shown) / scale), points["at"].max() * _ALIKE
-    words = _draw(axes, shown, points, looks, spread=spread, narrow=narrow)
-    front = points.sort_values(["at", time])
-    front = front[front[time] < front[time].cummin().shift(fill_value=float("inf"))]
+    words = _draw(axes, shown, points, looks, narrow=narrow)
+    front = ask.on_front(points, time)
     axes.plot([*front["at"], points["at"].max()], [*(front[time] * 1e3), front[time].min() * 1e3], **_FRONT)
     axes.margins(x=0.06, y=0.1)
     style.set_title(axes, f"{title}\n{words}", inches)
@@ -162,7 +169,8 @@ def over_memory(
     known, planned = points["peak_bytes"].notna(), points["predicted_peak_bytes"].notna()
     how = "measured" if known.all() else "measured where it was, else predicted" if known.any() else "predicted"
     how = how if (known | planned).any() else "the budget: not measured"
-    axes.set_xlabel(f"peak memory per rank ({unit}), {how}{'; of each budget the stop point' if several else ''}")
+    more = f", {how}{'; of each budget the stop point' if several else ''}"
+    style.set_xlabel(axes, f"peak memory per rank ({unit})", more)
     return points
 
 
@@ -199,12 +207,12 @@ def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, i
     shares = sorted(curve["schedule_share"].unique())
     if len(shares) <= 11:
         bottom.set_xticks(shares, [f"{share:.3g}" for share in shares])
-    bottom.set_xlabel("← memory for the strategy      schedule_share      for the schedule →")
+    bottom.set_xlabel("← memory for the strategy   schedule_share   for the schedule →")
 
 
 def _draw(
     axes: Axes, rows: pd.DataFrame, points: pd.DataFrame, looks: style.Looks, *keys: str, by_budget: bool = False,
-    compute: bool = True, spread: str = ask.SPREAD, narrow: float = 0.0,
+    compute: bool = True, narrow: float = 0.0,
 ) -> str:  # fmt: skip
     """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as
     a star; return that in words. `keys`, beside label, budget and share, say which runs a point stands for.
@@ -216,7 +224,7 @@ def _draw(
         if line["runs"].max() > 1:
             each = rows.merge(line[on].drop_duplicates(), on=on)
             axes.plot(each["at"], each["step_s"] * 1e3, ".", **style.REPETITION, zorder=2.5)
-    best, words = ask.fastest(points, time, spread)
+    best, words = ask.fastest(points, time)
     if time == "step_s":
         ends = best["step_s_p10"] * 1e3, best["step_s_p90"] * 1e3
         axes.vlines(best["at"], *ends, color=looks[best["label"]]["color"], lw=1.6, zorder=6)
@@ -257,20 +265,12 @@ def _title(workload: str, rows: pd.DataFrame) -> str:
 def handles(rows: pd.DataFrame) -> list[Line2D]:
     """Legend entries of what is not a series."""
     hollow: dict[str, Any] = {"ls": "--", "lw": 1.1, "marker": "o", "mfc": "white", "mew": 1.1, "ms": 6.5}
-    return [
-        *([Line2D([], [], color=style.GREY, label="measured")] if len(ask.measured(rows)) else []),
-        *(
-            [Line2D([], [], color=style.GREY, label="predicted", **hollow)]
-            if rows["predicted_step_s"].notna().any()
-            else []
-        ),
-        *(
-            [Line2D([], [], ls="", marker=".", label="a run of several", **style.REPETITION)]
-            if ask.repeated(rows)
-            else []
-        ),
-        Line2D([], [], color="none", label="fastest of all shown", **style.STAR),
-    ]
+    found = [Line2D([], [], color=style.GREY, label="measured")] if len(ask.measured(rows)) else []
+    if rows["predicted_step_s"].notna().any():
+        found.append(Line2D([], [], color=style.GREY, label="predicted", **hollow))
+    if ask.repeated(rows):
+        found.append(Line2D([], [], ls="", marker=".", label="a run of several", **style.REPETITION))
+    return [*found, Line2D([], [], color="none", label="fastest of all shown", **style.STAR)]
 
 
 def _memory_handles() -> list[Line2D]:
@@ -280,10 +280,8 @@ def _memory_handles() -> list[Line2D]:
 
 def _curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     handles = [Line2D([], [], **_RING, label="stop point: fastest of its curve")]
-    if any(
-        low < high
-        for low, high in (ask.plateau(rows, ask.time_of(curve)) for rows in ask.series(ask.drawn(curve)).values())
-    ):
+    plateaus = [ask.plateau(rows, ask.time_of(curve)) for rows in ask.series(ask.drawn(curve)).values()]
+    if any(low < high for low, high in plateaus):
         handles.append(Line2D([], [], color=style.GREY, **_PLATEAU, label="plateau: shares as fast as it"))
     missing = ask.not_measured(curve)
     if len(missing):

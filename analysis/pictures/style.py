@@ -5,27 +5,39 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import questions as ask
 
-INK = "#222222"
-GREY = "#767676"
+INK, GREY, FAINT = "#222222", "#767676", "#C8C8C8"
 _HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_SERIES = (*_HUES, *(f"#{''.join(f'{int(hue[i : i + 2], 16) * 11 // 20:02X}' for i in (1, 3, 5))}" for hue in _HUES))
-_MARKERS = ("o", "s", "^", "D", "v", "<", ">")
-"""Twelve colours, each hue also dark, and seven marks: no two of the first 84 series have both alike."""
-_PEER_COLOURS, _PEER_MARKERS = (INK, "#8A8A8A"), ("X", "P", "d", "p", "h")
-"""Other engines are black or grey: no two of the first ten have both alike."""
+_MARKS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
+_COLOURS = {
+    "greedy": "#0072B2", "joint": "#D55E00", "ilp": "#009E73", "random": "#CC79A7", "fsdp": "#E69F00",
+    "zero2": "#56B4E9", "dp": "#7A5195", "sdp": "#8C6D31", "hsdp": "#A50F4B", "hsdp_no_reshard": "#00A6A6",
+    "mdcs": "#D55E00",
+}  # fmt: skip
+_MARKERS = {
+    "priority": "o", "dear": "s", "memory_aware": "^", "wfbp": "D", "fusion": "v", "mg_wfbp": "<", "partitioning": ">",
+    "sequential": "p", "random": "h", "joint": "P", "own": "o",
+}  # fmt: skip
+_ENGINES = {"ddp": "X", "fsdp2": "P", "fairscale": "d", "deepspeed": "p", "fairscale_fsdp": "h", "dataparallel": "8"}
+"""Colour of a strategy, mark of a scheduler, and mark of another engine, which is black: the same in every picture."""
 STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
 REPETITION: dict[str, Any] = {"mfc": GREY, "mec": "none", "ms": 7}
 _FIXED = "\u00a0"
@@ -58,19 +70,40 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 
+COLUMNS = {1: 3.33, 2: 6.9}
+"""Width in inches of a journal's column, and of both."""
+_PAPER: dict[str, Any] = {
+    "font.size": 7, "axes.titlesize": 7, "axes.titlepad": 3, "axes.labelsize": 7, "xtick.labelsize": 6,
+    "ytick.labelsize": 6, "legend.fontsize": 6, "lines.linewidth": 1, "lines.markersize": 3.5,
+}  # fmt: skip
+_paper: ContextVar[float | None] = ContextVar("paper", default=None)
+
+
+@contextmanager
+def paper(columns: int) -> Iterator[None]:
+    """Draw pictures as wide as one column of a journal, or two, in small print and without titles."""
+    token = _paper.set(COLUMNS[columns])
+    try:
+        yield
+    finally:
+        _paper.reset(token)
+
+
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """Draw with the shared style, without changing it for others."""
 
     @wraps(draw)
     def with_style(*args: Any, **kwargs: Any) -> Figure:
-        with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        with matplotlib.rc_context(STYLE if _paper.get() is None else STYLE | _PAPER):  # type: ignore[arg-type]
             return draw(*args, **kwargs)
 
     return with_style
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure (inches) that needs no display and is not kept by pyplot."""
+    """An empty figure (inches) that needs no display and is not kept by pyplot. On paper it is scaled to the column."""
+    if (column := _paper.get()) is not None:
+        return Figure(figsize=(column, height * max(0.5, column / width)), layout="constrained")
     figure = Figure(figsize=(width, height), layout="constrained")
     parts = f"{_FIXED}· ".join(part.replace(" ", _FIXED) for part in title.split(" · "))  # a line begins with a part
     lines = textwrap.fill(parts, int(width * 9.5))  # letters that an inch holds, bold
@@ -79,30 +112,61 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def set_title(axes: Axes, title: str, inches: float) -> None:
-    """Set the title of axes that are so wide; lines that do not fit are wrapped."""
-    axes.set_title("\n".join(textwrap.fill(line, int(inches * 13)) for line in title.splitlines()))
+    """Set the title of axes that are so wide; lines that do not fit are wrapped. On paper the caption says it."""
+    if _paper.get() is None:
+        axes.set_title("\n".join(textwrap.fill(line, int(inches * 13)) for line in title.splitlines()))
 
 
-def look(labels: Iterable[str], peers: Iterable[str] = ()) -> Looks:
-    """Colour and mark of each series; `peers` are the labels of other engines."""
-    both = ((set(labels) - set(peers), _SERIES, _MARKERS), (set(peers), _PEER_COLOURS, _PEER_MARKERS))
+def set_xlabel(axes: Axes, label: str, more: str = "") -> None:
+    """Set the label of the x axis; on paper without `more`, for which a column has no room."""
+    axes.set_xlabel(label if _paper.get() else label + more)
+
+
+def palette(names: Iterable[str]) -> Looks:
+    """Colour and mark of each of a few names that are neither strategies nor engines, in their order."""
     return {
-        label: {"color": colours[i % len(colours)], "marker": marks[i % len(marks)]}
-        for names, colours, marks in both
-        for i, label in enumerate(sorted(names))
+        name: {"color": _HUES[i % len(_HUES)], "marker": _MARKS[i % len(_MARKS)]}
+        for i, name in enumerate(dict.fromkeys(names))
     }
 
 
 def looks(rows: pd.DataFrame) -> Looks:
-    """Colour and mark of each series of a workload, for all of its pictures: they must not depend on what one picture
-    shows."""
-    return look(ask.series(rows), ask.peers(rows))
+    """Colour and mark of each series: the colour is the strategy's, the mark the scheduler's, in all pictures. Series
+    that differ in something else have darker and lighter shades of the colour; other engines are black, or grey.
+    """
+    made, alike = Looks(), Counter[tuple[str, str]]()
+    for label, of in ask.series(rows).items():
+        strategy, scheduler, engine = (str(of[key].iloc[0]) for key in ("strategy", "scheduler", "engine"))
+        colours, marks, name = _COLOURS, _MARKERS, scheduler
+        if is_peer := engine not in ("mdcs", "None", "nan"):
+            colours, marks, strategy, name = {engine: INK}, _ENGINES, engine, engine.partition("-")[0]
+        colour, mark = colours.get(strategy) or _any(_HUES, strategy), marks.get(name) or _any(_MARKS, name)
+        made[label] = {"color": _shade(colour, alike[colour, mark], INK if is_peer else "black"), "marker": mark}
+        alike[colour, mark] += 1
+    return made
+
+
+def _any(values: Sequence[str], name: str) -> str:
+    """One of the values, always the same for a name."""
+    return values[crc32(name.encode()) % len(values)]
+
+
+def _shade(colour: str, i: int, dark: str) -> str:
+    """The colour, then lighter and darker ones in turns; one that is `dark` itself only has lighter ones."""
+    parts = np.array(to_rgb(colour))
+    if colour == dark or i % 2:
+        parts = parts + (1 - parts) * (1 - 0.62 ** (i if colour == dark else (i + 1) // 2))
+    else:
+        parts = parts * 0.62 ** (i // 2)
+    return to_hex(tuple(parts))
 
 
 def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Line2D]:
-    """Legend entries of the series, or of those that are shown."""
-    named = looks if shown is None else {label: looks[label] for label in looks if label in set(shown)}
-    return [Line2D([], [], label=label, **look) for label, look in named.items()]  # type: ignore[arg-type]
+    """Legend entries of the series, or of those that are shown; all grey ones have one entry."""
+    here = looks if shown is None else {label: looks[label] for label in looks if label in set(shown)}
+    faint = sum(look["color"] == FAINT for look in here.values())
+    made = [Line2D([], [], label=label, **look) for label, look in here.items() if look["color"] != FAINT]  # type: ignore[arg-type]
+    return [*made, Line2D([], [], label=f"{faint} other{'s' * (faint > 1)}", color=FAINT)] if faint else made
 
 
 def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: str, narrow: float = 0.0) -> None:
@@ -111,32 +175,21 @@ def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: st
     A line joins the points if they span more than `narrow`: else it would only go up and down.
     """
     line = "-" if points["at"].max() - points["at"].min() > narrow else "none"
-    colour, step = look["color"], points["step_s"] * 1e3
+    colour, mark, step = look["color"], look["marker"], points["step_s"] * 1e3
+    behind = 1.5 if colour == FAINT else 0
     for at, column, how in (("at", "step_s", "measured"), ("predicted_at", "predicted_step_s", "predicted")):
         for x, seconds in points[[at, column]].dropna().itertuples(index=False):
             words = told(f"{label}, {x:.4g}: {ask.milliseconds(seconds)} ms {how}")
             axes.plot(x, seconds * 1e3, "o", color="none", ms=9, zorder=8, gid=words)
     if points["predicted_step_s"].notna().any():
-        predicted, mark = points["predicted_step_s"] * 1e3, look["marker"]
+        hollow: dict[str, Any] = {"marker": mark, "mfc": "white", "mew": 1.1, "ms": 7, "lw": 1.1, "zorder": 2 - behind}
         ls = "--" if line == "-" else line
-        axes.plot(
-            points["predicted_at"],
-            predicted,
-            ls=ls,
-            lw=1.1,
-            c=colour,
-            zorder=2,
-            marker=mark,
-            mfc="white",
-            mew=1.1,
-            ms=7,
-        )
+        axes.plot(points["predicted_at"], points["predicted_step_s"] * 1e3, ls=ls, c=colour, **hollow)
     if step.notna().any():
         bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
-        axes.plot(points["at"], step, color=colour, ls=line, lw=1.4, zorder=3)
-        axes.errorbar(
-            points["at"], step, bars, fmt=look["marker"], color=colour, ms=5, elinewidth=1.4, capsize=2.5, zorder=4
-        )
+        axes.plot(points["at"], step, color=colour, ls=line, lw=1.4, zorder=3 - behind)
+        solid: dict[str, Any] = {"fmt": mark, "ms": 5, "elinewidth": 1.4, "capsize": 2.5, "zorder": 4 - behind}
+        axes.errorbar(points["at"], step, bars, color=colour, **solid)
 
 
 def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
@@ -145,11 +198,13 @@ def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
     Takes as many columns as fit; the figure grows by what the rows and notes need.
     """
     longest = max(len(handle.get_label()) for handle in handles)
-    # In points: a letter of the legend's font is about 5.2 wide, handle and gaps take 46; a row is 14 high.
-    columns = max(1, min(len(handles), int(figure.get_figwidth() * 72 / (longest * 5.2 + 46))))
+    # In points: a letter of 8.5 is about 5.2 wide, handle and gaps take 46; a row is 14 high.
+    size = matplotlib.rcParams["legend.fontsize"] / 8.5
+    columns = max(1, min(len(handles), int(figure.get_figwidth() * 72 / ((longest * 5.2 + 46) * size))))
     rows = -(-len(handles) // columns)
+    notes = "" if _paper.get() else notes
     small_rows = notes.count("\n") + 1 if notes else 0
-    figure.set_figheight(figure.get_figheight() + (14 * rows + 11 * small_rows) / 72)
+    figure.set_figheight(figure.get_figheight() + (14 * size * rows + 11 * small_rows) / 72)
     legend = figure.legend(
         handles=handles, loc="outside lower left", ncols=columns, columnspacing=1.8, handlelength=2.6,
         title=notes or None, title_fontsize=7.5, alignment="left",
@@ -194,5 +249,6 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write the figure (the suffix chooses the format) and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=170)
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path, dpi=170)
     return path

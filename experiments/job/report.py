@@ -38,7 +38,7 @@ def report(session: Session, started: float) -> None:
     waiting = sum(result.status == record.SUBMITTED for result in session.results)
     later = f"; {waiting} of them have not ended: mdcs jobs {folder} shows them" if waiting else ""
     try:
-        frame = analysis.load_sweep(folder)
+        frame = analysis.runs(folder)
         frame = frame[~frame["folder"].isin([str(run) for run in session.outdated])].reset_index(drop=True)
         if frame.empty:
             raise ValueError("no job has begun: what is there is of other code or another machine")

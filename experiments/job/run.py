@@ -292,7 +292,7 @@ def _say_reused(profile: Path | None, console: Console) -> None:
 def _draw(folder: Path) -> list[Path]:
     """Draw the run's pictures and return their files. Warns and returns none when they cannot be drawn."""
     try:
-        written = analysis.write_report(analysis.load_sweep(folder), folder)
+        written = analysis.write_report(analysis.runs(folder), folder)
     except Exception as error:  # the run itself has ended well
         warnings.warn(f"the run could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
         return []

@@ -31,6 +31,19 @@ def test_everything_goes_to_the_sweep_s_folder_by_default(sweep):
     assert (sweep / "tradeoff.png").is_file()
 
 
+def test_pictures_and_table_for_a_paper(sweep, tmp_path):
+    assert main([str(sweep), "--out", str(tmp_path), "--format", "pdf,svg,tex", "--columns", "1"]) == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"step_time.pdf", "step_time.svg", "curve-budget-640-mib.pdf", "table.tex"} <= names and "step_time.png" not in names
+    table = (tmp_path / "table.tex").read_text()
+    assert "\\toprule" in table and "ilp · priority & 640 & 0.25" in table
+
+
+def test_two_sweeps_are_compared(sweep, tmp_path, capsys):
+    assert main([str(sweep), str(sweep), "--out", str(tmp_path)]) == 0
+    assert "1.000 to 1.000" in capsys.readouterr().out and (tmp_path / "comparison.csv").is_file()
+
+
 def test_several_models_get_pictures_of_their_own(run_writer):
     for model in ("a", "b"):
         for budget in (480, 640):
@@ -39,6 +52,7 @@ def test_several_models_get_pictures_of_their_own(run_writer):
     names = {path.name for path in run_writer.sweep.glob("*.png")}
     assert "tradeoff.png" in names
     assert "tradeoff-b-2-ranks-emulated-link.png" in names
+    assert "step_time.png" not in names  # the overview shows it whole
 
 
 def test_a_sweep_in_which_all_failed_still_has_its_table(run_writer, capsys):
@@ -62,6 +76,8 @@ def test_the_trace_of_one_run(run_writer):
     ("arguments", "complaint"),
     [
         (["{empty}"], "has no runs"),
+        (["{run}", "{run}", "{run}"], "got 3"),
+        (["{run}", "--format", "gif"], "no such format gif"),
         (["{empty}/nowhere"], "is not a folder"),
         (["layer", "{run}"], "layer is neither a folder nor a command; did you mean layers?"),
         (["notebooks", "{empty}"], "has no runs"),

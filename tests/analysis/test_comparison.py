@@ -5,8 +5,29 @@ import math
 import matplotlib.image
 import pytest
 
+import analysis
 from analysis import pictures
-from analysis.comparison import lines, loss_differences
+from analysis.comparison import compare, lines, loss_differences
+from tests.analysis.conftest import write_run
+
+
+def test_two_sweeps_are_compared_plan_by_plan(tmp_path):
+    """Three runs of each of two plans; of a third plan each sweep has one, of a fourth only one sweep has any."""
+    for name, factor in (("one", 1.0), ("other", 1.25)):
+        for strategy, runs in (("fsdp", 3), ("greedy", 3), ("joint", 1), ("ilp" if factor == 1 else "dp", 1)):
+            for seed in range(runs):
+                slower = factor if strategy != "greedy" else 1.0
+                write_run(tmp_path / name / f"{strategy}{seed}", strategy, times={"step_s": slower * (1 + seed / 100)},
+                          settings={"run.seed": seed})  # fmt: skip
+    table = compare(*(analysis.runs(tmp_path / name) for name in ("one", "other"))).set_index("plan")
+    assert len(table) == 4 and table.index[-1] == "all"
+    fsdp, greedy, joint = (table[table.index.str.startswith(name)].iloc[0] for name in ("fsdp", "greedy", "joint"))
+    assert (fsdp["runs"], fsdp["other_runs"]) == (3, 3) and fsdp["ratio"] == pytest.approx(1.25, rel=0.02)
+    assert 1.2 < fsdp["low"] <= fsdp["ratio"] <= fsdp["high"] < 1.3 and greedy["low"] < 1 < greedy["high"]
+    assert math.isnan(joint["low"]) and joint["ratio"] == pytest.approx(1.25, rel=0.03)
+    assert table.loc["all", "ratio"] == pytest.approx((fsdp["ratio"] * greedy["ratio"] * joint["ratio"]) ** (1 / 3))
+    with pytest.raises(ValueError, match="no measured plan in common"):
+        compare(analysis.runs(tmp_path / "one"), analysis.runs(tmp_path / "other").query("strategy == 'dp'"))
 
 
 def row(step_s, peak_bytes=100, **known):

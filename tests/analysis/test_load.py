@@ -5,14 +5,15 @@ import json
 import pandas as pd
 import pytest
 
+import analysis
 from analysis.events import SCHEMA
-from analysis.load import COLUMNS, load_run, load_sweep
+from analysis.load import COLUMNS, load_run
 
 MIB = 2**20
 
 
 def row_of(folder):
-    frame = load_sweep(folder)
+    frame = analysis.runs(folder)
     assert len(frame) == 1
     return frame.iloc[0]
 
@@ -44,13 +45,13 @@ def test_a_finished_run_is_a_row_with_the_numbers_of_its_steps_and_its_summary(r
 
 def test_columns_are_always_the_same(run_writer):
     run_writer("0", ending="infeasible")
-    assert tuple(load_sweep(run_writer.sweep).columns) == COLUMNS
+    assert tuple(analysis.runs(run_writer.sweep).columns) == COLUMNS
 
 
 def test_runs_are_found_at_any_depth_in_natural_order(run_writer):
     for name in ("10", "2", "nested/deeper/1"):
         run_writer(name)
-    assert list(load_sweep(run_writer.sweep)["name"]) == ["2", "10", "1"]
+    assert list(analysis.runs(run_writer.sweep)["name"]) == ["2", "10", "1"]
 
 
 def test_a_failed_run_has_its_reason_and_the_steps_it_made(run_writer):
@@ -84,7 +85,7 @@ def test_a_corrupt_middle_line_fails_that_row_only(run_writer):
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match="line 4"):
         load_run(folder)
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     assert list(frame["status"]) == ["failed", "ok"]
     assert "line 4" in frame["reason"][0]
 
@@ -171,8 +172,8 @@ def test_timelines_are_read_where_they_exist(run_writer):
 
 def test_a_folder_without_runs_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="has no runs"):
-        load_sweep(tmp_path)
+        analysis.runs(tmp_path)
     with pytest.raises(FileNotFoundError, match="not a folder"):
-        load_sweep(tmp_path / "nowhere")
+        analysis.runs(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="not a run"):
         load_run(tmp_path)

@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+import analysis
 from analysis.__main__ import main
-from analysis.load import load_sweep
 
 SWEEP = Path(__file__).parent / "sweep"
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "analysis/notebooks"
@@ -29,7 +29,7 @@ def run(name, monkeypatch, source=None):
 
 def test_stop_points(monkeypatch):
     table = run("tradeoff", monkeypatch)["table"]
-    frame = load_sweep(SWEEP / "plans")
+    frame = analysis.runs(SWEEP / "plans")
     curve = frame[(frame["scheduler"] == "priority") & (frame["budget_bytes"] == frame["budget_bytes"][0])]
     best = curve.loc[curve["step_s"].idxmin()]
     first = table.iloc[0]
@@ -51,7 +51,7 @@ def test_strategies_schedulers_and_budgets(monkeypatch):
 def test_one_run(monkeypatch):
     made = run("one_run", monkeypatch)
     table, row = made["table"], made["row"]
-    assert table.loc["step", "measured"] == row["step_s"] * 1e3 == load_sweep(SWEEP / "plans")["step_s"].min() * 1e3
+    assert table.loc["step", "measured"] == row["step_s"] * 1e3 == analysis.runs(SWEEP / "plans")["step_s"].min() * 1e3
     parts = table.loc["overlap"] + table.loc["exposed"]
     assert list(parts) == pytest.approx(list(table.loc["communication"]), rel=0.05)
     assert list(table.columns[2:]) == ["rank 0, this period", "rank 1, this period"]
@@ -61,7 +61,7 @@ def test_one_run(monkeypatch):
 
 def test_predictions_and_measurements(monkeypatch):
     table = run("prediction", monkeypatch)["table"]
-    frame = load_sweep(SWEEP / "plans")
+    frame = analysis.runs(SWEEP / "plans")
     [joint] = frame[frame["scheduler"] == "joint"].to_dict("records")
     assert table.loc["joint", "step: median"] == pytest.approx(joint["predicted_step_s"] / joint["step_s"] - 1)
     assert dict(table["runs"]) == {"dear": 5, "joint": 1, "priority": 6, "wfbp": 3}

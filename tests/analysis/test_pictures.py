@@ -12,8 +12,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import StepPatch
 
+import analysis
 from analysis import questions as ask
-from analysis.load import load_sweep
 from analysis.pictures import (
     gantt,
     memory_over_period,
@@ -35,7 +35,7 @@ SWEEP = Path(__file__).parent / "sweep"
 
 @pytest.fixture
 def frame(sweep):
-    return load_sweep(sweep)
+    return analysis.runs(sweep)
 
 
 def drawn(figure):
@@ -104,20 +104,20 @@ def test_one_share_alone_is_no_curve_and_has_no_stop_point(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share)
     run_writer("alone", share=0.5, strategy="random")
-    axes = tradeoff_curve(load_sweep(run_writer.sweep)).axes[0]
+    axes = tradeoff_curve(analysis.runs(run_writer.sweep)).axes[0]
     assert len(rings_of(axes)) == 1
 
 
 def test_a_real_link_is_not_called_emulated(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share, emulated=False)
-    assert "emulated" not in tradeoff_curve(load_sweep(run_writer.sweep)).get_suptitle()
+    assert "emulated" not in tradeoff_curve(analysis.runs(run_writer.sweep)).get_suptitle()
 
 
 def test_a_share_that_failed_is_marked_but_not_drawn(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share, ending="failed" if share == 0.5 else "ok")
-    figure = drawn(tradeoff_curve(load_sweep(run_writer.sweep)))
+    figure = drawn(tradeoff_curve(analysis.runs(run_writer.sweep)))
     assert list(lines_of(figure.axes[0])[0].get_xdata()) == [0.0, 1.0]
     crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[0.5]]
@@ -127,7 +127,7 @@ def test_a_share_that_failed_is_marked_but_not_drawn(run_writer):
 def test_a_sweep_without_shares_has_no_curve(run_writer):
     run_writer("0", share=None)
     with pytest.raises(ValueError, match="two schedule shares"):
-        tradeoff_curve(load_sweep(run_writer.sweep))
+        tradeoff_curve(analysis.runs(run_writer.sweep))
 
 
 def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measured_peak(frame):
@@ -144,21 +144,53 @@ def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measur
     assert (np.diff(front.get_xdata()) >= 0).all() and (np.diff(front.get_ydata()) <= 0).all()
 
 
-def test_other_engines_are_black_or_grey_at_their_own_memory_and_marks_are_the_same_in_all_pictures():
-    frame = load_sweep(SWEEP / "engines")
+def test_other_engines_are_black_at_their_own_memory():
+    frame = analysis.runs(SWEEP / "engines")
     axes = drawn(step_time_over_memory(frame)).axes[0]
     looks = style.looks(frame)
-    assert {label: look["color"] for label, look in looks.items() if label != "dp · wfbp"} == {
-        "ddp": style.INK, "fsdp2 always own": "#8A8A8A",
-    }  # fmt: skip
+    assert {label for label, look in looks.items() if look["color"] == style.INK} == {"ddp", "fsdp2 always own"}
     ddp = frame[frame["engine"] == "ddp"].iloc[0]
     black = [line for line in axes.get_lines() if line.get_color() == style.INK and line.get_marker() == looks["ddp"]["marker"]]
     assert (black[0].get_xdata()[0], black[0].get_ydata()[0]) == (ddp["peak_bytes"] / 2**20, ddp["step_s"] * 1e3)
 
 
-def test_no_two_of_many_series_look_alike():
-    assert len({tuple(look.values()) for look in style.look(f"{i:02}" for i in range(84)).values()}) == 84
-    assert len({look["color"] for look in style.look(f"{i:02}" for i in range(12)).values()}) == 12
+def test_a_strategy_has_one_colour_and_a_scheduler_one_mark_in_every_sweep(run_writer):
+    """Whatever else is in the sweep; what differs in another setting has another shade."""
+    pairs = [(one, other) for one in ("dp", "fsdp", "greedy", "mine") for other in ("wfbp", "dear", "mine")]
+    for strategy, scheduler in pairs:
+        run_writer(f"{strategy}-{scheduler}", strategy=strategy, scheduler=scheduler)
+    frame = analysis.runs(run_writer.sweep)
+    both = style.looks(frame)
+    assert len({tuple(look.values()) for look in both.values()}) == len(pairs)
+    for (strategy, scheduler), label in zip(pairs, ask.labels(frame.sort_values("strategy")), strict=True):
+        alone = style.looks(frame[(frame["strategy"] == strategy) & (frame["scheduler"] == scheduler)])
+        assert alone == {f"{strategy} · {scheduler}" if strategy != scheduler else "mine": both[label]} or label not in alone
+    assert len({both[f"dp · {other}"]["color"] for other in ("wfbp", "dear")}) == 1
+    assert len({both[f"{one} · dear"]["marker"] for one in ("dp", "fsdp", "greedy")}) == 1
+    for size in (1, 2, 4):
+        run_writer(f"{size}", strategy="dp", scheduler="fusion", settings={"scheduler.bucket_mib": size})
+    shades = style.looks(analysis.runs(run_writer.sweep).query("scheduler == 'fusion'"))
+    assert len({look["color"] for look in shades.values()}) == 3 and len({look["marker"] for look in shades.values()}) == 1
+
+
+def test_an_overview_names_the_front_and_the_baselines_and_the_rest_is_grey(run_writer):
+    times = {"greedy": (480, 1.2), "joint": (640, 1.0), "ilp": (640, 1.4), "random": (480, 1.5), "fsdp": (640, 2.0)}
+    for strategy, (budget, step_s) in times.items():
+        run_writer(strategy, strategy=strategy, budget_mib=budget, share=None, times={"step_s": step_s})
+    frame = analysis.runs(run_writer.sweep)
+    words = {"greedy · memory_aware", "joint · memory_aware", "fsdp · memory_aware"}
+    assert ask.named(frame) == words
+    assert set(legend_of(drawn(overview(frame)))) >= {*words, "2 others"}
+    assert "ilp · memory_aware" in legend_of(step_time_over_memory(frame))
+
+
+def test_on_paper_a_picture_is_as_wide_as_a_column_and_its_text_is_text(frame, tmp_path):
+    for columns, inches in style.COLUMNS.items():
+        with style.paper(columns):
+            figure = drawn(overview(frame))
+        assert figure.get_figwidth() == inches and figure.get_suptitle() == ""
+    assert b"/FontFile2" in style.save(figure, tmp_path / "picture.pdf").read_bytes()  # TrueType, which journals ask for
+    assert "<text" in style.save(figure, tmp_path / "picture.svg").read_text()
 
 
 def test_no_title_is_clipped(run_writer):
@@ -167,7 +199,7 @@ def test_no_title_is_clipped(run_writer):
             settings = {"scheduler.bucket_mib": 12.5 + number, "optimizer.betas_and_others": "a" * 30 + str(number)}
             about = {"share": share, "budget_mib": budget, "model": "a" * 40 + " " + "b" * 40, "settings": settings}
             run_writer(f"{number}-{budget}", strategy="hsdp_no_reshard", **about)
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     for picture in (overview, step_time_over_memory, step_time_over_setting):
         figure = drawn(picture(frame))
         FigureCanvasAgg(figure).draw()
@@ -198,7 +230,7 @@ def test_what_failed_is_named_below_the_picture(frame):
 @pytest.mark.parametrize("budget", [640, None])
 def test_a_single_run_can_be_drawn(run_writer, budget):
     run_writer("0", budget_mib=budget, share=None)
-    drawn(overview(load_sweep(run_writer.sweep)))
+    drawn(overview(analysis.runs(run_writer.sweep)))
 
 
 def test_the_overview_has_both_axes_or_the_one_that_varies(frame):
@@ -210,7 +242,7 @@ def test_the_overview_has_both_axes_or_the_one_that_varies(frame):
 def test_nothing_measured_is_said_so(run_writer):
     run_writer("0", ending="infeasible")
     with pytest.raises(ValueError, match="no run was measured"):
-        overview(load_sweep(run_writer.sweep))
+        overview(analysis.runs(run_writer.sweep))
 
 
 def test_many_series_still_fit(run_writer):
@@ -218,7 +250,7 @@ def test_many_series_still_fit(run_writer):
         for other, scheduler in enumerate(("sequential", "wfbp", "partitioning")):
             for share in (0.0, 1.0):
                 run_writer(f"{name}-{other}-{share}", strategy=strategy, scheduler=scheduler, share=share)
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     assert len(legend_of(drawn(tradeoff_curve(frame)))) == 23
     drawn(step_time_over_memory(frame))
 
@@ -307,7 +339,7 @@ def test_names_are_cut_to_what_tells_them_apart():
 def test_what_is_only_predicted_is_drawn_and_called_so(run_writer):
     for name, share in enumerate((0.0, 0.5, 1.0)):
         run_writer(f"{name}", share=share, times={"step_s": 1.0 + share})
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     frame["status"], frame["step_s"] = "predicted", float("nan")
     best = frame.loc[frame["predicted_step_s"].idxmin(), "schedule_share"]
     figure = drawn(tradeoff_curve(frame))
@@ -320,17 +352,17 @@ def test_what_is_only_predicted_is_drawn_and_called_so(run_writer):
 def test_a_curve_is_of_one_strategy_and_scheduler(run_writer):
     run_writer("0", share=0.0, scheduler="dear")
     run_writer("1", share=1.0, scheduler="wfbp")
-    assert share_curves(load_sweep(run_writer.sweep)) == []
+    assert share_curves(analysis.runs(run_writer.sweep)) == []
 
 
 def test_step_time_is_drawn_over_a_number_that_was_swept_with_each_repetition(run_writer):
-    """A point per value, not the median of all; of several runs the bar is from the least p10 to the greatest p90."""
+    """A point per value, not the median of all; of several runs the bar is the interval of their median."""
     for size in (0.1, 0.5, 25.0):
         for seed in (0, 1, 2):
             settings = {"scheduler.bucket_mib": size, "run.seed": seed}
             run_writer(f"{size}-{seed}", scheduler="fusion", budget_mib=None, share=None, settings=settings,
                        times={"step_s": 1 + size / 10 + seed / 50})  # fmt: skip
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     figure = drawn(overview(frame))
     [axes] = figure.axes
     assert (axes.get_xlabel(), axes.get_xscale()) == ("scheduler.bucket_mib", "log")
@@ -342,7 +374,7 @@ def test_step_time_is_drawn_over_a_number_that_was_swept_with_each_repetition(ru
     assert sorted(dots.get_ydata()) == sorted(frame["step_s"] * 1e3)
     bars, _star = axes.collections
     ends = [(segment[:, 1].min(), segment[:, 1].max()) for segment in bars.get_segments()]
-    assert np.allclose(ends, np.stack([by_size["step_s_p10"].min(), by_size["step_s_p90"].max()], axis=1) * 1e3)
+    assert np.allclose(ends, np.stack([by_size["step_s"].min(), by_size["step_s"].max()], axis=1) * 1e3)
     assert legend_of(figure)[:4] == ["ilp · fusion", "measured", "predicted", "a run of several"]
 
     over_budgets = legend_of(drawn(step_time_over_memory(frame)))
@@ -354,7 +386,7 @@ def test_values_that_are_no_numbers_stand_before_them_and_budgets_apart(run_writ
         for size in (None, 1.0, 4.0):
             name = f"{budget_mib}-{size}"
             run_writer(name, budget_mib=budget_mib, share=0.5, settings={"scheduler.block_mib": size})
-    figure = drawn(step_time_over_setting(load_sweep(run_writer.sweep)))
+    figure = drawn(step_time_over_setting(analysis.runs(run_writer.sweep)))
     [axes] = figure.axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["null", "1", "4"]
     assert sorted(text.get_text() for text in axes.texts) == ["budget 480 MiB", "budget 640 MiB"]
@@ -368,7 +400,7 @@ def test_values_that_are_no_numbers_stand_before_them_and_budgets_apart(run_writ
 
 def test_without_a_swept_number_there_is_no_such_picture(sweep):
     with pytest.raises(ValueError, match="no swept number"):
-        step_time_over_setting(load_sweep(sweep))
+        step_time_over_setting(analysis.runs(sweep))
 
 
 def test_a_plane_of_three_shares_has_contours_measured_points_and_its_stop_point():

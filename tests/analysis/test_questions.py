@@ -2,15 +2,18 @@
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.load import WORKLOAD, load_sweep
+import analysis
+from analysis.load import WORKLOAD
 from analysis.questions import (
     alike,
     best_run,
     best_within_budgets,
     has_memory_axis,
+    interval,
     label,
     labels,
     over_share,
@@ -29,7 +32,7 @@ from analysis.questions import (
 def test_the_stop_point_is_the_share_of_least_measured_step_time(run_writer):
     for name, (share, step_s) in enumerate([(0.0, 1.4), (0.25, 1.1), (0.5, 1.0), (1.0, 1.3)]):
         run_writer(f"{name}", share=share, times={"step_s": step_s})
-    point = stop_point(load_sweep(run_writer.sweep))
+    point = stop_point(analysis.runs(run_writer.sweep))
     assert point["schedule_share"] == 0.5
     assert point["step_s"] == pytest.approx(1.0, rel=0.05)
 
@@ -46,23 +49,23 @@ def test_shares_that_are_as_fast_as_the_stop_point_are_its_plateau():
 def test_a_failed_run_is_no_stop_point_however_fast_its_steps(run_writer):
     run_writer("0", share=0.0, times={"step_s": 1.4})
     run_writer("1", share=0.5, times={"step_s": 0.1}, ending="failed")
-    assert stop_point(load_sweep(run_writer.sweep))["schedule_share"] == 0.0
+    assert stop_point(analysis.runs(run_writer.sweep))["schedule_share"] == 0.0
 
 
 def test_repeats_of_a_share_count_by_their_median(run_writer):
     for name, (share, step_s) in enumerate([(0.0, 1.0), (0.5, 0.7), (0.5, 1.5), (0.5, 1.6)]):
         run_writer(f"{name}", share=share, times={"step_s": step_s})
-    assert stop_point(load_sweep(run_writer.sweep))["schedule_share"] == 0.0
+    assert stop_point(analysis.runs(run_writer.sweep))["schedule_share"] == 0.0
 
 
 def test_without_shares_there_is_no_stop_point(run_writer):
     run_writer("0", share=None)
     with pytest.raises(ValueError, match="no curve"):
-        stop_point(load_sweep(run_writer.sweep))
+        stop_point(analysis.runs(run_writer.sweep))
 
 
 def test_a_curve_has_one_budget_and_several_shares(sweep):
-    frame = load_sweep(sweep)
+    frame = analysis.runs(sweep)
     curves = share_curves(frame)
     assert [set(c["budget_bytes"]) for c in curves] == [{640 * 2**20}]
     assert len(curves[0]) == 10
@@ -75,7 +78,7 @@ def test_models_and_links_are_not_mixed(run_writer):
     run_writer("1", model="b")
     run_writer("2", model="b", emulated=False)
     run_writer("3", model="b")
-    groups = workloads(load_sweep(run_writer.sweep))
+    groups = workloads(analysis.runs(run_writer.sweep))
     assert [(title, len(rows)) for title, rows in groups] == [
         ("b · 2 ranks · emulated link", 2),
         ("a · 2 ranks · emulated link", 1),
@@ -86,7 +89,7 @@ def test_models_and_links_are_not_mixed(run_writer):
 def test_labels_name_strategy_and_scheduler_once(run_writer):
     run_writer("0", strategy="joint", scheduler="joint")
     run_writer("1", strategy="fsdp", scheduler="wfbp", cross_iteration=False)
-    assert [label(row) for _, row in load_sweep(run_writer.sweep).iterrows()] == [
+    assert [label(row) for _, row in analysis.runs(run_writer.sweep).iterrows()] == [
         "joint",
         "fsdp · wfbp · barrier",
     ]
@@ -96,7 +99,7 @@ def test_the_best_run_is_the_fastest_that_finished(run_writer):
     run_writer("0", times={"step_s": 1.4}, share=0.0)
     run_writer("1", times={"step_s": 1.1})
     run_writer("2", times={"step_s": 0.1}, ending="killed")
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     assert best_run(frame)["name"] == "1"
     assert best_run(frame[frame["name"] == "2"]) is None
 
@@ -104,7 +107,7 @@ def test_the_best_run_is_the_fastest_that_finished(run_writer):
 def test_runs_behind_links_of_different_rates_are_different_workloads(run_writer):
     for name in ("0", "1", "2"):
         run_writer(name, emulated=False)
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     frame["shaped_gbit"] = [1.0, 0.5, None]
     titles = [title for title, _ in workloads(frame)]
     assert sorted(titles) == [
@@ -119,7 +122,7 @@ def buckets(run_writer, *sizes, seeds=(0,)):
             told = {"scheduler.bucket_mib": size, "run.seed": seed, "run.steps": 12}
             options = {"budget_mib": None, "share": None, "times": {"step_s": 1.0 + size / 10 + seed / 100}}
             run_writer(f"{size}-{seed}", strategy="dp", scheduler="fusion", settings=told, **options)
-    return load_sweep(run_writer.sweep)
+    return analysis.runs(run_writer.sweep)
 
 
 def test_a_swept_setting_tells_runs_apart_and_what_is_alike_does_not(run_writer):
@@ -133,16 +136,16 @@ def test_a_swept_setting_tells_runs_apart_and_what_is_alike_does_not(run_writer)
 def test_an_option_of_a_group_is_named_as_it_is_typed_and_none_is_not_told(run_writer):
     for rule in ("none", "planned"):
         run_writer(rule, strategy="fsdp", scheduler="dear", settings={"recompute.name": rule, "run.steps": 12})
-    assert list(series(load_sweep(run_writer.sweep))) == ["fsdp · dear", "fsdp · dear · recompute=planned"]
+    assert list(series(analysis.runs(run_writer.sweep))) == ["fsdp · dear", "fsdp · dear · recompute=planned"]
 
 
 def test_settings_are_compared_among_runs_that_choose_alike(run_writer):
     """Each strategy has its own way to be told; a null that was asked for is not the same as no such key."""
     run_writer("0", strategy="greedy", settings={"strategy.trials": 1})
     run_writer("1", strategy="joint", settings={"strategy.trials": None, "strategy.seconds": 30})
-    assert swept(load_sweep(run_writer.sweep)) == []
+    assert swept(analysis.runs(run_writer.sweep)) == []
     run_writer("2", strategy="joint", settings={"strategy.trials": None, "strategy.seconds": None})
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     assert swept(frame) == ["strategy.seconds"]
     assert [label(row).rpartition(" · ")[2] for _, row in frame.iterrows()] == ["memory_aware", "seconds=30", "seconds=null"]
 
@@ -150,7 +153,7 @@ def test_settings_are_compared_among_runs_that_choose_alike(run_writer):
 def test_keys_that_end_alike_are_told_in_full(run_writer):
     for name, (data, model) in enumerate([(1, 1), (1, 2), (2, 1)]):
         run_writer(f"{name}", settings={"data.size": data, "model.size": model})
-    labels = list(series(load_sweep(run_writer.sweep)))
+    labels = list(series(analysis.runs(run_writer.sweep)))
     assert labels[0] == "ilp · memory_aware · data.size=1 · model.size=1"
 
 
@@ -168,7 +171,7 @@ def test_a_plan_is_best_by_the_median_of_its_repetitions(run_writer):
         run_writer(f"a{number}", share=0.5, settings={"run.seed": number}, times={"step_s": step_s})
     for number, step_s in enumerate((1.1, 1.1, 1.2)):
         run_writer(f"b{number}", share=0.25, settings={"run.seed": number}, times={"step_s": step_s})
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     best = best_run(frame)
     assert (best["schedule_share"], setting(best)) == (0.25, "ilp · memory_aware · share 0.25")
     assert best["step_s"] == frame[frame["schedule_share"] == 0.25]["step_s"].median()
@@ -184,7 +187,7 @@ def test_the_range_of_runs_of_one_plan_is_the_noise_that_the_star_uses(run_write
             if line["event"] == "start":
                 line["execution_hash"], line["predicted"]["step_s"] = plan, 1.0
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     [runs] = alike(frame)
     assert [*runs["schedule_share"]] == [0.0, 0.5]
     points = over_share(frame)
@@ -193,9 +196,17 @@ def test_the_range_of_runs_of_one_plan_is_the_noise_that_the_star_uses(run_write
     assert best_run(frame)["schedule_share"] == stop_point(frame)["schedule_share"] == 1.0
 
 
+def test_the_interval_of_a_median_holds_it_and_is_narrower_the_more_runs_there_are():
+    rng = np.random.default_rng(1)
+    truth = [interval(rng.normal(1.0, 0.1, 9)) for _ in range(200)]
+    assert sum(low <= 1.0 <= high for low, high in truth) > 175
+    few, many = (interval(rng.normal(1.0, 0.1, n)) for n in (5, 500))
+    assert many[1] - many[0] < few[1] - few[0] and interval([2.0]) == (2.0, 2.0)
+
+
 def test_a_title_has_the_model_s_parameters_and_the_rate_of_its_link(run_writer):
     run_writer("0")
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     told = {"parameters": [32.4e6, None], "link_gbit": [0.5, None]}
     assert workloads(pd.concat([frame, frame]).reset_index(drop=True).assign(**told))[0][0] == (
         "gpt-small, 32.4 M parameters · 2 ranks · emulated link of 0.5 Gbit/s"

@@ -7,7 +7,7 @@ import pytest
 from analysis import sources
 from analysis.events import read_events
 from analysis.load import load_run
-from analysis.sources import runs
+from analysis.sources import runs, steps
 
 SAME = ("name", "model", "strategy", "scheduler", "budget_bytes", "schedule_share", "status", "steps", "step_s", "step_s_p90",
         "overlap_s", "loss", "predicted_step_s", "predicted_memory_activations", "bytes_RS", "messages_total")  # fmt: skip
@@ -15,6 +15,17 @@ SAME = ("name", "model", "strategy", "scheduler", "budget_bytes", "schedule_shar
 
 def test_a_folder_of_runs(sweep):
     assert len(runs(sweep)) == 15
+
+
+def test_steps_are_rows_with_what_tells_their_runs_apart(run_writer):
+    for size in (1, 2):
+        run_writer(f"{size}", scheduler="fusion", settings={"scheduler.bucket_mib": size})
+    run_writer("3", ending="infeasible")
+    frame = steps(run_writer.sweep)
+    assert len(frame) == 24 and list(frame["scheduler.bucket_mib"].unique()) == [1, 2]
+    medians = frame[~frame["warmup"].astype(bool)].groupby("name")["step_s"].median()
+    assert list(medians) == list(runs(run_writer.sweep)["step_s"].dropna())
+    assert {"loss", "bytes_RS", "strategy", "budget_bytes"} <= set(frame.columns)
 
 
 def test_runs_of_a_project_are_asked_of_wandb(run_writer):

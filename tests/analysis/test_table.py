@@ -5,14 +5,14 @@ import io
 import pandas as pd
 import pytest
 
-from analysis.load import load_sweep
+import analysis
 from analysis.table import WIDTH, print_table, write_csv
 
 
 @pytest.fixture
 def printed(sweep):
     file = io.StringIO()
-    print_table(load_sweep(sweep), file)
+    print_table(analysis.runs(sweep), file)
     return file.getvalue()
 
 
@@ -22,7 +22,7 @@ def line_of(text, *words):
 
 
 def test_a_row_has_the_run_s_numbers(sweep, printed):
-    row = load_sweep(sweep).query("scheduler == 'memory_aware' and schedule_share == 0.25").iloc[0]
+    row = analysis.runs(sweep).query("scheduler == 'memory_aware' and schedule_share == 0.25").iloc[0]
     cells = line_of(printed, "memory_aware", "640", "0.25").split()
     step, low, high = (f"{row[key] * 1e3:.0f}" for key in ("step_s", "step_s_p10", "step_s_p90"))
     assert cells[:6] == ["ilp", "memory_aware", "640", "0.25", step, f"[{low}–{high}]"]
@@ -47,7 +47,7 @@ def test_predictions_in_doubt_are_said_beside_the_status(run_writer):
     doubted = text.replace('"event": "summary"', '"event": "summary", "doubt": "took 9 times as long"')
     (folder / "metrics.jsonl").write_text(doubted)
     file = io.StringIO()
-    print_table(load_sweep(run_writer.sweep), file)
+    print_table(analysis.runs(run_writer.sweep), file)
     assert "ok, off [1]" in file.getvalue()
     assert "[1] " in file.getvalue() and "took 9 times as long" in file.getvalue()
 
@@ -56,7 +56,7 @@ def test_rows_are_sorted_and_the_fastest_is_marked(sweep, printed):
     lines = [line.split() for line in printed.splitlines() if line.startswith("ilp")]
     keys = [(cells[1], float(cells[2]), float(cells[3])) for cells in lines]
     assert keys == sorted(keys)
-    frame = load_sweep(sweep)
+    frame = analysis.runs(sweep)
     best = frame.loc[frame["step_s"].idxmin()]
     assert line_of(printed, "fastest").split()[1:3] == [
         best["scheduler"],
@@ -72,7 +72,7 @@ def test_long_names_and_reasons_fit(run_writer):
         text.replace("peer closed", "peer [bold] " + "very " * 40 + "closed")
     )
     file = io.StringIO()
-    print_table(load_sweep(run_writer.sweep), file)
+    print_table(analysis.runs(run_writer.sweep), file)
     assert max(len(line) for line in file.getvalue().splitlines()) <= WIDTH
     assert "[bold]" in file.getvalue()
 
@@ -83,13 +83,13 @@ def test_a_run_that_does_not_know_its_workload_is_listed(run_writer):
     folder = run_writer("2")
     (folder / "metrics.jsonl").write_text('{"event":"failure","status":"failed","reason":"no port"}\n')
     file = io.StringIO()
-    print_table(load_sweep(run_writer.sweep), file)
+    print_table(analysis.runs(run_writer.sweep), file)
     assert "workload not known" in file.getvalue()
     assert "no port" in file.getvalue()
 
 
 def test_the_csv_has_every_column(sweep, tmp_path):
-    frame = load_sweep(sweep)
+    frame = analysis.runs(sweep)
     again = pd.read_csv(write_csv(frame, tmp_path / "new" / "table.csv"))
     assert list(again.columns) == list(frame.columns)
     assert again["step_s"].tolist() == pytest.approx(frame["step_s"].tolist(), nan_ok=True)
@@ -102,7 +102,7 @@ def test_every_swept_setting_is_a_column_and_repetitions_have_their_spread(run_w
             step_s = {0.5: 1.0, 25.0: 2.0, None: 3.0}[size] + seed / 5
             run_writer(f"{size}-{seed}", scheduler="fusion", budget_mib=None, share=None, settings=settings,
                        times={"step_s": step_s})  # fmt: skip
-    frame = load_sweep(run_writer.sweep)
+    frame = analysis.runs(run_writer.sweep)
     file = io.StringIO()
     print_table(frame, file)
     text = file.getvalue()
@@ -123,6 +123,6 @@ def test_a_table_with_many_swept_settings_fits(run_writer, groups):
     for number in (0, 1):
         run_writer(f"{number}", settings={f"{group}.a_name_of_{group}": number for group in groups})
     file = io.StringIO()
-    print_table(load_sweep(run_writer.sweep), file)
+    print_table(analysis.runs(run_writer.sweep), file)
     assert max(len(line) for line in file.getvalue().splitlines()) <= WIDTH
     assert len(groups) > 2 or "a_name_of_model" in file.getvalue()  # more of them are folded

@@ -180,7 +180,7 @@ def test_a_budget_is_a_limit_that_peers_are_checked_against(ran):
 def test_the_table_of_peers(ran):
     folder = ran["tied gpt2", "engine=fairscale"].parent
     printed = io.StringIO()
-    frame = analysis.load_sweep(folder)
+    frame = analysis.runs(folder)
     analysis.print_table(frame, printed)
     for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
         assert label in printed.getvalue()

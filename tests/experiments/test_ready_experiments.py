@@ -71,7 +71,7 @@ def test_tiny_buckets_of_ddp_on_pairs(tmp_path, warm):
     small = ("model=bert-tiny-pairs", "data=nli", "run.eval_every=3", *SHORT)
     two = "hydra.sweeper.params={engine.overlap:'true,false',engine.bucket_mib:'4'}"
     run(warm, tmp_path, train, "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
-    frame = analysis.load_sweep(tmp_path / "out")
+    frame = analysis.runs(tmp_path / "out")
     assert list(frame["status"]) == ["ok", "ok"]
     assert frame["loss"].nunique() == 1  # when reductions happen changes no number
     assert sorted(frame["overlap_ratio"] > 0) == [False, True]

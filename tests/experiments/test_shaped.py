@@ -48,7 +48,7 @@ def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
     row = analysis.load_run(tmp_path).row()
     assert (row["status"], row["shaped_gbit"], row["congestion_control"]) == ("ok", RATE, congestion)
     printed = io.StringIO()
-    analysis.print_table(analysis.load_sweep(tmp_path), printed)
+    analysis.print_table(analysis.runs(tmp_path), printed)
     assert "· 2 ranks · link shaped to 0.5 Gbit/s" in printed.getvalue()
     console = Console(width=120, record=True, file=io.StringIO())
     program.show(profile, console)

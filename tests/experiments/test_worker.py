@@ -338,14 +338,14 @@ def test_jobs_that_share_a_profile_plan_with_the_same_numbers(ran):
 
 
 def test_the_table_and_the_pictures_of_real_runs(batch, ran, tmp_path):
-    frame = analysis.load_sweep(batch)
+    frame = analysis.runs(batch)
     statuses = Counter(frame["status"])
     assert statuses["ok"] == len(JOBS) and statuses.total() <= len(JOBS) + len(REFUSED)
     printed = io.StringIO()
     analysis.print_table(frame, printed)
     for run in ran:
         assert run.start["strategy"] in printed.getvalue() and run.start["scheduler"] in printed.getvalue()
-    written = {path.name for path in analysis.write_report(analysis.load_sweep(ran[1].folder), tmp_path)}
+    written = {path.name for path in analysis.write_report(analysis.runs(ran[1].folder), tmp_path)}
     assert {"table.csv", "tradeoff.png", "timeline.png", "memory.png", "trace.json"} <= written
 
 

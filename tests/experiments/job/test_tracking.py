@@ -181,14 +181,14 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
         metrics.write({"event": "job", "schema": 3, "name": "mine", "budget_bytes": 2**29})
         metrics.write({"event": "step", "step": 1, "step_s": 0.1})
         metrics.write({"event": "summary", "status": "ok"})
-    show_sweep(config, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])
+    show_sweep(config, "today-12345678", tmp_path, analysis.runs(tmp_path), [])
     run, [row, ok] = heard(config)
     assert (run.kind, run.id.rpartition("-")[0], ok) == ("sweep", f"sweep-{run.group}", True)
     assert run.group == "today-12345678"
-    show_sweep(config, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])  # it goes on
+    show_sweep(config, "today-12345678", tmp_path, analysis.runs(tmp_path), [])  # it goes on
     assert len(config.tracker.runs) == 1  # type: ignore[attr-defined]
     forced = dataclasses.replace(config, sweep=dataclasses.replace(config.sweep, force=True))
-    show_sweep(forced, "today-12345678", tmp_path, analysis.load_sweep(tmp_path), [])
+    show_sweep(forced, "today-12345678", tmp_path, analysis.runs(tmp_path), [])
     assert len(config.tracker.runs) == 2  # type: ignore[attr-defined]
     assert (row["name"], row["budget_bytes"], row["step_s"], row["overlap_ratio"]) == ("mine", 2**29, 0.1, None)
 

@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep bench results published scale planners replays gpu test test-slow docs lint format clean
+.PHONY: help install sweep bench results published scale shares planners replays gpu test test-slow docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,12 +38,13 @@ bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interl
 results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, and write docs/results.md (an hour)
 	$(RUN) -m benchmarks.results
 
-published scale planners replays: $(STAMP)
+published scale shares planners replays: $(STAMP)
 published: ## predict runs that others have published, and write docs/published.md (seconds)
 scale: ## predict what mdcs gains for Llama 3 on large clusters, and write docs/scale.md (minutes)
+shares: ## predict where memory is best divided between strategies and schedule, and write docs/shares.md (minutes)
 planners: ## compare joint with heuristics and its proven bound on seeded instances (minutes)
 replays: ## measure how many plans the simulator replays in a second
-published scale planners replays:
+published scale shares planners replays:
 	$(RUN) -m benchmarks.$@
 
 gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, overlap (under ten minutes)

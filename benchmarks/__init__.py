@@ -1,8 +1,58 @@
 """The authors' own evaluation: scripts that measure or predict, and write pages of docs/ (`make help`)."""
 
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def parser(about: str | None, out: Path = DOCS) -> argparse.ArgumentParser:
+    """Return the parser of a script's command line, with `--out`, the folder of what it writes."""
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=out, help=f"folder of the page and its data (default: {out.name})")
+    return made
 
 
 def page(name: str, **parts: object) -> str:
     """Fill the braces of a template of `benchmarks/pages/`. Return the page."""
     return Path(__file__).with_name("pages").joinpath(f"{name}.md").read_text(encoding="utf-8").format(**parts)
+
+
+def write(folder: Path, **pages: str) -> None:
+    """Write pages, by file name without suffix ("__" stands for a folder), and say so."""
+    for name, text in pages.items():
+        path = folder / f"{name.replace('__', '/')}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+
+
+def resumed(
+    path: Path, settings: dict[str, Any], points: Iterable[dict[str, Any]], compute: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """Compute a result for each point, as `compute(**point)`, and keep it in a JSON file after each one.
+
+    Return the document: `settings`, and `points`, each with its result. A repeated call computes only what the file
+    does not have yet; a file of other settings begins anew.
+    """
+    known: dict[str, Any] = {}
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["settings"] == json.loads(json.dumps(settings)):
+            known = {json.dumps(each["point"]): each for each in before["points"]}
+    done: list[dict[str, Any]] = []
+    for point in points:
+        key = json.dumps(point)
+        if key not in known:
+            known[key] = {"point": point, **compute(**point)}
+            print(f"{point}: done", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = ",\n".join(json.dumps(each) for each in known.values())
+            path.write_text(f'{{"settings": {json.dumps(settings)},\n"points": [\n{rows}\n]}}\n', encoding="utf-8")
+        done.append(known[key])
+    return {"settings": settings, "points": done}

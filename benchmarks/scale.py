@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis import pictures
-from benchmarks import scale_pictures
+from benchmarks import pictures as drawn
 from benchmarks.published_runs import CONTEXT_BYTES, DECODERS, DEVICES, NCCL_BYTES, Case
 from benchmarks.scale_page import decides, page
 from mdcs.plan.job import Job
@@ -224,9 +224,9 @@ def write(document: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scale.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (folder / "scale.md").write_text(page(document), encoding="utf-8")
-    pictures.save(scale_pictures.scale_map(document, decides), folder / "scale.png")
+    pictures.save(drawn.scale_map(document, decides), folder / "scale.png")
     for model in document["settings"]["models"]:
-        pictures.save(scale_pictures.scale_curves(document, model), folder / f"scale-{model}.png")
+        pictures.save(drawn.scale_curves(document, model), folder / f"scale-{model}.png")
 
 
 def main() -> int:

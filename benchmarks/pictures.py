@@ -1,11 +1,12 @@
-"""Pictures of docs/scale.md: what decides by budget and cluster, and step time over memory."""
+"""Pictures of docs/scale.md and docs/shares.md: maps of cells, and step time over memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -30,35 +31,75 @@ _FILLS: dict[str, dict[str, Any]] = {
 """Fill of a mark by the kind of recomputation."""
 
 
+Cell = tuple[str, str]
+"""Colour, and what is written in it."""
+
+
+def cells(axes: Axes, rows: Sequence[Sequence[Cell]], columns: Sequence[str], names: Sequence[str], title: str) -> None:
+    """Draw rows of cells, the first at the bottom, with the names of columns and rows as ticks."""
+    for y, row in enumerate(rows):
+        for x, (colour, words) in enumerate(row):
+            axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour))
+            axes.text(x, y, words, ha="center", va="center", fontsize=6.5)
+    axes.grid(visible=False)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(-0.5, len(rows) - 0.5)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_title(title)
+
+
 @style.styled
 def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], str]) -> Figure:
     """A cell per cluster and budget: colour of what decides, and the gain of all together."""
     models, budgets = document["settings"]["models"], document["settings"]["budgets_gib"]
-    figure = style.new_figure(
-        5.6 * len(models), 3.4, "What gains most over the best plan alike for all blocks (predicted)"
-    )
+    title = "What gains most over the best plan alike for all blocks (predicted)"
+    figure = style.new_figure(5.6 * len(models), 3.4, title)
+
+    def cell(point: dict[str, Any]) -> Cell:
+        if not point["base"]:
+            return "white", "–"
+        colour, word = _DECIDES[decides(point)]
+        return colour, f"{point['base']['step_s'] / point['all']['step_s']:.2f}\n{word}".strip()
+
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         curves = [curve for curve in document["curves"] if curve["model"] == model]
         curves.sort(key=lambda curve: (curve["gbit"], curve["devices"]))
-        for x, curve in enumerate(curves):
-            for y, point in enumerate(curve["points"]):
-                if not point["base"]:
-                    axes.text(x, y, "–", ha="center", va="center", color=style.GREY)
-                    continue
-                colour, word = _DECIDES[decides(point)]
-                axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour))
-                gained = point["base"]["step_s"] / point["all"]["step_s"]
-                axes.text(x, y, f"{gained:.2f}\n{word}".strip(), ha="center", va="center", fontsize=6.5)
-        axes.grid(visible=False)
-        axes.set_xlim(-0.5, len(curves) - 0.5)
-        axes.set_ylim(-0.5, len(budgets) - 0.5)
-        axes.set_xticks(range(len(curves)), [f"{curve['devices']:,}\n{curve['gbit']:,g}" for curve in curves])
-        axes.set_yticks(range(len(budgets)), [f"{gib:g}" for gib in budgets])
+        rows = [[cell(curve["points"][i]) for curve in curves] for i in range(len(budgets))]
+        clusters = [f"{curve['devices']:,}\n{curve['gbit']:,g}" for curve in curves]
+        about = f"{model}, {curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters"
+        cells(axes, rows, clusters, [f"{gib:g}" for gib in budgets], about)
         axes.set_xlabel("devices, Gbit/s of a node")
         axes.set_ylabel("GiB of a device")
-        axes.set_title(f"{model}, {curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters")
     notes = "numbers: gain of all together, as a multiple; –: nothing fits"
     style.legend_below(figure, [Patch(color=colour, label=name) for name, (colour, _) in _DECIDES.items()], notes)
+    return figure
+
+
+BEST = {"strategies": "#9CC7E4", "inside": "#F2B36B", "schedule": "#8FD0B0", "no matter": "#E2E2E2"}
+"""Colour by where the best share of the slack is: 0, inside, 1, or any share."""
+
+
+@style.styled
+def share_map(curves: Mapping[str, Sequence[Sequence[tuple[str, float, float]]]], ratios: Sequence[float],
+              budgets: Sequence[float]) -> Figure:  # fmt: skip
+    """A panel per model, of cells by budget and ratio: (where, share, gain) of the best share, gain over both ends."""
+    figure = style.new_figure(12.4, 6.2, "Where the best share of the slack for the schedule is (predicted)")
+
+    def cell(where: str, share: float, gain: float) -> Cell:
+        return BEST[where], f"{share:.2g}\n+{100 * gain:.0f} %" if where == "inside" else ""
+
+    panels = figure.subplots(2, -(-len(curves) // 2), sharex=True, sharey=True)
+    for axes, (model, rows) in zip(panels.flat, curves.items(), strict=False):
+        drawn = [[cell(*each) for each in row] for row in rows]
+        cells(axes, drawn, [f"{100 * budget:g}" for budget in budgets], [f"{ratio:g}" for ratio in ratios], model)
+    for axes in panels[-1]:
+        axes.set_xlabel("budget, % of the way")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("communication / computing")
+    words = {"strategies": "0: all for strategies", "inside": "inside: the share, and how much longer both ends take",
+             "schedule": "1: all for the schedule", "no matter": "no matter: within 1 %"}  # fmt: skip
+    style.legend_below(figure, [Patch(color=colour, label=words[name]) for name, colour in BEST.items()])
     return figure
 
 

@@ -36,10 +36,12 @@ class ByteAccount:
     Every allocation and release of a registered buffer is booked under one lock together with the real one. The
     account's categories therefore equal the allocator's to the byte. Admission counts promised bytes
     (:mod:`mdcs.runtime.message_queue`).
+
+    ``outside``: bytes of units that are whole outside of the plan.
     """
 
     def __init__(self, lock: threading.RLock, at_rest: dict[str, int]) -> None:
-        self.lock, self.at_rest = lock, at_rest
+        self.lock, self.at_rest, self.outside = lock, at_rest, 0
         self.restart()
         self.reset()
 

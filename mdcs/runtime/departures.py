@@ -61,7 +61,7 @@ class Departures:
     """
 
     def __init__(self, context: RunContext, wire: Wire, lending: Lending) -> None:
-        self._plan, self._wire, self._units, self._storages = context.plan, wire, wire.units, wire.units.storages
+        self._plan, self._wire, self._storages = context.plan, wire, wire.storages
         self._lending = lending
         self.held_until_last_use: set[int] = set()
         self.skipped_forward: set[int] = set()
@@ -131,7 +131,7 @@ class Departures:
                 # A part of the unit's messages may be in flight: then the plan has allocated it, and they write what
                 # the shards have.
                 if not storage.is_full:
-                    self._units.take_outside(unit)
+                    storage.take_outside()
             self._lending.borrow(unit)
         storage.guard.open()
 
@@ -155,7 +155,8 @@ class Departures:
 
     def end_pass(self) -> None:
         """Free what is held outside of the plan."""
-        self._units.free_outside()
+        for storage in self._storages:
+            storage.free_outside()
         self.restart()
 
     def restart(self) -> None:
@@ -250,7 +251,7 @@ class SidePasses:
         self, context: RunContext, wire: Wire, departures: Departures, evaluation: Evaluation, groups: ProcessGroups
     ) -> None:
         self.departures, self._evaluation, self._groups, self._place = departures, evaluation, groups, context.place
-        self._wire, self._storages = wire, wire.units.storages
+        self._wire, self._storages = wire, wire.storages
         self.accumulates = self.is_open = self.had_backward = False
         self._block = ExitStack()
         self._makes_graphs = False  # a backward with create_graph: a later one uses the parameters again, in any order
@@ -300,6 +301,6 @@ class SidePasses:
                     storage.guard.close()
             for unit in kept:
                 if not self._full[unit]:
-                    self._wire.units.take_outside(unit)
+                    self._storages[unit].take_outside()
                     self._storages[unit].guard.open()
         self._makes_graphs = False

@@ -47,7 +47,6 @@ from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
-from mdcs.runtime.units import Units
 from mdcs.runtime.unshard import Evaluation, Unsharder
 from mdcs.runtime.validation import RunOptions, ValidationResult
 from mdcs.runtime.wire import Wire
@@ -123,7 +122,6 @@ class Engine:
 
         group, keeps_buffers = groups.message_group, options.keeps_buffers
         self.storages = shard_units(model, found.initialisation, make, group, place, keeps_buffers)
-        run_units = Units(context, self.storages)
         self.updates = ShardedOptimizer(context, self.storages, found.updates, found.group_of, options.clip_value)
         self.buffers = Buffers(model, options.broadcast_buffers)
 
@@ -131,7 +129,7 @@ class Engine:
         self.update_scale = UpdateScale(
             self.storages, groups.norm_group, options.clip_norm, options.loss_scale, self.executor.runs_ahead
         )
-        messages = Messages(context, run_units, self.updates, self.update_scale, self._connect)
+        messages = Messages(context, self.storages, self.updates, self.update_scale, self._connect)
         on_streams = self.executor.runs_ahead
         queue = queue_for(plan, context.ledger, self.executor.execution, on_streams)
         pacer = pacer_for(plan, self.rank, groups.message_group, world)

@@ -29,63 +29,67 @@ class Waitable(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """Device operations of the runtime.
+class Executor:
+    """Device operations of the runtime, on a CPU: compute is done when a call returns, and threads communicate at the
+    same time. There are no streams, and compute is always at its point.
 
     - ``runs_ahead``: the host only enqueues, and the device executes in order.
     - ``execution``: how messages are executed, for the simulator.
     """
 
-    runs_ahead: bool
-    execution: ExecutionModel
+    runs_ahead = False
+    execution = ExecutionModel("cores")
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context that runs its body on the communication stream."""
-        ...
+        return _SAME
 
     def on_update_stream(self) -> AbstractContextManager[Any]:
         """Return a context that runs its body on the update stream."""
-        ...
+        return _SAME
 
     def record_event(self) -> Any:
         """Record a point on the caller's stream."""
-        ...
+        return None
 
     def wait_event(self, mark: Any) -> None:
-        """Make later work of the caller's stream wait for a point."""
-        ...
+        """Make later work of the caller's stream wait for a point; the host does not wait."""
 
     def query(self, mark: Any) -> bool:
         """Return whether the device has reached a point, or a stamp."""
-        ...
+        return True
 
     def wait(self, mark: Any, timeout_s: float) -> bool:
         """Block the host until the device reaches a point; return False after ``timeout_s`` seconds."""
-        ...
+        return True
 
     def wait_works(self, works: Sequence[Waitable]) -> None:
-        """Make later work of the caller's stream wait for these collectives."""
-        ...
+        """Make later work of the caller's stream wait for these collectives; the host waits for those of gloo."""
+        for work in works:
+            work.wait()
 
     def sleep(self, seconds: float) -> None:
         """Keep the caller's stream idle for so many seconds."""
-        ...
+        time.sleep(seconds)
 
     def record_timestamp(self) -> Any:
         """Record the time on the caller's stream."""
-        ...
+        return time.perf_counter()
 
     def seconds(self, stamp: Any) -> float:
-        """Return a stamp in seconds on the rank's clock; may wait until the device reaches it."""
-        ...
+        """Return a stamp in seconds on the rank's clock; may wait until the device reaches it. Raises RunError if the
+        device does not reach it in time."""
+        return float(stamp)
 
     def limit(self, size: int | None) -> None:
         """Limit the allocator to little more than ``size`` bytes of the device, if it can be limited; None restores."""
-        ...
 
     def retries(self) -> int | None:
         """Return how often the allocator freed cached memory to serve a request; None for one without a cache."""
-        ...
+        return None
+
+
+_SAME = nullcontext()
 
 
 @contextmanager
@@ -97,63 +101,6 @@ def run_on_comm_stream(executor: Executor) -> Iterator[None]:
         yield
         there = executor.record_event()
     executor.wait_event(there)
-
-
-class CpuExecutor:
-    """CPU: compute is done when a call returns, and threads communicate at the same time."""
-
-    runs_ahead = False
-    execution = ExecutionModel("cores")
-
-    def __init__(self) -> None:
-        self._same = nullcontext()
-
-    def on_comm_stream(self) -> AbstractContextManager[Any]:
-        """Return an empty context: there is no stream."""
-        return self._same
-
-    def on_update_stream(self) -> AbstractContextManager[Any]:
-        """Return an empty context: there is no stream."""
-        return self._same
-
-    def record_event(self) -> None:
-        """Return None: compute is always at its point."""
-        return None
-
-    def wait_event(self, mark: None) -> None:
-        """Return at once."""
-
-    def query(self, mark: Any) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, mark: None, timeout_s: float) -> bool:
-        """Return True."""
-        return True
-
-    def wait_works(self, works: Sequence[Waitable]) -> None:
-        """Wait for the collectives."""
-        for work in works:
-            work.wait()
-
-    def sleep(self, seconds: float) -> None:
-        """Block the caller for so many seconds."""
-        time.sleep(seconds)
-
-    def record_timestamp(self) -> float:
-        """Return ``time.perf_counter()``."""
-        return time.perf_counter()
-
-    def seconds(self, stamp: float) -> float:
-        """Return the stamp itself."""
-        return stamp
-
-    def limit(self, size: int | None) -> None:
-        """Do nothing: the allocator has no limit."""
-
-    def retries(self) -> None:
-        """Return None."""
-        return None
 
 
 _SEGMENTS = 2 * (2 + 20) << 20
@@ -234,7 +181,7 @@ class _OnStream:
         self._executor.entered.stream = self._outer
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """CUDA: a communication stream, an update stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
 
     runs_ahead = True
@@ -293,11 +240,6 @@ class CudaExecutor:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
-
-    def wait_works(self, works: Sequence[Waitable]) -> None:
-        """Make the caller's stream wait for NCCL's stream; over gloo the host waits, too."""
-        for work in works:
-            work.wait()
 
     def sleep(self, seconds: float) -> None:
         """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle and waits for it.
@@ -365,13 +307,13 @@ def with_index(device: torch.device | str) -> torch.device:
 
 def execution_on(device: torch.device) -> ExecutionModel:
     """Return how messages are executed on a device."""
-    return CpuExecutor.execution if device.type == "cpu" else CudaExecutor.execution
+    return Executor.execution if device.type == "cpu" else CudaExecutor.execution
 
 
 def executor_for(device: torch.device) -> Executor:
     """Return the executor of a device. Raises ValueError for a device that mdcs does not support."""
     if device.type == "cpu":
-        return CpuExecutor()
+        return Executor()
     if device.type == "cuda":
         return CudaExecutor(with_index(device))
     raise ValueError(f"device {device} is not supported: cpu or cuda")

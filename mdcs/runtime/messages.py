@@ -14,10 +14,10 @@ unpacking are one call each. A message of one block is not packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ from mdcs.runtime.executor import Waitable
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.units import Units
-from mdcs.torch_compat import copy_all
+from mdcs.torch_compat import copy_all, is_profiled
 
 Part = tuple[int, int]
 """(unit, block)."""
@@ -48,15 +47,18 @@ _IN_WORDS = {
     Kind.AR: "all-reduce", Kind.RS: "reduce-scatter", Kind.AG_F: "all-gather before the forward",
     Kind.AG_B: "all-gather before the backward",
 }  # fmt: skip
+_NO_RANGE = nullcontext()
+
 
 class _Sizes(NamedTuple):
     """Element counts of a message.
 
-    - ``whole``: payload, padding included.
+    - ``ranks``: of the message's group. ``whole``: payload, padding included.
     - ``columns``: elements per rank of each part.
     - ``buffer``: scratch of the algorithm.
     """
 
+    ranks: int
     whole: int
     columns: list[int]
     buffer: int
@@ -106,18 +108,6 @@ class Update:
     scratch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The units of a message, whose names are looked up when a trace or an error asks for them."""
-
-    storages: list[UnitStorage]
-    message: Message
-    between: str = "+"
-
-    def __str__(self) -> str:
-        return self.between.join(dict.fromkeys(self.storages[u].name for u, _ in self.message.parts))
-
-
 class Messages:
     """Runs the phases of messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs
     them.
@@ -127,13 +117,14 @@ class Messages:
     """
 
     def __init__(
-        self, context: RunContext, units: Units, updates: ShardedOptimizer, scale: UpdateScale, connect: Connect
-    ) -> None:
-        self.context, self.units, self.updates, self.scale = context, units, updates, scale
+        self, context: RunContext, storages: list[UnitStorage], updates: ShardedOptimizer, scale: UpdateScale,
+        connect: Connect,
+    ) -> None:  # fmt: skip
+        self.context, self.storages, self.updates, self.scale = context, storages, updates, scale
         self.plan, self.n, self._ledger = context.plan, len(context.plan.messages), context.ledger
         self._account, self._recorder, self._meter = context.account, context.recorder, context.meter
-        self._storages = units.storages
-        self._known_sizes: dict[Message, _Sizes] = {}
+        self._is_alone = self.plan.world == 1
+        self._known_sizes: dict[tuple[Kind, tuple[Part, ...]], _Sizes] = {}
         self._waiting: dict[Part, Tensor] = {}  # reduced gradients that wait for a later message's update
         self._step_of_period_0 = 0
         self._updated: dict[int, list[Part]] = {}  # index of a message -> what its update updates
@@ -167,7 +158,7 @@ class Messages:
         period, index = divmod(number, self.n)
         effect = self._ledger.messages[index]
         for unit, _ in effect.full:
-            self.units.begin_gather(unit)
+            self.storages[unit].begin_gather()
         return Transfer(number, index, self._step_of_period_0 + period, self.plan.messages[index], effect)
 
     def launch(self, transfer: Transfer) -> None:
@@ -180,7 +171,7 @@ class Messages:
         transfer.began = self._recorder.stamp()
         if message.kind.is_gather:
             for u, b in message.parts:
-                self._storages[u].copy_shard_into_flat(b)
+                self.storages[u].copy_shard_into_flat(b)
         communicator = self._communicators.get(message.kind.in_node)
         if communicator is None:
             return
@@ -196,7 +187,7 @@ class Messages:
         transfer.works = []
         with self._range("unpack", message):
             if transfer.reduced is not None:
-                if self.plan.world == 1:
+                if self._is_alone:
                     torch.cat(self._blocks(message), out=transfer.reduced)
             elif transfer.packed is not None:
                 blocks = [self._rows(block, message) for block in self._blocks(message)]
@@ -216,7 +207,7 @@ class Messages:
         gradients: dict[Part, Tensor] = {}
         shards: list[Tensor] = []
         for u, b in self._updated.get(transfer.index, ()):
-            storage, shard = self._storages[u], self._waiting.pop((u, b), None)
+            storage, shard = self.storages[u], self._waiting.pop((u, b), None)
             if shard is not None:
                 shards.append(shard)
             gradients[u, b] = storage.full_gradient[storage.block_slice(b)] if shard is None else shard
@@ -259,7 +250,7 @@ class Messages:
 
     def unshard_now(self, unit: int) -> list[Waitable]:
         """Start to gather a whole unit in place; return the works. Its full buffers must be allocated."""
-        storage = self._storages[unit]
+        storage = self.storages[unit]
         for b in range(len(storage.blocks)):
             storage.copy_shard_into_flat(b)
         return self.unshard_flat(unit, storage.flat_param)
@@ -267,7 +258,7 @@ class Messages:
     def unshard_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
         """Start to gather a flat tensor that is laid out as the unit; return the works. Every rank has its own parts.
         """
-        storage = self._storages[unit]
+        storage = self.storages[unit]
         outside = self._out_of_plan_comms.get(storage.strategy.in_node)
         if outside is None:
             return []
@@ -278,9 +269,9 @@ class Messages:
     def _allocate(self, transfer: Transfer) -> None:
         """Allocate staging and gradient shards of a message."""
         message, sizes = transfer.message, self._sizes(transfer.message)
-        first, device = self._storages[message.parts[0][0]], self.context.device  # the others are of its type
+        first, device = self.storages[message.parts[0][0]], self.context.device  # the others are of its type
         dtype = first.flat_param.dtype if message.kind.is_gather else first.gradient_dtype
-        packed = self.plan.world > 1 and len(message.parts) > 1
+        packed = not self._is_alone and len(message.parts) > 1
         if packed or sizes.buffer:
             with self._meter.tag("staging"):
                 if packed:
@@ -294,14 +285,14 @@ class Messages:
             transfer.shards = dict(zip(message.parts, pieces, strict=True))
 
     def _sizes(self, message: Message) -> _Sizes:
-        sizes = self._known_sizes.get(message)
+        sizes = self._known_sizes.get((message.kind, message.parts))
         if sizes is None:
             ranks = self.plan.profile.group(message.kind)
-            columns = [self._storages[u].blocks[b] // ranks for u, b in message.parts]
+            columns = [self.storages[u].blocks[b] // ranks for u, b in message.parts]
             whole = sum(columns) * ranks
             communicator = self._communicators.get(message.kind.in_node)
             buffer = communicator.scratch(message.kind, whole) if communicator else 0
-            sizes = self._known_sizes[message] = _Sizes(whole, columns, buffer)
+            sizes = self._known_sizes[message.kind, message.parts] = _Sizes(ranks, whole, columns, buffer)
         return sizes
 
     def _packed(self, transfer: Transfer) -> Tensor:
@@ -312,7 +303,7 @@ class Messages:
             return block
         rows = self._rows(buffer, message)
         if message.kind.is_gather:
-            own = [self._storages[u].flat_param[self._storages[u].owned_slice(b)] for u, b in message.parts]
+            own = [self.storages[u].flat_param[self.storages[u].owned_slice(b)] for u, b in message.parts]
             torch.cat(own, out=rows[self.context.rank % len(rows)])
         else:
             torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=rows)
@@ -320,36 +311,36 @@ class Messages:
 
     def _blocks(self, message: Message) -> list[Tensor]:
         """Return the message's blocks, as slices of the flat parameters or gradients."""
-        storages = self._storages
+        storages = self.storages
         if message.kind.is_gather:
             return [storages[u].flat_param[storages[u].block_slice(b)] for u, b in message.parts]
         return [storages[u].full_gradient[storages[u].block_slice(b)] for u, b in message.parts]
 
     def _rows(self, buffer: Tensor, message: Message) -> Tensor:
         """Return ``buffer`` as a matrix [ranks of the message's group, elements per rank]."""
-        return buffer.view(self.plan.profile.group(message.kind), -1)
+        return buffer.view(self._sizes(message).ranks, -1)
 
     # -- words ----------------------------------------------------------------------------------------------------
 
     def _range(self, phase: str, message: Message) -> AbstractContextManager[Any]:
         """Return a context that names a phase of a message in traces."""
-        return named_range(phase, message.kind, _Names(self._storages, message))
+        return named_range(phase, message.kind, self._units(message)) if is_profiled() else _NO_RANGE
+
+    def _units(self, message: Message, between: str = "+") -> str:
+        return between.join(dict.fromkeys(self.storages[u].name for u, _ in message.parts))
 
     def describe(self, number: int) -> str:
         """Return the message in words."""
         index = number % self.n
         message = self.plan.messages[index]
-        return f"message {index} ({_IN_WORDS[message.kind.plain]} of {_Names(self._storages, message, ', ')})"
+        return f"message {index} ({_IN_WORDS[message.kind.plain]} of {self._units(message, ', ')})"
 
-    @contextmanager
-    def errors_of(self, number: int) -> Iterator[None]:
-        """Name the message in errors, and the step that issued it; compute may be in the next one by now."""
-        try:
-            yield
-        except RunError:
-            raise
-        except Exception as e:
-            period, index = divmod(number, self.n)
-            step = self._step_of_period_0 + period + (self.plan.messages[index].slot >= self.plan.period.turn)
-            place = self.context.place
-            raise RunError(place.explain(f"rank {place.rank}, step {step}: {self.describe(number)}: {e}")) from e
+    def raise_error(self, number: int, error: Exception) -> NoReturn:
+        """Raise the error of a message, with its name and the step that issued it; compute may be in the next by now.
+        """
+        if isinstance(error, RunError):
+            raise error
+        period, index = divmod(number, self.n)
+        step = self._step_of_period_0 + period + (self.plan.messages[index].slot >= self.plan.period.turn)
+        place = self.context.place
+        raise RunError(place.explain(f"rank {place.rank}, step {step}: {self.describe(number)}: {error}")) from error

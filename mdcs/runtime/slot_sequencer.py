@@ -34,11 +34,11 @@ class SlotSequencer(SlotPosition):
     def __init__(
         self, context: RunContext, wire: Wire, side: SidePasses, excess: ActivationExcess, reentrant: ReentrantPasses
     ) -> None:
-        plan, storages = context.plan, wire.units.storages
+        plan, storages = context.plan, wire.storages
         super().__init__(plan)
         self.ledger, self.account, self.executor = context.ledger, context.account, context.executor
         self.recorder, self.meter, self.excess = context.recorder, context.meter, excess
-        self.wire, self.queue, self.units, self.storages = wire, wire.queue, wire.units, storages
+        self.wire, self.queue, self.storages = wire, wire.queue, storages
         self.departures, self.side, self.schedule = side.departures, side, plan.schedule
         # a reading of CUDA's allocator takes longer than enqueuing a layer
         self.watches_memory = not self.executor.runs_ahead
@@ -112,9 +112,9 @@ class SlotSequencer(SlotPosition):
         if self.has_left(unit) or index in self.gradients.come[unit] and self._sent_early:
             raise self._error(f"{storage.names[index]} {LATE}")
         if storage.gradient is None:
-            self.units.allocate_gradient(unit)
+            storage.allocate_gradient()
         self.gradients.take(unit, index, slot.micro)
-        if slot.micro == self.plan.micro_steps - 1 and self.next_slot in self._tables.early:
+        if slot.micro == self.micro_steps - 1 and self.next_slot in self._tables.early:
             self._send_early()
 
     def backward_end(self) -> None:
@@ -251,21 +251,23 @@ class SlotSequencer(SlotPosition):
         if previous.released and has_run:
             with lock:
                 for u, _ in previous.released:
-                    self.units.take_outside(u) if departures.must_hold(u, phase) else self.units.free(u)
+                    storage = self.storages[u]
+                    storage.take_outside() if departures.must_hold(u, phase) else storage.free()
                 self.queue.admission.reserve(-previous.freed)
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.set_activations(slot.live)
             counts = self.watches_memory and self.queue.admission.cap is not None
             beyond = self.excess.arrived(q, self.meter.live() if counts else None)
-            self.queue.admission.excess = beyond + self.units.outside_bytes
+            self.queue.admission.excess = beyond + self.account.outside
         self._issue(q, self.plan.held_update if self.step_pending else None)
         self.arrived = True
 
     def _issue(self, q: int, last: int | None = None) -> None:
         """Issue the messages of the slots up to ``q``, none behind the ``last``."""
         through = self.schedule.issued[q] if last is None else min(self.schedule.issued[q], last + 1)
-        while self.queue.issued < self.first_number + through:
+        last_number = self.first_number + through
+        while self.queue.issued < last_number:
             self.wire.issue(self.ledger.slots[q].live)
 
     def _send_early(self) -> None:
@@ -309,10 +311,10 @@ class SlotSequencer(SlotPosition):
         name = self.period.in_words(q)
         with lock:
             self.wire.wait_for(self.first_number + self.schedule.required[q], f"what {name} needs")
-            self.queue.admission.excess = self.excess.entered(q) + self.units.outside_bytes
+            self.queue.admission.excess = self.excess.entered(q) + self.account.outside
             self.wire.admit(slot.allocated + slot.peak, name)
             for u, _ in slot.gradients:
-                self.units.allocate_gradient(u)  # unless one came before this slot
+                self.storages[u].allocate_gradient()  # unless one came before this slot
             self.queue.admission.reserve(slot.allocated)
             self.account.set_activations(slot.peak)
         for storage in self._tables.opens[q]:
@@ -379,7 +381,6 @@ class SlotSequencer(SlotPosition):
 
     def restart(self) -> None:
         """Give up the current iteration, with nothing in flight: back to the turn. Updates already made stay."""
-        self.units.restart()
         self.departures.restart()
         self._in_backward = self.side.had_backward = False
         self.gradients.restart()

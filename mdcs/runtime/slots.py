@@ -30,7 +30,9 @@ class SlotPosition:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.period = plan, plan.period
+        self.plan, self.period, self.micro_steps = plan, plan.period, plan.micro_steps
+        units, length = range(len(plan.profile.units)), plan.period.length
+        self._last_use = [[plan.period.last_use(u, m) % length for u in units] for m in range(plan.micro_steps)]
         self.step, self.periods = 1, 0
         self.step_pending = self.arrived = False
         self.next_slot = self.period.turn
@@ -60,7 +62,7 @@ class SlotPosition:
     def has_left(self, unit: int) -> bool:
         """Return whether compute has left the unit's last backward slot of this pass."""
         slot = self.period.slots[self.next_slot - 1]
-        return slot.phase == "B" and self.period.last_use(unit, slot.micro) % self.period.length < self.next_slot - 1
+        return slot.phase == "B" and self._last_use[slot.micro][unit] < self.next_slot - 1
 
     @property
     def progress(self) -> int:

@@ -95,7 +95,7 @@ def full_parameters(
             storage.guard.open() if keep else storage.guard.close()
         yield
         for u, storage in zip(units, chosen, strict=True) if writeback else ():
-            unsharder.units.allocate(u)
+            storage.allocate()
             if keep:
                 storage.move_back(keep_changes=True)
                 moved.remove(u)
@@ -106,7 +106,7 @@ def full_parameters(
             unsharder.reshard(u)
     finally:
         for u in moved:
-            unsharder.units.allocate(u)  # a view of freed memory cannot be made
+            storages[u].allocate()  # a view of freed memory cannot be made
             storages[u].move_back(keep_changes=False)
             unsharder.reshard(u)
         for storage in chosen:

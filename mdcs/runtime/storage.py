@@ -1,7 +1,13 @@
-"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Freed buffers free their storage.
+"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Their memory is given and taken here,
+and booked with it.
 
-Parameters are views of the full buffer (``p.data = view``);
-the views stay valid for autograd while the storage is resized to nothing and back. Parameters are in flat order
+A sharded unit's full parameters come with the plan's first gather of it, and go at the end of the slot that the plan
+says. A unit is *outside* of the plan while its full parameters are held although the plan has freed them: it was
+used again, or may be (:mod:`mdcs.runtime.departures`). Gradients come with the unit's first backward slot, or before it
+with the first gradient, and go with the message that has reduced them.
+
+Parameters are views of the full buffer (``p.data = view``); the views stay valid for autograd while the storage is
+resized to nothing and back. Parameters are in flat order
 (:func:`mdcs.model.optimizers.in_flat_order`), or by owner where they are updated as wholes. They begin at 16 bytes
 (:func:`mdcs.sizes.aligned`), and keep their strides: a ``channels_last`` weight stays one.
 Rank r, of the world or of a node, owns the r-th part of every *block*: a block is contiguous on the wire, and a shard
@@ -69,26 +75,31 @@ class UnitStorage:
     All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
     the meta device get memory on the device of ``context``, filled with NaN. :meth:`init_shards` then keeps only what
     the strategy keeps at rest.
+
+    - ``parts``: ranks among which updates are divided. Ranks with the same part are replicas.
+    - ``replica``: (number of this rank among the replicas of its part, number of replicas).
+    - ``full_bytes``: bytes of the full parameters, with padding.
+    - ``is_outside``: whether it is whole outside of the plan.
     """
 
     def __init__(
         self, context: RunContext, unit: int, parameters: list[tuple[str, nn.Parameter]],
         refuse: Refuse = lambda name, what: None,
     ) -> None:  # fmt: skip
-        plan, meter = context.plan, context.meter
-        self.plan, self.unit, self.rank, self.meter = plan, unit, context.rank, meter
-        self.name = plan.profile.units[unit].name
+        plan, meter, planned = context.plan, context.meter, context.plan.profile.units[unit]
+        self.unit, self.rank, self.meter, self._account = unit, context.rank, meter, context.account
+        self.name = planned.name
         self.names = [n for n, _ in parameters]
         self.parameters = [p for _, p in parameters]
-        self.trainable = plan.profile.units[unit].trainable
-        self.is_aliased = plan.profile.units[unit].aliased
-        self.strategy = plan.strategies[unit]
+        self.trainable, self.is_aliased = planned.trainable, planned.aliased
+        self.strategy, self.is_outside = plan.strategies[unit], False
+        self.parts = self.strategy.parts(plan.profile)
+        self.replica = self.rank // self.parts, plan.world // self.parts
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
-        self.offsets = plan.offsets[unit]
+        self.offsets, self.full_bytes = plan.offsets[unit], self.layout.param_bytes
         first = self.parameters[0]
         self.device = context.device if first.is_meta else first.device
         self.places = self._lay_out()
-        planned = plan.profile.units[unit]
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
         self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
@@ -123,19 +134,9 @@ class UnitStorage:
                 self.shard = torch.empty(size, dtype=dtype, device=self.device)
         self.shard_from(self.flat_param)
         if self.strategy.sharded:
-            self.free_full()
+            self._resize(0)
 
     # -- parameters ---------------------------------------------------------------------------------------------
-
-    @property
-    def parts(self) -> int:
-        """Number of parts among which updates are divided; ranks with the same part are replicas."""
-        return self.strategy.parts(self.plan.profile)
-
-    @property
-    def replica(self) -> tuple[int, int]:
-        """(number of this rank among the replicas of its part, number of replicas)."""
-        return self.rank // self.parts, self.plan.world // self.parts
 
     @property
     def is_open_between_steps(self) -> bool:
@@ -172,25 +173,56 @@ class UnitStorage:
             self.flat_param[self.owned_slice(block)] if self.shard is None else self.shard[self.slice_in_shard(block)]
         )
 
-    def allocate_full(self) -> None:
-        """Allocate the full parameters; their values are undefined."""
-        with self.meter.tag("full_parameters"):
-            self.flat_param.untyped_storage().resize_(self.full_bytes)
+    def allocate(self) -> None:
+        """Allocate the full parameters, if they have no memory. Their values are undefined."""
+        with self._account.lock:
+            if not self.is_full:
+                with self.meter.tag("full_parameters"):
+                    self._resize(self.full_bytes)
+                self._account.record("full_parameters", self.full_bytes)
 
-    def free_full(self) -> None:
-        """Free the memory of the full parameters."""
-        self.flat_param.untyped_storage().resize_(0)
+    def free(self) -> None:
+        """Free the full parameters of a sharded unit, if they have memory: after a failed allocation they have none."""
+        with self._account.lock:
+            if self.is_full:
+                self._resize(0)
+                self._account.record("full_parameters", -self.full_bytes)
+
+    def begin_gather(self) -> None:
+        """Allocate for the plan's gather. Of a unit that is outside it writes the same values, and the bytes are the
+        plan's."""
+        with self._account.lock:
+            if self.is_outside:
+                self._set_outside(False)
+            else:
+                self.allocate()
+
+    def take_outside(self) -> None:
+        """Hold full parameters outside of the plan from now on; allocate them if the plan does not hold them."""
+        with self._account.lock:
+            self.allocate()
+            self._set_outside(True)
+
+    def free_outside(self) -> None:
+        """Free and close the unit, if it is outside of the plan."""
+        if self.is_outside:
+            with self._account.lock:
+                self._set_outside(False)
+                self.free()
+            self.guard.close()
+
+    def _set_outside(self, is_outside: bool) -> None:
+        self._account.outside += (is_outside - self.is_outside) * self.full_bytes
+        self.is_outside = is_outside
+
+    def _resize(self, size: int) -> None:
+        self.flat_param.untyped_storage().resize_(size)
 
     def release(self) -> None:
         """Free all parameters, whole and in shards, for good."""
-        self.free_full()
+        self._resize(0)
         if self.shard is not None:
             self.shard.untyped_storage().resize_(0)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full parameters, with padding."""
-        return self.layout.param_bytes
 
     @property
     def is_full(self) -> bool:
@@ -249,22 +281,28 @@ class UnitStorage:
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def allocate_gradient(self) -> None:
-        """Allocate the full gradient; only the padding is set, to zero."""
-        with self.meter.tag("gradients"):
-            self.gradient = torch.empty(self.layout.elements, dtype=self.gradient_dtype, device=self.device)
-        self.zero_padding(self.gradient)
+        """Allocate the full gradient, if it has no memory; only the padding is set, to zero."""
+        with self._account.lock:
+            if self.gradient is None:
+                with self.meter.tag("gradients"):
+                    self.gradient = torch.empty(self.layout.elements, dtype=self.gradient_dtype, device=self.device)
+                self.zero_padding(self.gradient)
+                self._account.record("gradients", self.layout.grad_bytes)
 
     def free_gradient(self) -> None:
         """Free the memory of the full gradient."""
         # Resize instead of dropping references: a backend's thread may hold one a little longer.
-        if self.gradient is not None:
-            self.gradient.untyped_storage().resize_(0)
-        self.gradient = None
+        with self._account.lock:
+            if self.gradient is not None:
+                self.gradient.untyped_storage().resize_(0)
+                self._account.record("gradients", -self.layout.grad_bytes)
+            self.gradient = None
 
     def reset_iteration(self) -> None:
         """Free gradients and gathered parameters; only the parts at rest stay."""
+        self._set_outside(False)
         if self.strategy.sharded:
-            self.free_full()
+            self.free()
         self.free_gradient()
         with without_torch_function():
             for p in self.parameters:

@@ -26,15 +26,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mdcs.emulation import Pacer
 from mdcs.plan.admission import max_in_flight_bytes
-from mdcs.runtime.context import RunContext, named_range
-from mdcs.runtime.errors import FailureChannel
-from mdcs.runtime.message_queue import MessageQueue
-from mdcs.runtime.messages import Messages, Transfer, Update
+from mdcs.runtime.context import named_range
+from mdcs.runtime.messages import Transfer, Update
 from mdcs.runtime.thread_transport import LISTEN_SECONDS
-from mdcs.runtime.units import Gradients
-from mdcs.runtime.wire import Wire
+from mdcs.runtime.wire import Gradients, Wire
 
 _STEPS_AHEAD = 2
 """Iterations that the host may be ahead of the device."""
@@ -57,16 +53,8 @@ class _Updating(NamedTuple):
 class StreamTransport(Wire):
     """Enqueues messages; see the module. What fails here fails in the training thread: there is no other."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        queue: MessageQueue,
-        messages: Messages,
-        pacer: Pacer | None,
-        failures: FailureChannel,
-    ) -> None:
-        super().__init__(context, queue, messages, pacer, failures)
-        self.executor = context.executor
+    def _begin(self) -> None:
+        self.executor = self.context.executor
         self._sent: deque[_Sent] = deque()
         self._updating: deque[_Updating] = deque()
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
@@ -120,8 +108,10 @@ class StreamTransport(Wire):
         messages.decided, messages.drops = number + 1, not applies
         held, self._held = self._held, None
         if held is not None:
-            with messages.errors_of(number):
+            try:
                 held()
+            except Exception as e:
+                messages.raise_error(number, e)
         if messages.plan.messages[number % self.queue.n].blocking:
             self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
 
@@ -136,7 +126,7 @@ class StreamTransport(Wire):
             self._wait_for_update()
         sent = self._sent.pop()
         self.executor.wait_event(sent.end)
-        self.units.free_gradients(sent.gradients)
+        self.free_gradients(sent.gradients)
 
     def restart(self) -> int:
         """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
@@ -201,7 +191,7 @@ class StreamTransport(Wire):
         sent = self._sent.popleft()
         self.executor.wait_event(sent.end)
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
-        self.units.free_gradients(sent.gradients)
+        self.free_gradients(sent.gradients)
         # The communication stream's memory: whatever is enqueued there next starts behind a later mark of compute.
         if self._updates(self.queue.done):
             self.messages.free_shards(self._updating.popleft().update)
@@ -232,7 +222,7 @@ class StreamTransport(Wire):
     def _send(self, number: int, frees_gradients: bool) -> None:
         """Enqueue a message. ``frees_gradients``: there is no room to keep its gradients until compute waits for it."""
         messages, executor = self.messages, self.executor
-        with messages.errors_of(number):
+        try:
             transfer = messages.prepare(number)  # on compute's stream, which uses and frees it
             # Behind the allocation: compute may have waited for the last user of that memory just before.
             here = self._mark_compute()
@@ -254,6 +244,8 @@ class StreamTransport(Wire):
                 self._held = finish
             else:
                 finish()
+        except Exception as e:
+            messages.raise_error(number, e)
 
     def _mark_compute(self) -> Any:
         """Return a mark of compute now."""
@@ -297,5 +289,5 @@ class StreamTransport(Wire):
         if not frees or not gradients:
             return gradients
         self.executor.wait_event(end)
-        self.units.free_gradients(gradients)
+        self.free_gradients(gradients)
         return ()

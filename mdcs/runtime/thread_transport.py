@@ -13,12 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
-from mdcs.emulation import Pacer
-from mdcs.runtime.context import RunContext, named_range
-from mdcs.runtime.errors import FailureChannel, RunError
-from mdcs.runtime.message_queue import MessageQueue
-from mdcs.runtime.messages import Messages, Transfer
+from mdcs.runtime.context import named_range
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.messages import Transfer
 from mdcs.runtime.wire import Wire
 from mdcs.sizes import MIB
 
@@ -32,15 +31,7 @@ _LARGE_BYTES = MIB // 4
 class ThreadTransport(Wire):
     """The finisher thread, the starter thread where messages are large, and the training thread's interface to them."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        queue: MessageQueue,
-        messages: Messages,
-        pacer: Pacer | None,
-        failures: FailureChannel,
-    ) -> None:
-        super().__init__(context, queue, messages, pacer, failures)
+    def _begin(self) -> None:
         self._stop = False
         self._in_flight: deque[Transfer] = deque()
         self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
@@ -50,7 +41,8 @@ class ThreadTransport(Wire):
         self._progress = threading.Condition(self.lock)  # the training thread waits on this
         self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
         self._scaled = 0  # messages up to the last one whose norm is known
-        self._is_large = [context.plan.wire(m) >= _LARGE_BYTES for m in context.plan.messages]
+        plan = self.context.plan
+        self._is_large = [plan.wire(m) >= _LARGE_BYTES for m in plan.messages]
         finisher = threading.Thread(target=self._run, args=(self._finish_all,), name="mdcs-finisher", daemon=True)
         starter = threading.Thread(target=self._run, args=(self._start_large,), name="mdcs-starter", daemon=True)
         self._threads = [finisher, starter] if any(self._is_large) else [finisher]
@@ -74,11 +66,13 @@ class ThreadTransport(Wire):
 
     def admit(self, size: int, what: str) -> None:
         """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
-        self.wait(lambda: self.queue.admission.admits(size), f"bytes for {what}")
+        if not self.queue.admission.admits(size):
+            self.wait(lambda: self.queue.admission.admits(size), f"bytes for {what}")
 
     def wait_for(self, count: int, what: str) -> None:
         """Wait until the first ``count`` messages are done. Call with the lock held."""
-        self.wait(lambda: self.queue.done >= count, what)
+        if self.queue.done < count:
+            self.wait(lambda: self.queue.done >= count, what)
 
     def wait_for_norm(self, number: int) -> None:
         """Wait until the norm of the gradients that this message completes is known."""
@@ -178,15 +172,13 @@ class ThreadTransport(Wire):
 
     def _start(self, number: int) -> Transfer:
         try:
-            with self.messages.errors_of(number):
-                transfer = self.messages.prepare(number)
-                if self.pacer is not None:
-                    self.pacer.started(number)
-                self.messages.launch(transfer)
-                return transfer
-        except RunError as e:
-            self._fail(e)
-            raise
+            transfer = self.messages.prepare(number)
+            if self.pacer is not None:
+                self.pacer.started(number)
+            self.messages.launch(transfer)
+            return transfer
+        except Exception as e:
+            self._raise(number, e)
 
     def _start_large(self) -> None:
         """Run the starter thread."""
@@ -205,6 +197,13 @@ class ThreadTransport(Wire):
             work()
         except BaseException as e:
             self._fail(e)
+
+    def _raise(self, number: int, error: Exception) -> NoReturn:
+        try:
+            self.messages.raise_error(number, error)
+        except RunError as named:
+            self._fail(named)
+            raise
 
     def _fail(self, e: BaseException) -> None:
         """Keep the first error; every thread stops for it."""
@@ -246,20 +245,22 @@ class ThreadTransport(Wire):
 
     def _finish(self, transfer: Transfer) -> None:
         messages, number, message = self.messages, transfer.number, transfer.message
-        with messages.errors_of(number):
+        try:
             for work in transfer.works:
                 work.wait()
             if self.pacer is not None:
                 self.pacer.hold(number, message.kind, messages.plan.wire(message))
             messages.land(transfer)
-            self.units.free_gradients(transfer.bytes.gradients_after_link)
+            self.free_gradients(transfer.bytes.gradients_after_link)
             update = messages.completed_update(transfer)
             if update is not None:
                 messages.find_scale(update)
                 self._hold(number)
                 messages.update(update)
                 messages.free_shards(update)
-            self.units.free_gradients(transfer.bytes.gradients_after_update)
+            self.free_gradients(transfer.bytes.gradients_after_update)
+        except Exception as e:
+            self._raise(number, e)
 
     def _hold(self, number: int) -> None:
         """Wait for the loop to decide on the updates of a message; the end of the run drops them."""

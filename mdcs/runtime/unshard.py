@@ -29,13 +29,12 @@ class Unsharder:
     """Gathers and frees units. No message of the plan may be in flight; every rank must gather the same units."""
 
     def __init__(self, context: RunContext, wire: Wire) -> None:
-        self.units, self.place, self._context, self._wire = wire.units, context.place, context, wire
-        self._storages = wire.units.storages
+        self.storages, self.place, self._context, self._wire = wire.storages, context.place, context, wire
         self._kept: set[int] = set()
 
     def _begin(self) -> None:
         """Keep the units that the plan has gathered by now: the next forward relies on them."""
-        self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
+        self._kept = {u for u, s in enumerate(self.storages) if s.strategy.sharded and s.is_full}
 
     def keep(self, units: Iterable[int]) -> None:
         """Free these units no more at the end of their use."""
@@ -44,9 +43,9 @@ class Unsharder:
     def one_by_one(self, units: Iterable[int] | None = None) -> Iterator[UnitStorage]:
         """Gather each of these units (None: all) in turn, and free it before the next one."""
         self._begin()
-        for u in range(len(self._storages)) if units is None else units:
+        for u in range(len(self.storages)) if units is None else units:
             self.unshard(u)
-            yield self._storages[u]
+            yield self.storages[u]
             self.reshard(u)
 
     @contextmanager
@@ -65,7 +64,7 @@ class Unsharder:
 
     def unshard(self, unit: int) -> None:
         """Make the unit whole and up to date, and open its parameters."""
-        storage = self._storages[unit]
+        storage = self.storages[unit]
         if storage.strategy.value != "dp":
             with without_autograd():
                 self._wire.gather(unit)
@@ -73,15 +72,15 @@ class Unsharder:
 
     def reshard(self, unit: int) -> None:
         """Free the memory that :meth:`unshard` took; close the parameters unless they are all there is of the unit."""
-        storage = self._storages[unit]
+        storage = self.storages[unit]
         if storage.strategy.sharded and unit not in self._kept:
-            self.units.free(unit)
+            storage.free()
         if not storage.is_open_between_steps:
             storage.guard.close()
 
     def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
         """Return whole tensors by parameter name, gathered as by :meth:`gather_flat`."""
-        whole, storage = self.gather_flat(unit, blocks, what), self._storages[unit]
+        whole, storage = self.gather_flat(unit, blocks, what), self.storages[unit]
         return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
 
     def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> Tensor:
@@ -89,7 +88,7 @@ class Unsharder:
 
         ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type.
         """
-        storage = self._storages[unit]
+        storage = self.storages[unit]
         whole = torch.zeros(storage.layout.elements, dtype=next(iter(blocks.values())).dtype, device=storage.device)
         for b, part in blocks.items():
             whole[storage.owned_slice(b)] = part
@@ -114,7 +113,7 @@ class Evaluation:
     def __init__(
         self, context: RunContext, units: Sequence[ModelUnit], unsharder: Unsharder, groups: ProcessGroups
     ) -> None:
-        self._units, self._storages, self._unsharder, self._groups = units, unsharder.units.storages, unsharder, groups
+        self._units, self._storages, self._unsharder, self._groups = units, unsharder.storages, unsharder, groups
         self._place = context.place
         self._slot_bytes = max(slot.peak for slot in context.ledger.slots)
         self._on_demand: set[int] = set()

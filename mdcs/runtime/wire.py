@@ -11,24 +11,30 @@ from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.messages import Messages
 
+Gradients = tuple[tuple[int, int], ...]
+"""(unit, bytes of its full gradients) pairs."""
+
 
 class Wire(ABC):
     """Sends the messages that the queue allows. The training thread calls it.
 
-    ``lock`` guards the queue and the byte account. ``error``: the error that ended a thread of the transport, or None.
+    - ``storages``: by unit. ``pacer``: of an emulated link, or None.
+    - ``lock``: guards the queue and the byte account.
+    - ``error``: the error that ended a thread of the transport, or None.
     """
 
     def __init__(
-        self,
-        context: RunContext,
-        queue: MessageQueue,
-        messages: Messages,
-        pacer: Pacer | None,
+        self, context: RunContext, queue: MessageQueue, messages: Messages, pacer: Pacer | None,
         failures: FailureChannel,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.context, self.queue, self.messages, self.pacer, self.failures = context, queue, messages, pacer, failures
-        self.units, self.lock = messages.units, context.account.lock
+        self.storages, self.lock = messages.storages, context.account.lock
         self.error: BaseException | None = None
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin to send: make what the transport alone has."""
 
     @property
     def pool_bytes(self) -> int:
@@ -77,8 +83,12 @@ class Wire(ABC):
             return self.queue.has_room(activations)
 
     def restart(self) -> int:
-        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
+        """Forget the position in the plan, with nothing in flight, and free what an iteration holds: the next period
+        is a prologue. Return its number."""
         with self.lock:
+            for storage in self.storages:
+                storage.reset_iteration()
+            self.context.account.restart()
             self.messages.restart(self.queue.restart())
         return self.queue.first_period
 
@@ -88,7 +98,7 @@ class Wire(ABC):
 
         All ranks are at the same slot here and have issued the same messages, so the order is the same on all ranks.
         """
-        queue, units, plan = self.queue, self.units, self.context.plan
+        queue, plan = self.queue, self.context.plan
         with self.lock:
             self.wait_for(queue.issued, "the messages in flight")
         if period <= queue.first_period:
@@ -104,20 +114,25 @@ class Wire(ABC):
         # The plan has no room for reductions beside the units that are gathered ahead for the next forward: these are
         # freed meanwhile, and their bytes stay reserved.
         has_limit = queue.admission.cap is not None
-        gathered = [u for u, s in enumerate(units.storages) if has_limit and s.strategy.sharded and s.is_full]
-        for unit in gathered:
-            units.free(unit)
+        gathered = [storage for storage in self.storages if has_limit and storage.strategy.sharded and storage.is_full]
+        for storage in gathered:
+            storage.free()
         for number in ahead:
             self.send_ahead(number)
-        for unit in gathered:
-            self.gather(unit)
+        for storage in gathered:
+            self.gather(storage.unit)
 
     def gather(self, unit: int) -> None:
         """Make a unit whole and up to date, outside of the plan. Collective."""
-        self.units.allocate(unit)
-        executor = self.context.executor
-        with self.context.during(f"gather of {self.units.storages[unit].name}"), run_on_comm_stream(executor):
+        storage, executor = self.storages[unit], self.context.executor
+        storage.allocate()
+        with self.context.during(f"gather of {storage.name}"), run_on_comm_stream(executor):
             executor.wait_works(self.messages.unshard_now(unit))
+
+    def free_gradients(self, gradients: Gradients) -> None:
+        """Free full gradients that are reduced."""
+        for unit, _ in gradients:
+            self.storages[unit].free_gradient()
 
     def stop_unclosed(self) -> None:
         """End a run that ends without close()."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.profiler.model_profile import measure_profile
-from mdcs.runtime.executor import CpuExecutor, Executor, run_on_comm_stream
+from mdcs.runtime.executor import Executor, run_on_comm_stream
 from mdcs.runtime.step_trace import StepRecord
 from tests.mdcs.runtime.training import How, Setup, all_fsdp_bytes, scheduler_for, strategy_for
 
@@ -116,7 +116,7 @@ CONTRACT = (
 )
 
 
-class Limited(CpuExecutor):
+class Limited(Executor):
     """An executor whose allocator can be limited, and has tried again seven times."""
 
     def __init__(self) -> None:

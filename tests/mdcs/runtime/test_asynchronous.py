@@ -218,7 +218,7 @@ def _after(which: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def _free_when_enqueued(patch: pytest.MonkeyPatch) -> None:
     def free(self: StreamTransport, gradients: Any, *_: object) -> tuple[()]:
-        self.units.free_gradients(gradients)
+        self.free_gradients(gradients)
         return ()
 
     patch.setattr(StreamTransport, "_free_or_keep", free)

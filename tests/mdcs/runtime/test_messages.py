@@ -24,7 +24,6 @@ from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.messages import Messages, Transfer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.units import Units
 from mdcs.sizes import aligned
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -50,14 +49,13 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
         storage.init_shards()
     no_updates: Any = None
     messages = Messages(
-        context, Units(context, storages), no_updates, no_updates, lambda collectives, _: Communicator(collectives, None)
+        context, storages, no_updates, no_updates, lambda collectives, _: Communicator(collectives, None)
     )
     parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
     wrong = []
     reduced = {}
     for storage in storages:
-        if not storage.is_full:
-            storage.allocate_full()
+        storage.allocate()
         mine = [storage.flat_param[storage.owned_slice(b)].clone() for b in range(len(storage.blocks))]
         storage.flat_param.fill_(-1)
         if storage.shard is None:

@@ -225,7 +225,7 @@ def gather_without_memory() -> list[int]:
         for storage in engine.storages[1:2]:
             found.append(engine.account.live["full_parameters"])
             with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-                patch.setattr(storage, "allocate_full", _out_of_memory)
+                patch.setattr(storage, "allocate", _out_of_memory)
                 with engine.unsharder.unsharded([0, 1]):
                     pass
             found.append(engine.account.live["full_parameters"])

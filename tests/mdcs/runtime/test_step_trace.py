@@ -11,7 +11,7 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
-from mdcs.runtime.executor import CpuExecutor
+from mdcs.runtime.executor import Executor
 from mdcs.runtime.step_trace import UNTIMED, StepRecorder
 from mdcs.telemetry.timeline import Interval
 
@@ -25,7 +25,7 @@ def plan() -> Plan:
 
 def recorder() -> StepRecorder:
     """Its period: slot 0 is backward, slot 1 forward. Messages: RS and AG_F of 8 numbers, 16 bytes on the wire."""
-    r = StepRecorder(plan(), CpuExecutor())
+    r = StepRecorder(plan(), Executor())
     r.last_period()  # asked for
     return r
 
@@ -85,7 +85,7 @@ def test_the_last_period_begins_at_its_first_backward_slot():
     assert sum(i.duration_s for i in intervals if i.lane == "compute") == pytest.approx(3)
 
 
-class Clock(CpuExecutor):
+class Clock(Executor):
     """Stands where a test sets it."""
 
     now = 0.0
@@ -113,7 +113,7 @@ def test_seconds_of_a_pause_are_in_no_step_and_in_no_period():
         assert [times.step_s, times.compute_s, times.communication_s] == pytest.approx([4, 3, 1.4])
 
 
-class Impatient(CpuExecutor):
+class Impatient(Executor):
     """Fails when it is asked for a stamp that has not come, as a CUDA event would block."""
 
     now = 0.0
@@ -146,11 +146,11 @@ class Counting(StepRecorder):
 
 
 def counting() -> Counting:
-    return Counting(plan(), CpuExecutor())
+    return Counting(plan(), Executor())
 
 
 def test_nothing_is_stamped_before_somebody_asks():
-    r = StepRecorder(plan(), CpuExecutor())
+    r = StepRecorder(plan(), Executor())
     r.step(0, 0.0)
     for step in range(1, 6):
         begin, stamp = 4.0 * (step - 1), r.stamp()

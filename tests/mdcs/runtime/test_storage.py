@@ -79,12 +79,12 @@ def test_strategies_update_what_they_keep():
 
 def test_views_that_autograd_saved_are_valid_after_a_gather():
     storage, (a, _) = storage_of(0)
-    storage.allocate_full()
+    storage.allocate()
     storage.flat_param.copy_(torch.arange(16.0))
     x = torch.ones(4, requires_grad=True)
     loss = (a @ x).sum()
-    storage.free_full()
-    storage.allocate_full()
+    storage.free()
+    storage.allocate()
     storage.flat_param.copy_(torch.arange(16.0))
     loss.backward()
     assert x.grad is not None and x.grad.tolist() == [4, 6, 8, 10]  # columns of [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -92,7 +92,7 @@ def test_views_that_autograd_saved_are_valid_after_a_gather():
 
 def test_reshard_and_place_own_are_inverse():
     storage, _ = storage_of(1)
-    storage.allocate_full()
+    storage.allocate()
     storage.flat_param.copy_(torch.arange(10.0, 26.0))
     storage.shard_from(storage.flat_param)
     assert storage.shard is not None and storage.shard.tolist() == [*range(18, 26)]
@@ -162,3 +162,40 @@ def test_padding_between_parameters_is_zero_in_gradients():
         storage.accumulate_gradient(i, True, 2.0)
     assert flat.sum() == 2 * sum(p.numel() for p in parameters)
     assert all((place.view(flat) == 2).all() for place in storage.places)
+
+
+# ---- who has the memory: the plan, or a use that the plan does not have
+
+
+def booked() -> tuple[UnitStorage, RunContext]:
+    context = RunContext(plan_of(16, "sdp"), ErrorContext(0))
+    storage = UnitStorage(context, 0, [("a", nn.Parameter(torch.zeros(16)))])
+    storage.init_shards()
+    return storage, context
+
+
+def test_a_unit_outside_of_the_plan_is_the_plan_s_again_once_it_is_gathered() -> None:
+    storage, context = booked()
+    storage.take_outside()
+    assert context.account.live["full_parameters"] == context.account.outside == storage.full_bytes
+    storage.begin_gather()
+    assert context.account.live["full_parameters"] == storage.full_bytes and context.account.outside == 0
+    storage.free_outside()
+    assert storage.is_full  # it is no more outside of the plan
+
+
+def test_what_has_no_memory_is_not_freed_again() -> None:
+    storage, context = booked()
+    storage.allocate(), storage.allocate(), storage.free(), storage.free()
+    storage.allocate_gradient(), storage.allocate_gradient()
+    assert context.account.live["full_parameters"] == 0
+    assert context.account.live["gradients"] == storage.layout.grad_bytes
+    storage.free_gradient(), storage.free_gradient()
+    assert context.account.live["gradients"] == 0
+
+
+def test_a_restart_leaves_what_is_at_rest() -> None:
+    storage, context = booked()
+    storage.take_outside(), storage.allocate_gradient(), storage.reset_iteration()
+    assert not storage.is_full and not storage.is_outside and context.account.outside == 0
+    assert context.account.live == {**context.account.live, **context.ledger.at_rest, "full_parameters": 0, "gradients": 0}

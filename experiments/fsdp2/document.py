@@ -7,8 +7,7 @@ import dataclasses
 from typing import Any
 
 from experiments.fsdp2.step_prediction import best_steps, fit_to_budget
-from mdcs.export.document import document
-from mdcs.export.groups import Group, groups_of
+from mdcs.export.document import Group, document, groups_of
 from mdcs.plan.plan import Plan
 
 KEYS = {

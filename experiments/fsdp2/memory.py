@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mdcs.export.groups import Group, PrefetchLists, in_order
+from mdcs.export.document import Group, PrefetchLists, in_order
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives

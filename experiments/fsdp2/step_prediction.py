@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from experiments.fsdp2.memory import GroupBytes, MemoryWalk
-from mdcs.export.groups import Group, PrefetchLists, in_order, prefetch_lists
+from mdcs.export.document import Group, PrefetchLists, in_order, prefetch_lists
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.period import Op

@@ -17,7 +17,7 @@ from experiments.config.schema import Config
 from experiments.job import profiles
 from experiments.job.preparation import prepared
 from launch import status
-from mdcs.model.blocks import block_roots
+from mdcs.model.units import block_roots
 from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.link_timing import MeasuredLink

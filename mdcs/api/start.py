@@ -13,10 +13,8 @@ from mdcs.api.autoplan import SECONDS, require_measured, say_refusals_once
 from mdcs.api.loop_plan import LoopPlan, must_shard
 from mdcs.api.session import Session
 from mdcs.emulation import Emulation
-from mdcs.model.blocks import in_words
-from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
-from mdcs.model.units import ModelUnit, partition
-from mdcs.model.wrappers import without_ddp
+from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates, without_ddp
+from mdcs.model.units import ModelUnit, describe_units, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
@@ -138,7 +136,7 @@ def parallelize(
         micro_steps=micro_steps, folder=folder,
     )  # fmt: skip
     if progress and (not dist.is_initialized() or dist.get_rank() == 0):
-        for line in (in_words([(u.name, u.modules) for u in units]), why):
+        for line in (describe_units([(u.name, u.modules) for u in units]), why):
             if line:
                 tell(line, logger)
     if sharded:

@@ -5,22 +5,26 @@ order of execution, so modules called twice, tied parameters and nested units ne
 used without a call of their module (``F.linear(x, self.embedding.weight)``, ``block.forward(x)``): the guard of closed
 parameters tells (:meth:`Hooks.used_outside`). And outputs can be out of the hooks' reach, in a closure for example:
 then a backward slot begins with the unit's first gradient, or with the first computation of a backward pass.
+
+Reentrant checkpoints (``torch.utils.checkpoint(…, use_reentrant=True)``) are backward passes inside of a backward pass.
+In forward their modules run in a custom autograd function, without gradients. Backward runs the modules again, and then
+a backward pass of their own. The outer pass cannot know which parameters an inner pass reaches, and the reverse; so
+both sets are followed here (:class:`ReentrantPasses`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from mdcs.model.reentrant import ReentrantPasses
+from mdcs.model.module_hooks import ModuleHook, tensors_in
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.torch_compat import (
     at_end_of_backward,
@@ -28,7 +32,9 @@ from mdcs.torch_compat import (
     base_of,
     in_function_forward,
     is_backward_compiled,
+    may_hold_checkpoints,
     transforms,
+    will_get_gradient,
 )
 
 
@@ -292,41 +298,6 @@ def _refuse_transforms(unit: ModelUnit) -> None:
         )
 
 
-class ModuleHook:
-    """A hook that torch.compile leaves out of what it compiles.
-
-    In a copy or pickle of the module it is a function of the standard library that does nothing: the copy drives no
-    plan, and a process without this package can load the pickle.
-    """
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = _not_compiled(hook)
-
-    def __call__(self, *arguments: Any) -> None:
-        """Call the hook."""
-        self._hook(*arguments)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-_WHOLE_GRAPHS = (
-    "mdcs sends messages before and after the forward of a unit, which no graph can hold. With fullgraph=True compile "
-    "what is "
-    'inside of a unit: wrap the compiled module itself, mdcs.ByClass(("OptimizedModule",)), or compile its forward, '
-    "block.forward = torch.compile(block.forward, fullgraph=True). Or leave fullgraph out"
-)
-
-
-def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook excluded from torch.compile, with the reason for the graph break (torch 2.7 and later)."""
-    try:
-        disabled: Callable[..., None] = torch.compiler.disable(hook, reason=_WHOLE_GRAPHS)
-    except TypeError:
-        disabled = torch.compiler.disable(hook)
-    return disabled
-
-
 def _refuse_compiled_autograd(unit: ModelUnit) -> None:
     """Raise UnsupportedModel under compiled autograd: it calls hooks while tracing, when no message can be sent."""
     if is_backward_compiled():
@@ -336,25 +307,65 @@ def _refuse_compiled_autograd(unit: ModelUnit) -> None:
         )
 
 
-_MOST_OBJECTS = 10_000  # objects looked into at most: one may refer to a whole program
-_OPAQUE = str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, nn.Module
+class ReentrantPasses:
+    """Forwards of units that run in reentrant checkpoints, and the gradients that backward passes will bring.
 
+    ``parameters``: those that are trained.
+    """
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: in containers, and in attributes of objects of any class."""
-    seen: set[int] = set()  # objects may refer to themselves
-    queue = deque([value])
-    while queue and len(seen) < _MOST_OBJECTS:
-        each = queue.popleft()
-        if isinstance(each, Tensor):
-            yield each
-        elif not isinstance(each, _OPAQUE) and id(each) not in seen:
-            seen.add(id(each))
-            if isinstance(each, dict):
-                queue.extendleft(reversed(list(each.values())))
-            elif isinstance(each, (list, tuple)):
-                queue.extendleft(reversed(each))
-            else:
-                slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
-                names = [*getattr(each, "__dict__", ()), *slots]
-                queue.extendleft(getattr(each, name, None) for name in reversed(names))
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._hidden: Counter[int] = Counter()  # by unit: forwards in a checkpoint that backward has not run again
+        self._outer = -1  # the outermost backward pass
+        self._left: dict[int, set[nn.Parameter]] = {}  # by backward pass: gradients to come; empty without checkpoints
+
+    def note_forward(self, unit: int) -> None:
+        """Note a forward of a unit outside of backward."""
+        if in_function_forward():
+            self._hidden[unit] += 1
+
+    def note_again(self, unit: int) -> bool:
+        """Note a forward of a unit inside of backward; return whether a reentrant checkpoint runs it with gradients."""
+        if not self._hidden[unit] or not torch.is_grad_enabled():
+            return False
+        self._hidden[unit] -= 1
+        return True
+
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        """Note that the backward pass that calls this has come to a parameter."""
+        if self._left:
+            self._left_now().discard(parameter)
+
+    def begin_backward(self) -> bool:
+        """Begin the outermost backward pass; return whether it brings gradients to trained parameters."""
+        self._left.clear()
+        self._outer = backward_pass()
+        if not self._hidden.total():
+            return any(map(will_get_gradient, self._parameters))
+        return bool(self._left_now()) or may_hold_checkpoints()
+
+    @property
+    def has_inner(self) -> bool:
+        """Whether there are passes inside of the backward pass: parameters that have a gradient may get more."""
+        return bool(self._left)
+
+    def brings(self, unit: int, parameters: Collection[nn.Parameter]) -> bool:
+        """Whether backward may still bring gradients to these parameters of a unit."""
+        if not self._left:
+            return backward_pass() != self._outer or any(map(will_get_gradient, parameters))
+        self._left_now()
+        return self._hidden[unit] > 0 or any(not left.isdisjoint(parameters) for left in self._left.values())
+
+    def _left_now(self) -> set[nn.Parameter]:
+        now = backward_pass()
+        if now not in self._left:  # its first event: autograd tells of the pass that calls, and of no other
+            self._left[now] = {p for p in self._parameters if will_get_gradient(p)}
+        return self._left[now]
+
+    def end_backward(self) -> None:
+        """End the outermost backward pass."""
+        self._left.clear()
+
+    def end_step(self) -> None:
+        """Forget the forwards."""
+        self._hidden.clear()

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mdcs.model.inputs import INPUTS, from_words
+from mdcs.model.module_hooks import INPUTS, from_words
 from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Profile, Slot
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.model.hooks import ModuleHook, tensors_in
+from mdcs.model.hooks import ReentrantPasses
+from mdcs.model.module_hooks import ModuleHook, tensors_in
 from mdcs.model.optimizers import Optimizers
-from mdcs.model.reentrant import ReentrantPasses
 from mdcs.profiler.job_identity import described
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import broadcast

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard, only_reads
 from mdcs.model.hooks import Hooks
-from mdcs.model.inputs import INPUTS, BatchSizes, in_words
+from mdcs.model.module_hooks import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, UpdatePart, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused, dtype_name

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdcs.model.inputs import INPUTS, BatchSizes, in_words
+from mdcs.model.module_hooks import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import Updates
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.schema import Profile

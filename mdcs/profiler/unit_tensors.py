@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdcs.model.hooks import ModuleHook, tensors_in
+from mdcs.model.module_hooks import ModuleHook, tensors_in
 from mdcs.model.units import ModelUnit
 from mdcs.torch_compat import StorageWeakRef
 

@@ -2,7 +2,7 @@
 
 - ``engine``: the parts of a run, and what they do between passes. ``loop_calls``: what the loop asks for there.
 - ``context``: what every part of a run has, and the byte account.
-- ``units``, ``storage``, ``sharded_optimizer``: flat buffers of a unit and who frees them; the optimizer on shards.
+- ``storage``, ``sharded_optimizer``: the flat buffers of a unit; the optimizer on shards.
 - ``wire``, ``thread_transport``, ``stream_transport``: send messages, with threads on CPU, on streams on CUDA.
 - ``message_queue``: the order of messages, without torch or threads. ``messages``: pack one, send it, update by it.
 - ``communicator``, ``process_groups``: run a message's collective, own the process groups.

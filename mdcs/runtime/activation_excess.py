@@ -15,7 +15,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
+from mdcs.model.module_hooks import INPUTS, BatchSizes, from_words, in_words
 from mdcs.plan.ledger import SlotBytes
 from mdcs.plan.plan import Plan
 from mdcs.runtime.errors import OverBudget

@@ -17,11 +17,10 @@ from torch import nn
 
 from mdcs.emulation import EmulatedCommunicator, pacer_for
 from mdcs.model.aliases import attributes_over_parameters, still_held
-from mdcs.model.hooks import Hooks, Listener
-from mdcs.model.inputs import BatchSizes
+from mdcs.model.hooks import Hooks, Listener, ReentrantPasses
+from mdcs.model.module_hooks import BatchSizes
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
-from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives

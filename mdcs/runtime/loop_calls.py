@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdcs.model.hooks import tensors_in
+from mdcs.model.module_hooks import tensors_in
 from mdcs.model.optimizers import parameters_of
 from mdcs.runtime import optimizer_state, state_dict
 from mdcs.runtime.engine import Engine

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from mdcs.model.reentrant import ReentrantPasses
+from mdcs.model.hooks import ReentrantPasses
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import MORE, TOO_LATE, SidePasses

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mdcs.model.reentrant import ReentrantPasses
+from mdcs.model.hooks import ReentrantPasses
 from mdcs.plan.gradient_readiness import parameters_in_block
 from mdcs.plan.plan import Plan
 from mdcs.runtime.storage import UnitStorage

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdcs.model.hooks import ModuleHook
+from mdcs.model.module_hooks import ModuleHook
 from mdcs.model.units import ModelUnit
 from mdcs.runtime.context import RunContext, named_range
 from mdcs.runtime.executor import run_on_comm_stream

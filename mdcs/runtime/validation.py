@@ -16,7 +16,7 @@ from torch import nn
 
 from mdcs.emulation import Emulation
 from mdcs.model.guard import GuardedParameter
-from mdcs.model.hooks import ModuleHook
+from mdcs.model.module_hooks import ModuleHook
 from mdcs.model.optimizers import Optimizers, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import refuse_recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, dtype_name, refuse_shared_memory

@@ -10,8 +10,7 @@ from hypothesis import given
 from experiments.fsdp2.document import predicted_document
 from experiments.fsdp2.memory import MemoryWalk
 from experiments.fsdp2.step_prediction import best_steps, fsdp2_plan
-from mdcs.export.document import document
-from mdcs.export.groups import groups_of, prefetch_lists
+from mdcs.export.document import document, groups_of, prefetch_lists
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.api import loop_plan
-from mdcs.model.inputs import INPUTS
+from mdcs.model.module_hooks import INPUTS
 from mdcs.planner.recompute import is_measured
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy

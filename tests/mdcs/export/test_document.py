@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mdcs.export.document import document
-from mdcs.export.groups import Group, groups_of, prefetch_lists
+from mdcs.export.document import Group, document, groups_of, prefetch_lists
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy

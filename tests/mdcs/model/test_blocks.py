@@ -9,8 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from mdcs.model.blocks import block_roots, in_words
-from mdcs.model.units import partition
+from mdcs.model.units import block_roots, describe_units, partition
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 
@@ -106,6 +105,6 @@ def test_tied_weights_and_parameters_of_a_module_around_blocks_stay_alone():
 def test_the_choice_is_said_in_one_line():
     with torch.device("meta"):
         units = partition(MODELS["gpt2"][0]())
-    assert in_words([(u.name, u.modules) for u in units]) == (
+    assert describe_units([(u.name, u.modules) for u in units]) == (
         "6 units: transformer.wte+lm_head, transformer.wpe, 3 x GPT2Block, transformer.ln_f"
     )

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mdcs.model.optimizers import Optimizers
+from mdcs.model.optimizers import Optimizers, without_accelerate, without_ddp
 from mdcs.model.units import UnsupportedModel
-from mdcs.model.wrappers import without_accelerate, without_ddp
 from tests.mdcs.optimizers import Lookahead, ScheduleFree
 from tests.mdcs.runtime.ranks import Ranks
 

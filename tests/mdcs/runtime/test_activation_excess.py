@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mdcs
-from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
+from mdcs.model.module_hooks import INPUTS, BatchSizes, from_words, in_words
 from mdcs.plan.ledger import SlotBytes
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.schedulers.wfbp import Wfbp

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdcs.runtime import norm
+from mdcs.runtime import gradient_scaling as norm
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, compare, parallel_for, reference, train
 

@@ -47,8 +47,7 @@ Shape = tuple[int, ...]
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (offsets, sizes) of the boxes, in order, that cover elements ``start`` to ``stop`` of a row-major tensor.
-    """
+    """Yield (offsets, sizes) of the boxes that cover elements ``start`` to ``stop`` of a row-major tensor."""
     if not shape:
         yield (), ()
         return

@@ -1,5 +1,4 @@
-"""A plan applied to a model by torch's checkpoint_wrapper and fully_shard (FSDP2), and the loop's work for several
-meshes."""
+"""A plan applied to a model by torch's checkpoint_wrapper and fully_shard; the loop's work for several meshes."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip gradients as torch.nn.utils.clip_grad_norm_ does, for parameters on several meshes; return their 2-norm
-    [scalar]."""
+    """Clip gradients as torch's clip_grad_norm_, for parameters on several meshes; return their 2-norm [scalar]."""
     meshes = _by_mesh(p for p in parameters if p.grad is not None)
     norms = [get_total_norm([p.grad for p in members if p.grad is not None]) for members in meshes]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]

@@ -80,14 +80,12 @@ def buffer_over_parameter(model: nn.Module) -> Alias | None:
 
 
 def attributes_over_parameters(model: nn.Module) -> list[Alias]:
-    """Return the tensors over a parameter's memory that modules hold in attributes, containers, objects and closures.
-    """
+    """Return the tensors over parameters' memory that modules hold in attributes, objects and closures."""
     return _overlapping(model, _held(model))
 
 
 def still_held(model: nn.Module, found: Sequence[Alias]) -> Alias | None:
-    """Return the first alias of ``found`` whose tensor the model still holds; None if forward has replaced all of them.
-    """
+    """Return the first alias whose tensor the model still holds; None if forward has replaced all of them."""
     now = {id(tensor) for _, tensor in _held(model)} if found else set()
     return next((alias for alias in found if alias.tensor() is not None and id(alias.tensor()) in now), None)
 
@@ -135,8 +133,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(value: Any) -> Sequence[Any]:
-    """Return the objects that an object refers to. For a function: its closure and defaults, not its module's globals.
-    """
+    """Return what an object refers to. For a function: its closure and defaults, not its module's globals."""
     if isinstance(value, types.FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     return gc.get_referents(value)

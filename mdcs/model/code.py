@@ -89,8 +89,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the Python file of a module, found without importing its packages; None if there is no such file or
-    module."""
+    """Return the Python file of a module, found without importing its packages; None if there is none."""
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if loaded is None:
         loaded = _search(name)

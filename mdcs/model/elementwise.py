@@ -300,8 +300,7 @@ class _Trial:
     # -- parameter by parameter
 
     def one_by_one(self) -> StateLayout:
-        """Return the state of a parameter that is updated alone. Raises UnsupportedModel where together and alone
-        differ."""
+        """Return the state of a parameter that is updated alone. Raises UnsupportedModel where this differs."""
         alone = [start.clone() for start in self._start]
         states = self._try(
             f"updated alone, a parameter makes it raise{_REMEDY}", lambda: self._apart(alone, lambda own: own)

@@ -1,5 +1,4 @@
-"""The optimizers of a model: which parameters they have, how these are updated, and in which order that puts them in a
-unit."""
+"""The optimizers of a model: their parameters, how these are updated, and the order that this gives them in a unit."""
 
 from __future__ import annotations
 

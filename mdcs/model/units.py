@@ -182,8 +182,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def marked(marks: Iterable[str]) -> str:
-    """Return the end of the name of a unit beside others around the same modules: ``[float32, frozen]``; "" for no
-    marks."""
+    """Return the end of a unit's name that tells it from others around the same modules: ``[float32, frozen]``."""
     text = ", ".join(marks)
     return f"[{text}]" if text else ""
 
@@ -229,8 +228,7 @@ def _refuse(name: str, p: nn.Parameter) -> None:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise UnsupportedModel if two parameters, or a buffer and a parameter, share memory: a run moves each one alone.
-    """
+    """Raise UnsupportedModel if two parameters, or a buffer and a parameter, share memory: a run moves each alone."""
     folded = folded_parameter(model)
     if folded is not None:
         raise UnsupportedModel(

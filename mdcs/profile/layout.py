@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 @lru_cache(maxsize=64)
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a floating type, by its name in torch ("bfloat16"). Raises ValueError for
-    another."""
+    """Return the bytes of an element of a floating type by its name in torch. Raises ValueError for another."""
     found = re.match(r"b?float(\d+)(_|$)", dtype)
     if found is None:
         raise ValueError(f"a type must be floating, such as float32 or bfloat16, got {dtype!r}")
@@ -126,8 +125,7 @@ class Layout:
         return self.elements * self.grad_width
 
     def ends(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return where consecutive parts of these lengths end in the flat buffer (elements): the last with the padding.
-        """
+        """Return the ends (elements) of consecutive parts of these lengths in the flat buffer, padding included."""
         return (*itertools.accumulate(lengths[:-1]), self.elements)
 
     def pieces(self, lengths: Sequence[int], part: slice) -> list[tuple[int, int, int]]:

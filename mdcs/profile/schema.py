@@ -246,8 +246,7 @@ class Profile:
 
     @cached_property
     def unreliable_runs(self) -> dict[str, tuple[float, float]]:
-        """Entries of ``calibration_runs`` whose prediction is off by more than half. They put all predictions in doubt.
-        """
+        """Entries of ``calibration_runs`` whose prediction is off by more than half: all predictions are in doubt."""
         return {name: seconds for name, seconds in self.calibration_runs.items() if is_far_off(*seconds)}
 
     @property

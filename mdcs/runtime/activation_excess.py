@@ -52,8 +52,7 @@ class ActivationExcess:
         self.skips = False  # skip the next reading: it includes an evaluation or a state dict
 
     def arrived(self, slot: int, live: Mapping[str, int | None] | None) -> int:
-        """Return the bytes to add to the profile's when compute arrives at a slot; ``live`` is the allocator's reading.
-        """
+        """Return the bytes to add to the profile's as compute arrives at a slot. ``live``: the allocator's reading."""
         activations = (live or {}).get(UNTAGGED)
         self._live = 0 if activations is None else self._beyond(activations, self._slots[slot].live)
         return self._counted(slot, self._live)
@@ -89,8 +88,7 @@ class ActivationExcess:
         self.skips = False
 
     def hand_out(self, state: Sequence[Tensor], fits: bool) -> None:
-        """Hear of the tensors of a state dict that the loop gets on its device. Warns once if the budget has no room.
-        """
+        """Note the tensors of a state dict that the loop gets on its device. Warn once if the budget has no room."""
         if self.budget is None:
             return
         self._states = [each for each in self._states if each() is not None] + [ref(tensor) for tensor in state]

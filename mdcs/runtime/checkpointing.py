@@ -124,8 +124,7 @@ class Checkpoints:
         return handle
 
     def _has_room(self, size: int) -> bool:
-        """Return whether the budget has room for a copy of ``size`` bytes; on a CPU the copy is memory of the budget.
-        """
+        """Return whether the budget has room for a copy of ``size`` bytes: on a CPU the copy counts in it."""
         plan = self._engine.plan
         if plan.budget is None or self._device.type != "cpu":
             return True
@@ -291,8 +290,7 @@ class Checkpoints:
             )
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
-        """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape.
-        """
+        """Load options and replicated state, allocate the state per element. Raises ValueError for another shape."""
         named = {names[0]: p for p, names in self._names.items()}
         paths = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
         numbers: FlatState = {

@@ -67,8 +67,7 @@ class Communicator:
         self._algorithm = Ring(group, tags) if is_ring else _Native(group, collectives.backend, synchronous)
 
     def scratch(self, kind: Kind, elements: int) -> int:
-        """Return the elements of the scratch that :meth:`launch` needs; the backend allocates that of native
-        algorithms."""
+        """Return the elements of scratch that :meth:`launch` needs; native algorithms allocate their own."""
         return 0 if self.collectives.algorithm == "native" else self.collectives.buffer(kind, elements, self.world)
 
     def launch(

@@ -23,8 +23,7 @@ _NOTHING = nullcontext()
 
 
 def named_range(phase: str, *what: object) -> AbstractContextManager[Any]:
-    """Return a context whose body is ``mdcs::<phase> <what>`` in a trace. Without a profiler it costs next to nothing.
-    """
+    """Return a context whose body is ``mdcs::<phase> <what>`` in a trace; next to free without a profiler."""
     if not is_profiled():
         return _NOTHING
     return torch.profiler.record_function(" ".join([f"mdcs::{phase}", *map(str, what)]))

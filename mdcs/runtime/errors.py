@@ -97,8 +97,7 @@ class FailureChannel:
             weakref.finalize(self, self._ended.set)  # end() is not called if the run could not begin
 
     def publish(self, error: BaseException) -> None:
-        """Publish that this rank has left with an error, once; not if another rank left first, which caused this error.
-        """
+        """Publish once that this rank has left with an error, unless another rank left first and caused this error."""
         if self.store is not None and not self._has_published and not self.peer_failure():
             self._has_published = True
             with contextlib.suppress(RuntimeError):  # the process of the store is gone

@@ -242,8 +242,7 @@ class CudaExecutor(Executor):
         return True
 
     def sleep(self, seconds: float) -> None:
-        """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle and waits for it.
-        """
+        """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle."""
         if self._pause is None:
             self._pause = pause_kernel(self.cuda) or self._cycles()
         self._pause(seconds, self.current_stream())

@@ -42,7 +42,7 @@ class LossScale:
     value: float = 2.0**16
     growth_interval: int = 2000
     skipped: int = 0  # updates
-    _good: int = 0
+    growth_tracker: int = 0  # updates in a row without overflow
 
     def __post_init__(self) -> None:
         if not 0 < self.value < float("inf"):
@@ -52,30 +52,13 @@ class LossScale:
 
     def update(self, is_finite: bool) -> None:
         """Adapt the scale to an iteration whose gradients are finite, or not."""
-        self._good = self._good + 1 if is_finite else 0
+        self.growth_tracker = self.growth_tracker + 1 if is_finite else 0
         if not is_finite:
             self.skipped += 1
             self.value /= _FACTOR
-        elif self._good == self.growth_interval:
-            self._good = 0
+        elif self.growth_tracker == self.growth_interval:
+            self.growth_tracker = 0
             self.value *= _FACTOR
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of torch.amp.GradScaler's."""
-        return {
-            "scale": self.value, "growth_factor": _FACTOR, "backoff_factor": 1 / _FACTOR,
-            "growth_interval": self.growth_interval, "_growth_tracker": self._good,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load such a state. Raises ValueError for other factors than 2 and 1/2."""
-        if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
-            raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
-        self.value, self.growth_interval, self._good = (
-            state["scale"],
-            state["growth_interval"],
-            state["_growth_tracker"],
-        )
 
 
 class Scaler:
@@ -96,8 +79,7 @@ class Scaler:
         """Do nothing: gradients are unscaled before they are clipped."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End an iteration, as ``optimizer.step()``. Its updates are left out if a gradient has overflowed on any rank.
-        """
+        """End an iteration, as ``optimizer.step()``. It updates nothing if a gradient overflowed on any rank."""
         self._step(optimizer)
 
     def update(self) -> None:
@@ -112,13 +94,20 @@ class Scaler:
         return 1.0 if self._scale is None else self._scale.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's."""
-        return {} if self._scale is None else self._scale.state_dict()
+        """Return the state in the form of torch's."""
+        scale = self._scale
+        return {} if scale is None else {
+            "scale": scale.value, "growth_factor": _FACTOR, "backoff_factor": 1 / _FACTOR,
+            "growth_interval": scale.growth_interval, "_growth_tracker": scale.growth_tracker,
+        }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of this one or of torch's."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of this one or of torch's. Raises ValueError for other factors than 2 and 1/2."""
         if self._scale is not None:
-            self._scale.load_state_dict(state)
+            if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
+                raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
+            self._scale.value, self._scale.growth_interval = state["scale"], state["growth_interval"]
+            self._scale.growth_tracker = state["_growth_tracker"]
 
 
 class UpdateScale:

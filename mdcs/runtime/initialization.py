@@ -125,8 +125,7 @@ def shard_units(
 
 
 def leave_units(storages: Iterable[UnitStorage]) -> None:
-    """Give back the units of a run that could not start: those that are whole on this rank are plain, others are
-    closed."""
+    """Give back the units of a run that could not start: plain where they are whole on this rank, else closed."""
     for storage in storages:
         if storage.is_full:
             storage.detach_plain_params()

@@ -12,9 +12,9 @@ Each state is reached in the plan's order, so one count per state is the whole s
 it happens; updating and finishing are one there. On streams a state is reached when what is enqueued next comes behind
 it: on the link for ``landed`` and ``updated``, in compute for ``done``.
 
-A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message ``number
-% n`` of the plan, in period ``number //
-n``. Period 0 is the prologue: it only gathers what the first forward needs, and passes over its other messages.
+A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message
+``number % n`` of the plan, in period ``number // n``. Period 0 is the prologue: it only gathers what the first forward
+needs, and passes over its other messages.
 
 A message starts after the message ``depth`` before it is updated, and after the message that it waits for is
 (:meth:`MessageQueue.starts_after`). Tests replay plans with this queue and compare with the simulator.
@@ -60,12 +60,8 @@ class MessageQueue:
     """
 
     def __init__(self, messages: Sequence[QueuedMessage], admission: Admission, has_own_updates: bool = False) -> None:
-        self.messages, self.n, self.admission, self.has_own_updates = (
-            messages,
-            len(messages),
-            admission,
-            has_own_updates,
-        )
+        self.messages, self.n = messages, len(messages)
+        self.admission, self.has_own_updates = admission, has_own_updates
         self._begin(0)
 
     def restart(self) -> int:
@@ -118,8 +114,7 @@ class MessageQueue:
         return None if self.has_own_updates and self.landed < number else number
 
     def starts_after(self, number: int) -> int:
-        """Return the message that must be updated, with all before it, before this one starts; negative if there is
-        none."""
+        """Return the message that must be updated, with all before it, before this one starts; negative: none."""
         after, first = number - self.admission.depth, number - number % self.n
         waits_for = self.messages[number - first].waits_for
         if waits_for < 0 or self.in_prologue(number):
@@ -162,8 +157,7 @@ class MessageQueue:
         return number < (self.first_period + 1) * self.n
 
     def is_skipped(self, number: int) -> bool:
-        """Return whether the message is passed over in its turn: the prologue has no use for it, or it was sent ahead.
-        """
+        """Return whether the message is passed over in its turn: unused in the prologue, or sent ahead."""
         return number in self._skipped or self.in_prologue(number) and not self.messages[number % self.n].in_prologue
 
     def _pass_skipped(self) -> None:

@@ -201,8 +201,7 @@ class Messages:
             self._account.record("staging", -transfer.bytes.staging)
 
     def completed_update(self, transfer: Transfer) -> Update | None:
-        """Return the update that the message runs: of what it has reduced, or with a barrier, of all with the last
-        reduction."""
+        """Return the update that the message runs: of what it reduced; with a barrier, of all that was reduced."""
         self._waiting |= transfer.shards
         gradients: dict[Part, Tensor] = {}
         shards: list[Tensor] = []
@@ -256,8 +255,7 @@ class Messages:
         return self.unshard_flat(unit, storage.flat_param)
 
     def unshard_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
-        """Start to gather a flat tensor that is laid out as the unit; return the works. Every rank has its own parts.
-        """
+        """Start to gather a flat tensor [elements of the unit], of which every rank has its parts; return the works."""
         storage = self.storages[unit]
         outside = self._out_of_plan_comms.get(storage.strategy.in_node)
         if outside is None:
@@ -336,8 +334,7 @@ class Messages:
         return f"message {index} ({_IN_WORDS[message.kind.plain]} of {self._units(message, ', ')})"
 
     def raise_error(self, number: int, error: Exception) -> NoReturn:
-        """Raise the error of a message, with its name and the step that issued it; compute may be in the next by now.
-        """
+        """Raise the error of a message with its name and the step that issued it; compute may be in the next one."""
         if isinstance(error, RunError):
             raise error
         period, index = divmod(number, self.n)

@@ -126,8 +126,7 @@ class OptimizerState:
         return torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float32).to(device, copy=True)
 
     def load(self, state: State) -> None:
-        """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`histories` does.
-        """
+        """Replace the state by this rank's part of whole state. Raises ValueError as :func:`histories` does."""
         self.begin(state)
         for key, fragment in self.fragments():
             fragment.load(state[fragment.parameter][key])
@@ -247,8 +246,7 @@ class OptimizerState:
     def _whole(
         self, unit: int, started: Started, *, keep: bool, cpu: bool
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the whole state of a unit's parameters that are in ``started``, on ranks that ``keep`` it. Collective.
-        """
+        """Return the whole state of a unit's parameters in ``started``, on ranks that ``keep`` it. Collective."""
         storage, found = self._storages[unit], dict[nn.Parameter, dict[str, Any]]()
         for p in storage.parameters if keep else ():
             if p in started:
@@ -346,8 +344,7 @@ def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, A
 
 
 def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
-    """Return the state of an ``optimizer.state_dict()`` by parameter. Raises ValueError for one of another optimizer.
-    """
+    """Return an ``optimizer.state_dict()``'s state by parameter. Raises ValueError for another optimizer's."""
     groups, theirs = optimizer.param_groups, saved["param_groups"]
     sizes, saved_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in theirs]
     if sizes != saved_sizes:

@@ -33,8 +33,7 @@ class ParameterAccess:
         self._sequencer, self._hooks = weakref.ref(sequencer), weakref.ref(hooks)
 
     def refuse(self, unit: int, name: str, what: str) -> RunError | None:
-        """Return the error for a use of the unit's parameter ``name``, or None to allow the use, with the unit whole.
-        """
+        """Return the error for a use of the unit's parameter ``name``; None allows the use, and the unit is whole."""
         sequencer = None if self._sequencer is None else self._sequencer()
         if self.ended is None and sequencer is None and self._sequencer is not None:
             self.ended = "it is gone"

@@ -142,8 +142,7 @@ class ProcessGroups:
         return [w[1 : 1 + len(numbers)] for w in answers]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`. Raises RuntimeError as it does.
-        """
+        """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`; same errors."""
         answers: list[Any] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(answers, value, group=self.host_group)

@@ -344,8 +344,7 @@ class ShardedOptimizer:
 
 
     def _used_by_none(self, gradients: Mapping[Part, Tensor]) -> dict[Part, list[slice]]:
-        """Return the slices of each part whose parameters no rank has used. One wait for the device, and none if all
-        are used."""
+        """Return the slices of each part whose parameters no rank has used, with at most one wait for the device."""
         asked = [
             (part, *piece)
             for part, gradient in gradients.items()

@@ -333,8 +333,7 @@ class SlotSequencer(SlotPosition):
 
     @property
     def agreed_progress(self) -> int:
-        """The :attr:`progress` that every rank must reach before it gives up: a message issued on one is sent by all.
-        """
+        """The :attr:`progress` that every rank must reach before it gives up: all send what one has issued."""
         return self.progress + (self._sent_early > 0)
 
     @property
@@ -344,8 +343,7 @@ class SlotSequencer(SlotPosition):
         return self.step_pending and self.plan.held_update is None and reduced
 
     def advance_to(self, progress: int) -> None:
-        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are.
-        """
+        """Go on to this :attr:`progress` without compute: messages are sent, with the gradients as they are."""
         while self.progress < progress:
             if self.arrived:
                 self._enter()
@@ -354,8 +352,7 @@ class SlotSequencer(SlotPosition):
                 self._arrive()
 
     def leave_forward(self) -> None:
-        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages.
-        """
+        """Go on to the end of the forward pass that compute has left: other ranks in it may wait for messages."""
         slots = self.period.slots
         while self.entered is not None and slots[self.next_slot - 1].phase == slots[self.next_slot].phase == "F":
             self.advance_to(self.progress + 2)

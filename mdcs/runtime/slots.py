@@ -1,5 +1,4 @@
-"""The slots of a plan as the training thread goes through them: where it is, what happens at each, which gradients have
-come."""
+"""The slots of a plan as compute goes through them: where it is, what happens at each, which gradients have come."""
 
 from __future__ import annotations
 

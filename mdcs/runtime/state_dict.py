@@ -126,8 +126,7 @@ def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int |
 
 
 def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[str], call: str) -> list[int]:
-    """Return the units that have parameters of these ``names``; all units for no names. Raises ValueError for an
-    unknown name."""
+    """Return the units that have these parameters; all for no ``names``. Raises ValueError for an unknown name."""
     if not names:
         return list(range(len(storages)))
     known = dict(model.named_parameters(remove_duplicate=False))
@@ -141,8 +140,7 @@ def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, storages: Sequence[UnitStorage], full: dict[str, Tensor]) -> None:
-    """Load a plain model's state dict. Raises KeyError for a missing or unknown name, ValueError for a shape that
-    differs."""
+    """Load a plain model's state dict. Raises KeyError for a missing or unknown name, ValueError for a shape."""
     named = model.state_dict(keep_vars=True)
     if unknown := [name for name in full if name not in named]:
         raise KeyError(

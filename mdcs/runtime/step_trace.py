@@ -67,11 +67,9 @@ class StepRecorder:
     _intervals: list[Interval] = field(default_factory=list)
     # the end of each iteration, and the begin of the first
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)
-    _sent: dict[int, Counter[str]] = field(default_factory=dict)
-    _count: dict[int, Counter[str]] = field(default_factory=dict)
-    _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
-    _departed: dict[int, tuple[dict[str, int], float]] = field(default_factory=dict)  # by step: counts, seconds
-    _norms: dict[int, Tensor] = field(default_factory=dict)  # by step, on their way to the host
+    _sent: dict[int, Counter[str]] = field(default_factory=dict)  # by period: bytes
+    _count: dict[int, Counter[str]] = field(default_factory=dict)  # by period: messages
+    _notes: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step: fields of its record
     _pauses: deque[tuple[int, Any, Any]] = field(default_factory=deque)  # (iteration, begin, end)
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
     # by period, named by the step of its backward: spans of slots ("compute"), messages and updates by index
@@ -165,18 +163,21 @@ class StepRecorder:
     def over_budget(self, step: int, slots: int, size: int) -> None:
         """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
         if slots:
-            self._over[step] = slots, size
+            self._note(step, slots_over_budget=slots, over_budget=size)
 
     def departures(self, step: int, seen: dict[str, int], seconds: float) -> None:
         """Record what the iteration did otherwise than the plan."""
         if seen:
-            self._departed[step] = seen, seconds
+            self._note(step, departures=seen, departed_s=seconds)
             self.departing += 1
 
     def norm(self, step: int, norm: Tensor) -> None:
-        """Record the gradient's norm of a step: copied to the host behind what is enqueued now, and read with the
-        record."""
-        self._norms[step] = norm.to("cpu", non_blocking=True)
+        """Record the gradient's norm [scalar] of a step: copied to the host behind what is enqueued now, and read with
+        the record."""
+        self._note(step, grad_norm=norm.to("cpu", non_blocking=True))
+
+    def _note(self, step: int, **fields: Any) -> None:
+        self._notes.setdefault(step, {}).update(fields)
 
     def period(self, stamp: Any) -> None:
         """Record the begin of a period of the plan."""
@@ -188,9 +189,7 @@ class StepRecorder:
     def _forget(self) -> None:
         """Drop the oldest unread iteration. Its stamps are not converted, so that no step() stalls."""
         _, stamp = self._steps.popleft()
-        self._over.pop(self._steps[0][0], None)
-        self._departed.pop(self._steps[0][0], None)
-        self._norms.pop(self._steps[0][0], None)
+        self._notes.pop(self._steps[0][0], None)
         self.executor.seconds(stamp)  # moves the reference of CUDA's event times, which are exact only near it
         # On CUDA a message ends up to an iteration after the one that enqueued it.
         needed = self._steps[0][0] - 1
@@ -208,8 +207,7 @@ class StepRecorder:
                 del self._sent[old], self._count[old]
 
     def _resolve(self, upto: int | None = None) -> None:
-        """Convert stamps to intervals; leave those of iterations after ``upto`` that the device may not have reached.
-        """
+        """Convert stamps to intervals; not those after iteration ``upto`` that the device may not have reached."""
         later = []
         for _ in range(len(self._raw)):
             raw = iteration, lane, index, begin, end, period = self._raw.popleft()
@@ -273,14 +271,11 @@ class StepRecorder:
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
             end, inside = self._without_pauses(begin, end, inside, step)
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
-            slots, size = self._over.pop(step, (0, 0))
-            departures, departed_s = self._departed.pop(step, ({}, 0.0))
-            is_timed, norm = self._timed_from is not None and step >= self._timed_from, self._norms.pop(step, None)
+            is_timed, notes = self._timed_from is not None and step >= self._timed_from, self._notes.pop(step, {})
             times = step_times(inside, begin, end) if is_timed else StepTimes(end - begin)
-            clipped = None if norm is None else float(norm)
-            out.append(
-                StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s, clipped)
-            )
+            if "grad_norm" in notes:
+                notes["grad_norm"] = float(notes["grad_norm"])
+            out.append(StepRecord(step, times, dict(sent), dict(count), **notes))
             self._steps.popleft()
         while self._pauses and self._pauses[0][0] < self._steps[0][0] - 1:
             self._pauses.popleft()

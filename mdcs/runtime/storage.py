@@ -147,8 +147,7 @@ class UnitStorage:
         return not (self.strategy.sharded or self.is_aliased) and self.shard is None
 
     def find_rebound_param(self) -> str | None:
-        """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None if there is none.
-        """
+        """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None: none did."""
         full = self.flat_param
         for name, p, place in zip(self.names, self.parameters, self.places, strict=True):
             if p.data_ptr() != full.data_ptr() + place.offset * full.element_size():
@@ -189,8 +188,7 @@ class UnitStorage:
                 self._account.record("full_parameters", -self.full_bytes)
 
     def begin_gather(self) -> None:
-        """Allocate for the plan's gather. Of a unit that is outside it writes the same values, and the bytes are the
-        plan's."""
+        """Allocate for the plan's gather. A unit that is outside has its bytes, which are the plan's again."""
         with self._account.lock:
             if self.is_outside:
                 self._set_outside(False)

@@ -169,8 +169,7 @@ class StreamTransport(Wire):
         return self.queue.landed - (self._held is not None)
 
     def _wait_oldest(self) -> bool:
-        """Make a stream wait for the oldest update or message that it does not wait for yet; return False if there is
-        none."""
+        """Make a stream wait for the oldest update or message that it does not wait for yet; False: there is none."""
         if self.queue.updated < self._enqueued:
             self._wait_for_updates(self.queue.updated + 1)
         elif self._sent:
@@ -186,8 +185,7 @@ class StreamTransport(Wire):
             )
 
     def _wait_oldest_on_compute(self) -> None:
-        """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used.
-        """
+        """Make compute wait for the oldest message that it does not wait for yet; then free what that has used."""
         sent = self._sent.popleft()
         self.executor.wait_event(sent.end)
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
@@ -198,8 +196,7 @@ class StreamTransport(Wire):
         self.queue.finish()
 
     def _wait_for_updates(self, count: int) -> None:
-        """Make the communication stream wait for the updates of the first ``count`` messages; then free their shards.
-        """
+        """Make the communication stream wait for the updates of the first ``count`` messages; free their shards."""
         while self.queue.updated < count:
             if self._updates(self.queue.updated):
                 self._wait_for_update()

@@ -133,8 +133,7 @@ class ThreadTransport(Wire):
         """Compute has reached the end of an iteration: nothing to do with threads."""
 
     def stop(self) -> None:
-        """End the threads after the issued messages. If all ranks stop at the same slot, none waits for a missing peer.
-        """
+        """End the threads after the issued messages. If all ranks stop at the same slot, none misses a peer."""
         with self.lock:
             self._stop = True
             self._wake_all()

@@ -133,8 +133,7 @@ def warn_untrained(names: Sequence[str]) -> None:
 
 
 def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None, device: torch.device) -> None:
-    """Raise PlanError unless there is a process of the plan's backend per rank, or one process for an emulated world.
-    """
+    """Raise PlanError unless each rank is a process of the plan's backend; an emulated world is one process."""
     if emulate is not None:
         if processes != 1:
             raise PlanError(f"an emulated world is one process, the process group has {processes}")
@@ -356,8 +355,7 @@ def find_unseen_change(
 
 
 def find_removed_parameter(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
-    """Return why a parameter had no gradient: the training loop removed or froze it; None if there is no such
-    parameter."""
+    """Return why a parameter had no gradient: the training loop removed or froze it; None: no such parameter."""
     for storage in storages:
         for i in storage.unused:
             name = storage.names[i]
@@ -383,8 +381,7 @@ def find_changed_training(storages: Iterable[UnitStorage]) -> str | None:
 
 
 def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: ErrorContext) -> Any:
-    """Make ``model.state_dict()`` of closed parameters raise RunError with the line to write; return a handle to undo
-    this."""
+    """Make ``model.state_dict()`` of closed parameters raise RunError; return a handle to undo this."""
 
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not all(storage.guard.is_open for storage in storages):

@@ -60,8 +60,7 @@ class Meter:
     disturbs = False
 
     def tag(self, category: str) -> AbstractContextManager[object]:
-        """Label the allocations of this thread inside the `with` block; nests. Raises KeyError for an unknown category.
-        """
+        """Label the allocations of this thread in the `with` block; nests. Raises KeyError for another category."""
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
@@ -205,8 +204,7 @@ class CudaMeter(Meter):
 
 
 def current_meter(device: torch.device | str) -> Meter:
-    """Return the meter for `device`: CUDA's own, the shim's, or one that measures nothing (:func:`unmeasured` says
-    why)."""
+    """Return the meter for `device`: CUDA's, the shim's, or one that measures nothing (:func:`unmeasured`)."""
     import torch
 
     device = torch.device(device)

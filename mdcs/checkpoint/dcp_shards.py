@@ -12,7 +12,7 @@ import math
 import pickle
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,19 +165,17 @@ class _LoadPlanner(DefaultLoadPlanner):
 class Writer(FileSystemWriter):
     """Writes the folder of a step, and renames it when all ranks have written. DCP tells every rank the error of each.
 
-    - ``files``: this rank's other files, name -> bytes; or the error why it has none.
-    - ``names``: such files of all ranks. ``world``: number of ranks, for the manifest.
+    - ``files``: this rank's other files, name -> bytes; or the error why it has none. ``world``: number of ranks.
     - ``keep``: number of the newest folders that stay; None: all.
     - ``is_beside``: the tensors are copied, and written while training goes on.
     """
 
     def __init__(
-        self, root: Path, step: int, files: Mapping[str, bytes] | Exception, *, names: Collection[str], world: int = 1,
-        keep: int | None = None, is_beside: bool = False,
+        self, folder: Path, files: Mapping[str, bytes] | Exception, *, world: int = 1, keep: int | None = None,
+        is_beside: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(directory.partial_path(root, step), single_file_per_rank=True, sync_files=True, thread_count=1)
-        self._root, self._step, self._files, self._names, self._world = root, step, files, names, world
-        self._keep, self._is_beside = keep, is_beside
+        super().__init__(directory.partial(folder), single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._folder, self._files, self._world, self._keep, self._is_beside = folder, files, world, keep, is_beside
 
     def stage(self, state_dict: Any) -> Any:
         """Return the tensors in host memory."""
@@ -194,7 +192,7 @@ class Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: Any) -> Any:
         """Make the folder, on the first rank."""
-        directory.begin(self._root, self._step)
+        directory.begin(self._folder)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -213,9 +211,10 @@ class Writer(FileSystemWriter):
         """Complete the folder, on the first rank."""
         super().finish(metadata, results)
         tensors = {info.relative_path for info in metadata.storage_data.values()}
-        directory.finish(self._root, self._step, {".metadata", *tensors, *self._names}, world=self._world)
+        own = {RUN, *map(directory.rank_file, range(self._world))}
+        directory.finish(self._folder, {".metadata", *tensors, *own}, world=self._world)
         if self._keep is not None:
-            directory.keep_last(self._root, self._keep)
+            directory.keep_last(self._folder.parent, self._keep)
 
 
 _FULL = 1 << 16

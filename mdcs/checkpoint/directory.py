@@ -33,23 +33,27 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used: the message names the folder, and the file or parameter."""
 
 
-def step_name(step: int) -> str:
-    """Return the name of the folder of a step."""
-    return f"step-{step:08}"
+def folder_of(root: Path, step: int) -> Path:
+    """Return the folder of a step."""
+    return root / f"step-{step:08}"
 
 
-def partial_path(root: Path, step: int) -> Path:
-    """Return the folder in which a step is written before it is complete."""
-    return root / (step_name(step) + _PARTIAL)
+def rank_file(rank: int) -> str:
+    """Return the name of the file with the values of one rank alone."""
+    return f"rank-{rank:05}.pt"
 
 
-def begin(root: Path, step: int) -> Path:
+def partial(folder: Path) -> Path:
+    """Return the folder in which a step is written before its ``folder`` is complete."""
+    return folder.with_name(folder.name + _PARTIAL)
+
+
+def begin(folder: Path) -> Path:
     """Make the partial folder of a step, empty; delete folders that others left half-written or half-deleted."""
-    for left in root.glob(f"step-*{_PARTIAL}"):
+    for left in folder.parent.glob(f"step-*{_PARTIAL}"):
         shutil.rmtree(left)
-    partial = partial_path(root, step)
-    partial.mkdir(parents=True)
-    return partial
+    partial(folder).mkdir(parents=True)
+    return partial(folder)
 
 
 def write(file: Path, data: bytes) -> None:
@@ -60,12 +64,12 @@ def write(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def finish(root: Path, step: int, files: Iterable[str], **about: Any) -> Path:
+def finish(folder: Path, files: Iterable[str], **about: Any) -> Path:
     """Write the manifest, then rename the folder so that it counts as complete. Replaces an older folder of this step.
 
     ``files``: the names of all files. Raises CheckpointError for a file that some rank wrote to another file system.
     """
-    writing, folder, sizes = partial_path(root, step), root / step_name(step), {}
+    writing, sizes, step = partial(folder), {}, int(folder.name.partition("-")[2])
     for name in sorted(files):
         if not (writing / name).is_file():
             raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
@@ -77,7 +81,7 @@ def finish(root: Path, step: int, files: Iterable[str], **about: Any) -> Path:
     if folder.exists():
         _delete(folder)
     writing.rename(folder)
-    _sync(root)
+    _sync(folder.parent)
     return folder
 
 

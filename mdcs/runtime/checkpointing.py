@@ -95,14 +95,13 @@ class Checkpoints:
         self.finish()
         if self._files is None:
             self._files = self._groups.new_group()
-        leaves, world = self._to_write(), self._groups.world
+        leaves, folder = self._to_write(), directory.folder_of(root, step)
         staged = sum(leaf.nbytes for leaf in leaves.values())
         is_beside = not wait and self._has_room(staged)
         writer = dcp_shards.Writer(
-            root, step, self._encode(step, extra), names=[RUN, *map(_file_of, range(world))], world=world, keep=keep,
-            is_beside=is_beside,
-        )  # fmt: skip
-        handle = SaveHandle(root / directory.step_name(step), step, staged if is_beside else 0)
+            folder, self._encode(step, extra), world=self._groups.world, keep=keep, is_beside=is_beside
+        )
+        handle = SaveHandle(folder, step, staged if is_beside else 0)
         with self._engine.meter.tag("staging"):
             self._saving = saving = dcp_shards.save(leaves, writer, self._files)
 
@@ -152,7 +151,7 @@ class Checkpoints:
     def _encode(self, step: int, extra: Any) -> dict[str, bytes] | Exception:
         """Return this rank's own files as they are now, or the error of a value that cannot be saved."""
         try:
-            files = {_file_of(self._rank): directory.encode(self._own(extra), "what the loop gave as extra")}
+            files = {directory.rank_file(self._rank): directory.encode(self._own(extra), "what the loop gave as extra")}
             if self._rank == 0:
                 files[RUN] = directory.encode(self._run(step), "the options of the optimizer")
         except ValueError as error:
@@ -360,14 +359,10 @@ def _restore_own(
 ) -> ResumeInfo:
     """Restore this rank's own buffers and random states, if as many ranks resume as have saved. Return what resumes."""
     is_same_world = run["world"] == world
-    saved = directory.load(chosen / _file_of(rank if is_same_world else 0))
+    saved = directory.load(chosen / directory.rank_file(rank if is_same_world else 0))
     if is_same_world:
         for name, buffer in model.named_buffers():
             if name in saved["buffers"]:
                 write(buffer, saved["buffers"][name])
         directory.set_random_state(saved["random"], device)
     return ResumeInfo(chosen, run["step"], run["world"], saved["extra"])
-
-
-def _file_of(rank: int) -> str:
-    return f"rank-{rank:05}.pt"

@@ -247,13 +247,6 @@ class Messages:
 
     # -- outside of the plan --------------------------------------------------------------------------------------
 
-    def unshard_now(self, unit: int) -> list[Waitable]:
-        """Start to gather a whole unit in place; return the works. Its full buffers must be allocated."""
-        storage = self.storages[unit]
-        for b in range(len(storage.blocks)):
-            storage.copy_shard_into_flat(b)
-        return self.unshard_flat(unit, storage.flat_param)
-
     def unshard_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
         """Start to gather a flat tensor [elements of the unit], of which every rank has its parts; return the works."""
         storage = self.storages[unit]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mdcs.model.elementwise import StateLayout
 from mdcs.model.optimizers import Updates
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer, UpdateRun
-from mdcs.runtime.state_dict import Fragment, fragments
+from mdcs.runtime.state_dict import Fragment, copy_of, fragments
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.unshard import Unsharder
 
@@ -215,7 +215,7 @@ class OptimizerState:
         for u, b, run in self._runs():
             own, layout = dict(run.saved), self._updates.layout_of(run)
             if own:
-                copies = {k: _copy(own.pop(k), cpu=True) for k in list(own) if k in layout.replicated}
+                copies = {k: copy_of(own.pop(k), cpu=True) for k in list(own) if k in layout.replicated}
                 here.append((copies, sorted(own), [self._places[p] for _, p in self._parameters(u, b, run)]))
         return {
             self._storages[u].parameters[i]: (copies, keys)
@@ -233,9 +233,8 @@ class OptimizerState:
         Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered. ``of``:
         parameters, None: all.
         """
-        found = (
-            {p: {key: _copy(value, cpu) for key, value in own.items()} for p, own in self.kept.items()} if keep else {}
-        )
+        kept = self.kept.items() if keep else ()
+        found = {p: {key: copy_of(value, cpu) for key, value in own.items()} for p, own in kept}
         started = {p: own for p, own in self.started().items() if of is None or p in of}
         for u in range(len(self._storages)):
             found |= self._whole(u, started, keep=keep, cpu=cpu)
@@ -252,7 +251,7 @@ class OptimizerState:
             if p in started:
                 group, own = self._updates.optimizers.param_groups[self._groups[p]], started[p][0]
                 found[p] = {
-                    key: _copy(value, cpu) if cpu else self._replicated(self.layout_of(p), key, value, group, p)
+                    key: copy_of(value, cpu) if cpu else self._replicated(self.layout_of(p), key, value, group, p)
                     for key, value in own.items()
                 }
         for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
@@ -293,12 +292,6 @@ class OptimizerState:
 
 def _made(value: Any, p: Tensor) -> Any:
     return torch.empty_like(value, device=p.device) if isinstance(value, Tensor) and value.is_meta else value
-
-
-def _copy(value: Any, cpu: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to("cpu", copy=True) if cpu else value.clone()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,13 +65,16 @@ def full_state_dict(
     values: dict[nn.Parameter, Tensor] = {}
     for storage in unsharder.one_by_one():
         if keep:
-            values |= {p: _copy(p, cpu) for p in storage.parameters}
+            values |= {p: copy_of(p, cpu) for p in storage.parameters}
     named = model.state_dict(keep_vars=True) if keep else {}
-    return {name: values[v] if v in values else _copy(v, cpu) for name, v in named.items()}
+    return {name: values[v] if v in values else copy_of(v, cpu) for name, v in named.items()}
 
 
-def _copy(tensor: Tensor, cpu: bool) -> Tensor:
-    return tensor.detach().to("cpu", copy=True) if cpu else tensor.detach().clone()
+def copy_of(value: Any, cpu: bool) -> Any:
+    """Return a copy of a tensor, on its device or on the ``cpu``; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", copy=True) if cpu else value.detach().clone()
 
 
 @contextmanager

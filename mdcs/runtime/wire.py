@@ -127,7 +127,9 @@ class Wire(ABC):
         storage, executor = self.storages[unit], self.context.executor
         storage.allocate()
         with self.context.during(f"gather of {storage.name}"), run_on_comm_stream(executor):
-            executor.wait_works(self.messages.unshard_now(unit))
+            for b in range(len(storage.blocks)):
+                storage.copy_shard_into_flat(b)
+            executor.wait_works(self.messages.unshard_flat(unit, storage.flat_param))
 
     def free_gradients(self, gradients: Gradients) -> None:
         """Free full gradients that are reduced."""

@@ -80,8 +80,8 @@ class Meter:
         return None
 
     def at_peak(self) -> Reading | None:
-        """Return the bytes of each category at the instant of the total's peak: they add up to the total."""
-        return None
+        """Return the bytes of each category at the instant of the total's peak, where categories are known."""
+        return self.peaks()
 
     def window(self) -> Reading | None:
         """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
@@ -173,10 +173,6 @@ class CudaMeter(Meter):
         """Return the highest total since `reset` (bytes)."""
         self._collect()
         return _only_total(self._peak)
-
-    def at_peak(self) -> Reading:
-        """Return the same reading as `peaks`: only the total is known."""
-        return self.peaks()
 
     def window(self) -> Reading:
         """Return the highest total since the previous call of `window` (bytes)."""

@@ -44,9 +44,10 @@ def in_pieces(whole: torch.Tensor, *cuts: int) -> TensorShards:
 
 def saved(root: Path, leaves: dcp_shards.FlatState, step: int = 1) -> Path:
     """The folder with these tensors."""
-    files = {RUN: directory.encode({"step": step, "param_groups": []}, "the run")}
-    dcp_shards.wait_for(dcp_shards.save(leaves, dcp_shards.Writer(root, step, files, names=files), None))
-    return root / directory.step_name(step)
+    files = {RUN: directory.encode({"step": step, "param_groups": []}, "the run"), directory.rank_file(0): b""}
+    folder = directory.folder_of(root, step)
+    dcp_shards.wait_for(dcp_shards.save(leaves, dcp_shards.Writer(folder, files), None))
+    return folder
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -123,7 +124,7 @@ def test_a_full_disk_is_the_reason(tmp_path, monkeypatch):
     """Torch's writer has other words for it."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(dcp_shards.shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 0))
-    leaves, writer = {("model", "w"): torch.zeros(4)}, dcp_shards.Writer(tmp_path, 1, {}, names=())
+    leaves, writer = {("model", "w"): torch.zeros(4)}, dcp_shards.Writer(directory.folder_of(tmp_path, 1), {})
 
     def fail(*_):
         raise RuntimeError("unexpected pos 704 vs 598")

@@ -10,25 +10,25 @@ from mdcs.checkpoint import directory
 
 
 def write(root: Path, step: int) -> Path:
-    partial = directory.begin(root, step)
+    partial = directory.begin(directory.folder_of(root, step))
     for name in ("a", "b"):
         (partial / name).write_bytes(f"{name} of {step}".encode() * 100)
-    return directory.finish(root, step, ["a", "b"], world=2)
+    return directory.finish(directory.folder_of(root, step), ["a", "b"], world=2)
 
 
 def test_a_folder_counts_with_its_manifest(tmp_path):
-    partial = directory.begin(tmp_path, 3)
+    partial = directory.begin(directory.folder_of(tmp_path, 3))
     (partial / "a").write_bytes(b"data")
     assert directory.complete_checkpoints(tmp_path) == []
-    made = directory.finish(tmp_path, 3, ["a"], world=2)
+    made = directory.finish(directory.folder_of(tmp_path, 3), ["a"], world=2)
     assert directory.complete_checkpoints(tmp_path) == [made] and directory.find_problem(made) is None
     assert directory.read_manifest(made)["step"] == 3 and directory.read_manifest(made)["world"] == 2
 
 
 def test_what_a_rank_has_written_elsewhere_does_not_count(tmp_path):
-    directory.begin(tmp_path, 3)
+    directory.begin(directory.folder_of(tmp_path, 3))
     with pytest.raises(directory.CheckpointError, match="step-00000003.partial: a is not here: all ranks must see one folder"):
-        directory.finish(tmp_path, 3, ["a"])
+        directory.finish(directory.folder_of(tmp_path, 3), ["a"])
     assert directory.complete_checkpoints(tmp_path) == []
 
 
@@ -50,7 +50,7 @@ def test_a_step_that_is_written_again_takes_the_place_of_the_first(tmp_path):
 
 
 def test_what_was_left_half_written_goes_with_the_next(tmp_path):
-    (directory.begin(tmp_path, 5) / "a").write_bytes(b"half")
+    (directory.begin(directory.folder_of(tmp_path, 5)) / "a").write_bytes(b"half")
     write(tmp_path, 6)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 

@@ -211,8 +211,8 @@ class Writer(FileSystemWriter):
         """Complete the folder, on the first rank."""
         super().finish(metadata, results)
         tensors = {info.relative_path for info in metadata.storage_data.values()}
-        own = {RUN, *map(directory.rank_file, range(self._world))}
-        directory.finish(self._folder, {".metadata", *tensors, *own}, world=self._world)
+        rank_files = {RUN, *map(directory.rank_file, range(self._world))}
+        directory.finish(self._folder, {".metadata", *tensors, *rank_files}, world=self._world)
         if self._keep is not None:
             directory.keep_last(self._folder.parent, self._keep)
 

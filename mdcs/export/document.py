@@ -83,26 +83,26 @@ def _describe(plan: Plan, group: Group, forward: PrefetchLists, backward: Prefet
 
 def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]) -> dict[str, list[str]]:
     """Return sentences that say what FSDP2 lacks -> names of the units that lose it. No units: the whole plan."""
-    found: dict[str, list[str]] = {}
+    lost: dict[str, list[str]] = {}
     for unit, what in _limitations_by_unit(plan, groups, lists):
-        units = found.setdefault(what, [])
+        units = lost.setdefault(what, [])
         if plan.profile.units[unit].name not in units:
             units.append(plan.profile.units[unit].name)
     if plan.budget is not None:
-        found[
+        lost[
             "has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to"
         ] = []
     if plan.cross_iteration:
-        found[
+        lost[
             "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them "
             "in optimizer.step(), after backward, and gathers nothing before it"
         ] = []
     if any(unit.master_dtype for unit in plan.profile.units):
-        found[
+        lost[
             "has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy"
             " with param_dtype, and with reduce_dtype where gradients are summed in another type"
         ] = []
-    return found
+    return lost
 
 
 def _limitations_by_unit(
@@ -110,9 +110,9 @@ def _limitations_by_unit(
 ) -> Iterator[tuple[int, str]]:
     together = fused_with(plan)
     ahead = {kind: prefetch_distance(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
-    of = {u: g for g in groups for u in g.units}
+    group_of = {u: g for g in groups for u in g.units}
     for u, strategy in enumerate(plan.strategies):
-        g, own = of[u], [m for m in plan.messages if m.micro == 0 and any(v == u for v, _ in m.parts)]
+        g, messages = group_of[u], [m for m in plan.messages if m.micro == 0 and any(v == u for v, _ in m.parts)]
         if strategy is Strategy.zero2 and g.strategy is Strategy.sdp:
             yield u, (
                 "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held "
@@ -129,14 +129,14 @@ def _limitations_by_unit(
         if g.strategy.regathers and uses > len(modules_of(plan, u)):
             yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
         for kind in Kind:
-            if sum(m.kind is kind for m in own) > 1:
+            if sum(m.kind is kind for m in messages) > 1:
                 yield u, f"is sent in parts ({kind}); FSDP2 sends it whole"
             if together.get((kind, u), {u}) - {*g.units}:
                 yield u, f"shares messages ({kind}) with units that FSDP2 sends by themselves"
-        late = [m.slot > plan.period.window(Op(m.kind, u, 0))[0] for m in own if not m.kind.is_gather]
+        late = [m.slot > plan.period.window(Op(m.kind, u, 0))[0] for m in messages if not m.kind.is_gather]
         if late and all(late):
             yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
-        if any(m.kind.plain is Kind.AG_F and m.slot < plan.period.turn for m in own):
+        if any(m.kind.plain is Kind.AG_F and m.slot < plan.period.turn for m in messages):
             yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
         for kind, ahead_of in lists.items():
             order = [each.name for each in in_order(groups, kind)]
@@ -218,18 +218,18 @@ def modules_of(plan: Plan, unit: int) -> tuple[str, ...]:
 def groups_of(plan: Plan) -> tuple[Group, ...]:
     """Return the groups in the order in which fully_shard must be called: inner modules first, the model last."""
     members: list[set[int]] = []
-    of: dict[str, set[int]] = {}
+    members_of: dict[str, set[int]] = {}
     for u in range(len(plan.profile.units)):
-        own = modules_of(plan, u)
-        joined = {u}.union(*(of[m] for m in own if m in of))
+        modules = modules_of(plan, u)
+        joined = {u}.union(*(members_of[m] for m in modules if m in members_of))
         members = [m for m in members if not m & joined] + [joined]
-        of.update((m, joined) for v in joined for m in modules_of(plan, v))
+        members_of.update((m, joined) for v in joined for m in modules_of(plan, v))
     members = _fused(plan, members)
-    found = [_group(plan, sorted(m)) for m in members]
-    if not any("" in g.modules for g in found):
+    groups = [_group(plan, sorted(m)) for m in members]
+    if not any("" in g.modules for g in groups):
         whole = (0, plan.profile.forward_slots - 1)
-        found.append(Group(("",), (), Strategy.sdp, whole, (0, plan.profile.backward_slots - 1)))
-    return tuple(sorted(found, key=lambda g: (-max(map(_depth, g.modules)), g.forward)))
+        groups.append(Group(("",), (), Strategy.sdp, whole, (0, plan.profile.backward_slots - 1)))
+    return tuple(sorted(groups, key=lambda g: (-max(map(_depth, g.modules)), g.forward)))
 
 
 def _depth(module: str) -> int:

@@ -51,9 +51,9 @@ def apply_plan(
     meshes = _meshes(mesh, dict.fromkeys(tuple(group["mesh"]) for _, group in groups))
     made: dict[str, Any] = {}
     for modules, group in groups:
-        of: Any = modules if len(modules) > 1 else modules[0]
+        wrapped: Any = modules if len(modules) > 1 else modules[0]
         fully_shard(
-            of, mesh=meshes[tuple(group["mesh"])], reshard_after_forward=group["reshard_after_forward"], **options
+            wrapped, mesh=meshes[tuple(group["mesh"])], reshard_after_forward=group["reshard_after_forward"], **options
         )
         made[group["modules"][0]] = modules[0]
     for _, group in groups:
@@ -100,13 +100,13 @@ def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str
             raise ValueError(
                 f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one"
             )
-        own = [p for name in group["modules"] for p in modules[name].parameters() if p in names]
-        sizes = [p.numel() for p in dict.fromkeys(own)]
-        for p in own:
+        parameters = [p for name in group["modules"] for p in modules[name].parameters() if p in names]
+        sizes = [p.numel() for p in dict.fromkeys(parameters)]
+        for p in parameters:
             names.pop(p, None)
         if group["elements"] != sum(map(aligned, sizes)):
             raise ValueError(f"{unit}: has {group['elements']} elements in the plan and {sum(sizes)} in the model")
-        if len({p.dtype for p in own if p.requires_grad}) > 1:
+        if len({p.dtype for p in parameters if p.requires_grad}) > 1:
             raise ValueError(f"{unit}: has parameters of several types, and fully_shard takes one for a group")
     return list(from_file["groups"])
 

@@ -53,16 +53,16 @@ def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
     do.
     """
     active: list[_Region] = []
-    found: list[tuple[str, str, bool]] = []
+    pairs: list[tuple[str, str, bool]] = []
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     for region in _regions(model.named_parameters()):
         active = [other for other in active if other.space == region.space and other.end > region.begin]
         for other in active:
             if _overlap(region, other):
                 first, later = sorted((region.name, other.name), key=order.__getitem__)
-                found.append((later, first, _same(region, other)))
+                pairs.append((later, first, _same(region, other)))
         active.append(region)
-    return min(found, key=lambda pair: order[pair[0]], default=None)
+    return min(pairs, key=lambda pair: order[pair[0]], default=None)
 
 
 def folded_parameter(model: nn.Module) -> str | None:
@@ -75,8 +75,8 @@ def folded_parameter(model: nn.Module) -> str | None:
 
 def buffer_over_parameter(model: nn.Module) -> Alias | None:
     """Return a buffer that shares memory with a parameter, or None."""
-    found = _overlapping(model, ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided))
-    return found[0] if found else None
+    aliases = _overlapping(model, ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided))
+    return aliases[0] if aliases else None
 
 
 def attributes_over_parameters(model: nn.Module) -> list[Alias]:
@@ -84,48 +84,48 @@ def attributes_over_parameters(model: nn.Module) -> list[Alias]:
     return _overlapping(model, _held(model))
 
 
-def still_held(model: nn.Module, found: Sequence[Alias]) -> Alias | None:
+def still_held(model: nn.Module, aliases: Sequence[Alias]) -> Alias | None:
     """Return the first alias whose tensor the model still holds; None if forward has replaced all of them."""
-    now = {id(tensor) for _, tensor in _held(model)} if found else set()
-    return next((alias for alias in found if alias.tensor() is not None and id(alias.tensor()) in now), None)
+    now = {id(tensor) for _, tensor in _held(model)} if aliases else set()
+    return next((alias for alias in aliases if alias.tensor() is not None and id(alias.tensor()) in now), None)
 
 
 def _overlapping(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Alias]:
     """Return those of ``tensors`` that overlap a parameter, in the order of ``tensors``."""
-    own = {id(p) for p in model.parameters()}
+    parameters = {id(p) for p in model.parameters()}
     regions = _regions(model.named_parameters())
     begins = [(str(r.space), r.begin) for r in regions]
     longest = max((r.end - r.begin for r in regions), default=0)
-    found: dict[int, Alias] = {}
-    others = [(path, t) for path, t in tensors if id(t) not in own]
+    aliases: dict[int, Alias] = {}
+    others = [(path, t) for path, t in tensors if id(t) not in parameters]
     for region in _regions(others):
         # Only a parameter that begins less than the longest one's bytes before the tensor can reach it.
         first = bisect.bisect_left(begins, (str(region.space), region.begin - longest))
         last = bisect.bisect_left(begins, (str(region.space), region.end))
         over = next((r.name for r in regions[first:last] if r.end > region.begin and _overlap(region, r)), None)
         if over is not None:
-            found[id(region.tensor)] = Alias(region.name, weakref.ref(region.tensor), over)
-    return [found[id(t)] for _, t in others if id(t) in found]
+            aliases[id(region.tensor)] = Alias(region.name, weakref.ref(region.tensor), over)
+    return [aliases[id(t)] for _, t in others if id(t) in aliases]
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that modules hold outside of parameters and buffers, with the attribute that leads to each."""
     modules = dict(model.named_modules())
     registered = {id(m) for m in modules.values()}
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue: deque[tuple[str, Any]] = deque()
     for name, module in modules.items():
         for attribute, value in vars(module).items():
             if attribute not in _REGISTERED:
                 queue.append((f"{name}.{attribute}" if name else attribute, value))
-    while queue and len(seen) < _MOST_OBJECTS:
+    while queue and len(visited) < _MOST_OBJECTS:
         path, value = queue.popleft()
-        if isinstance(value, _OPAQUE) or id(value) in seen or id(value) in registered:
+        if isinstance(value, _OPAQUE) or id(value) in visited or id(value) in registered:
             continue
         # a run's own objects hold the flat buffers under the parameters
         if type(value).__module__.partition(".")[0] == "mdcs":
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Tensor):
             yield path, value
         else:

@@ -24,27 +24,27 @@ def code_of(cls: type, not_followed: Sequence[str] = ("mdcs",)) -> str:
     that these modules import, wherever in a file, and the versions of installed packages. Comments and layout do not
     change it; docstrings do.
     """
-    own = {cls.__module__.partition(".")[0]}
+    projects = {cls.__module__.partition(".")[0]}
     left = [each.__module__ for each in cls.__mro__ if each.__module__ != "builtins"]
-    said, seen = dict[str, str](), set[str]()
+    digests, visited = dict[str, str](), set[str]()
     while left:
         name = left.pop()
         top = name.partition(".")[0]
         followed = not any(name == each or name.startswith(f"{each}.") for each in not_followed)
-        if name in seen or top in sys.stdlib_module_names or not followed:
+        if name in visited or top in sys.stdlib_module_names or not followed:
             continue
-        seen.add(name)
+        visited.add(name)
         file = _file_of(name)
         if file is None:
             continue
-        if top not in own and any(part in _INSTALLED for part in file.parts):
-            said[top] = version(top)
+        if top not in projects and any(part in _INSTALLED for part in file.parts):
+            digests[top] = version(top)
             continue
         stat = file.stat()
         digest, imports = _read(str(file), stat.st_mtime_ns, stat.st_size)
-        said[name] = digest
+        digests[name] = digest
         left += _absolute(imports, name, file.name == "__init__.py")
-    return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]
 
 
 def _absolute(imports: tuple[tuple[int, str, str], ...], module: str, is_package: bool) -> Iterator[str]:
@@ -68,13 +68,13 @@ def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str
         code = ast.dump(tree)
     except (SyntaxError, ValueError, RecursionError):  # the import reports the error, if it is one
         return hashlib.sha256(text.encode()).hexdigest(), ()
-    found: list[tuple[int, str, str]] = []
+    imports: list[tuple[int, str, str]] = []
     for node in _executed(tree):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name, "") for alias in node.names]
+            imports += [(0, alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [(node.level, node.module or "", alias.name) for alias in node.names]
-    return hashlib.sha256(code.encode()).hexdigest(), tuple(found)
+            imports += [(node.level, node.module or "", alias.name) for alias in node.names]
+    return hashlib.sha256(code.encode()).hexdigest(), tuple(imports)
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:

@@ -92,15 +92,15 @@ def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
         return [GroupLayout(groups, _known(optimizer))]
     if _needs_closure(optimizer):
         raise _refused(optimizer, "its step() needs a closure, which runs forward and backward again")
-    found = [_tried(optimizer, group) for group in optimizer.param_groups]
+    layouts = [_tried(optimizer, group) for group in optimizer.param_groups]
     out = []
     for whole in (False, True):
-        own = tuple(i for i in groups if found[i].whole is whole)
-        if own:
+        members = tuple(i for i in groups if layouts[i].whole is whole)
+        if members:
             layout = StateLayout(whole=whole)
-            for i in own:
-                layout |= found[i]
-            out.append(GroupLayout(own, layout))
+            for i in members:
+                layout |= layouts[i]
+            out.append(GroupLayout(members, layout))
     return out
 
 
@@ -216,8 +216,8 @@ class _Trial:
 
     def _together(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Update all parameters; return their state, and the numbers of groups and object that have changed."""
-        *own, beside = self._parameters
-        made = same_options(self._optimizer, self._options, *own, beside=[beside])
+        *parameters, beside = self._parameters
+        made = same_options(self._optimizer, self._options, *parameters, beside=[beside])
         before = numbers_of(made)
         for gradients in self._gradients:
             for p, gradient in zip(self._parameters, gradients, strict=True):
@@ -242,13 +242,13 @@ class _Trial:
                 counts.look_ahead()
             options = {k: v for k, v in like.param_groups[0].items() if k != "params"}
             for i, gradient in enumerate(gradients_of(gradients)):
-                own = gradient.clone()
-                states[i] = dict(made.step(options, places[i], own, states[i]))
-                own.fill_(torch.nan)
+                copied = gradient.clone()
+                states[i] = dict(made.step(options, places[i], copied, states[i]))
+                copied.fill_(torch.nan)
             if counts is not None:
                 counts.move_on()
-        found = numbers_of(like)
-        counted = next((k for k, v in self._counted.items() if found.get(k) != v), None)
+        numbers = numbers_of(like)
+        counted = next((k for k, v in self._counted.items() if numbers.get(k) != v), None)
         if counted is not None:
             raise self._refused(f"its step() changes {counted}, {_KEEP}")
         return states

@@ -25,7 +25,7 @@ def same_options(
     attributes = {k: v for k, v in vars(optimizer).items() if is_plain(v)}
     accepted, known = inspect.signature(type(optimizer)).parameters, {**attributes, **optimizer.defaults, **options}
     required = [k for k, p in accepted.items() if p.default is p.empty and k in known]
-    groups = [{**options, "params": list(own)} for own in (parameters, beside) if own]
+    groups = [{**options, "params": list(members)} for members in (parameters, beside) if members]
     made: torch.optim.Optimizer = type(optimizer)(groups, **{k: known[k] for k in required})
     vars(made).update(attributes)
     made.defaults.update(optimizer.defaults)
@@ -105,8 +105,8 @@ class Counts:
         """Give the optimizer the numbers after the step."""
         for group, changed in zip(self._optimizer.param_groups, self._next, strict=True):
             group.update(changed)
-        own = vars(self._optimizer)
-        own.update({k: v for k, v in _counted(self._made).items() if [*_numbers(v)] != [*_numbers(own.get(k))]})
+        known = vars(self._optimizer)
+        known.update({k: v for k, v in _counted(self._made).items() if [*_numbers(v)] != [*_numbers(known.get(k))]})
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -119,8 +119,8 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return copies of the attributes that have numbers."""
-    own = {k: v for k, v in vars(optimizer).items() if k not in _NO_NUMBERS}
-    return {k: copy.deepcopy(v) for k, v in own.items() if next(_numbers(v), None) is not None}
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in _NO_NUMBERS}
+    return {k: copy.deepcopy(v) for k, v in attributes.items() if next(_numbers(v), None) is not None}
 
 
 _NO_NUMBERS = "param_groups", "state", "defaults"
@@ -131,6 +131,6 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     if isinstance(value, (int, float)) or isinstance(value, Tensor) and value.numel() == 1:
         yield name, float(value)
     elif isinstance(value, (list, tuple, dict)):
-        for key, own in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if key not in _NO_NUMBERS:
-                yield from _numbers(own, f"{name}.{key}" if name else str(key))
+                yield from _numbers(item, f"{name}.{key}" if name else str(key))

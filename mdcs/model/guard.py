@@ -132,8 +132,8 @@ class Guard:
         """Allow every use of the parameters."""
         if not self.is_open:
             self.is_open = True
-            for _, p, own, _ in self._parameters:
-                p.__class__ = own
+            for _, p, opened, _ in self._parameters:
+                p.__class__ = opened
 
     def close(self) -> None:
         """Refuse every use of the parameters except autograd's."""

@@ -183,8 +183,8 @@ class Hooks:
         self._side_depth, self._depth = max(0, self._side_depth - is_side), max(0, self._depth - (not is_side))
         return is_side
 
-    def _before(self, unit: int, of: ModelUnit) -> Any:
-        trained = [p for _, p in of.parameters] if of.trainable else []
+    def _before(self, unit: int, model_unit: ModelUnit) -> Any:
+        trained = [p for _, p in model_unit.parameters] if model_unit.trainable else []
 
         def hook(module: nn.Module, args: Any) -> None:
             if self.in_backward:  # activation checkpointing
@@ -192,25 +192,25 @@ class Hooks:
                 return
             self._end_queued = False  # a backward that raised did not run its callback
             if self._enter(trained):
-                _refuse_transforms(of)
+                _refuse_transforms(model_unit)
                 self.listener.side_begin(unit, False)
             else:
-                _refuse_transforms(of)
-                _refuse_compiled_autograd(of)
+                _refuse_transforms(model_unit)
+                _refuse_compiled_autograd(model_unit)
                 self.reentrant.note_forward(unit)
                 self.listener.forward_begin(unit)
 
         return hook
 
-    def _after(self, unit: int, of: ModelUnit) -> Any:
+    def _after(self, unit: int, model_unit: ModelUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.in_backward:
                 # a reentrant checkpoint runs a backward pass for what this forward computed
                 if torch.is_grad_enabled():
-                    self._call_in_backward(output, of.name, lambda hooks: hooks._continue_slot(unit))
+                    self._call_in_backward(output, model_unit.name, lambda hooks: hooks._continue_slot(unit))
                 return
             is_side = self._leave()
-            self._call_in_backward(output, of.name, lambda hooks: hooks._begin_slot(unit))
+            self._call_in_backward(output, model_unit.name, lambda hooks: hooks._begin_slot(unit))
             if is_side:
                 self.listener.side_end(unit)
             else:

@@ -60,14 +60,14 @@ _OPAQUE = str, bytes, int, float, complex, type(None), type, ModuleType, Functio
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value: in containers, and in attributes of objects of any class."""
-    seen: set[int] = set()  # objects may refer to themselves
+    visited: set[int] = set()  # objects may refer to themselves
     queue = deque([value])
-    while queue and len(seen) < _MOST_OBJECTS:
+    while queue and len(visited) < _MOST_OBJECTS:
         each = queue.popleft()
         if isinstance(each, Tensor):
             yield each
-        elif not isinstance(each, _OPAQUE) and id(each) not in seen:
-            seen.add(id(each))
+        elif not isinstance(each, _OPAQUE) and id(each) not in visited:
+            visited.add(id(each))
             if isinstance(each, dict):
                 queue.extendleft(reversed(list(each.values())))
             elif isinstance(each, (list, tuple)):
@@ -106,9 +106,9 @@ class BatchSizes:
         if self._first is None:
             self._first = module
         if module is self._first:
-            found = next(iter(tensors_in([*args, *kwargs.values()])), None)
-            if found is not None and (self.sizes is None or found.numel() > math.prod(self.sizes)):
-                self.sizes = (found.numel(),) if found.is_nested else tuple(found.shape)
+            tensor = next(iter(tensors_in([*args, *kwargs.values()])), None)
+            if tensor is not None and (self.sizes is None or tensor.numel() > math.prod(self.sizes)):
+                self.sizes = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def in_words(sizes: Sizes) -> str:

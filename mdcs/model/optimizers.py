@@ -56,7 +56,7 @@ class Optimizers:
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """All state by parameter, in a new dictionary."""
-        return {p: own for optimizer in self.members for p, own in optimizer.state.items()}
+        return {p: values for optimizer in self.members for p, values in optimizer.state.items()}
 
     def clear_state(self) -> None:
         """Drop the state of all."""
@@ -66,8 +66,8 @@ class Optimizers:
     def set_state(self, state: dict[Any, dict[str, Any]]) -> None:
         """Give each optimizer the state of its parameters."""
         for optimizer in self.members:
-            own = parameters_of(optimizer)
-            optimizer.state.update({p: values for p, values in state.items() if p in own})
+            members = parameters_of(optimizer)
+            optimizer.state.update({p: values for p, values in state.items() if p in members})
 
 
 class WithAverage(torch.optim.Optimizer):
@@ -195,8 +195,8 @@ def by_optimizer(units: Sequence[ModelUnit], updates: Updates) -> list[ModelUnit
             continue
         name, _, marks = unit.name.partition("[")
         for i, part in enumerate(sorted(alike, key=lambda part: -sum(p.numel() for _, p in alike[part]))):
-            own = [mark for mark in (marks.removesuffix("]"), updates.name_of(part) if i else "") if mark]
-            out.append(dataclasses.replace(unit, name=name + marked(own), parameters=tuple(alike[part])))
+            brackets = [mark for mark in (marks.removesuffix("]"), updates.name_of(part) if i else "") if mark]
+            out.append(dataclasses.replace(unit, name=name + marked(brackets), parameters=tuple(alike[part])))
     return out
 
 
@@ -226,9 +226,8 @@ def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     Raises UnsupportedModel for another wrapper, whose own work in ``step`` would be left out, for an optimizer that
     changes parameters outside of ``step``, and for other objects.
     """
-    inner = next(
-        (own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, torch.optim.Optimizer)), None
-    )
+    attributes = getattr(optimizer, "__dict__", {}).values()
+    inner = next((value for value in attributes if isinstance(value, torch.optim.Optimizer)), None)
     name = type(optimizer).__name__
     if inner is None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedModel(f"{name} is no torch.optim.Optimizer")

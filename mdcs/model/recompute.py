@@ -81,11 +81,11 @@ class Recomputation:
 
     def remove(self) -> None:
         """Restore the forwards."""
-        for module, own in self._restore:
-            if own is None:
+        for module, forward in self._restore:
+            if forward is None:
                 vars(module).pop("forward", None)
             else:
-                module.forward = own
+                module.forward = forward
         self._restore.clear()
 
 
@@ -131,7 +131,7 @@ class CheckpointedForward:
         )  # fmt: skip
         after = self._versions()
         # one that this forward has made is no change
-        if any(after.get(place) != seen for place, seen in before.items()):
+        if any(after.get(place) != version for place, version in before.items()):
             self._refuse("changes a buffer")
         if [*map(id, held)] != [id(tensor) for tensor in tensors_in(given)]:
             self._refuse("changes an object that it is called with")
@@ -182,15 +182,15 @@ def _computed_again(
     module: nn.Module, recomputing: Recomputing, operators: AbstractContextManager[Any]
 ) -> Iterator[None]:
     """Compute again, with copies of running statistics, which the first forward has updated."""
-    kept = [(m, dict(m._buffers)) for m in module.modules() if m.training and has_batch_statistics(m)]
-    for of, buffers in kept:
-        of._buffers.update((name, None if b is None else b.clone()) for name, b in buffers.items())
+    statistics = [(m, dict(m._buffers)) for m in module.modules() if m.training and has_batch_statistics(m)]
+    for owner, buffers in statistics:
+        owner._buffers.update((name, None if b is None else b.clone()) for name, b in buffers.items())
     try:
         with recomputing(), operators:
             yield
     finally:
-        for of, buffers in kept:
-            of._buffers.update(buffers)
+        for owner, buffers in statistics:
+            owner._buffers.update(buffers)
 
 
 class _Again(contextlib.ExitStack):

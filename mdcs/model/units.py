@@ -71,14 +71,14 @@ class ByClass:
 
     def roots(self, model: nn.Module) -> set[str]:
         """Return the names of the instances in ``model``. Raises UnsupportedModel if there is none."""
-        found = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
-        if not found:
+        names = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
+        if not names:
             there = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
             raise UnsupportedModel(
                 f"no module of class {' or '.join(self.classes)} in {type(model).__name__}, which has "
                 f"{', '.join(there)}: name one of these, or give partition() no policy"
             )
-        return found
+        return names
 
 
 @dataclass(frozen=True)
@@ -282,11 +282,11 @@ def block_roots(model: nn.Module) -> set[str]:
     those inside of attributes.
     """
     kinds = {type(model.get_submodule(name)) for name in _repeated(model, "")}
-    found: list[str] = []
+    roots: list[str] = []
     for name, module in model.named_modules():  # a module comes before those inside of it
-        if type(module) in kinds and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return set(found)
+        if type(module) in kinds and not any(name.startswith(f"{outer}.") for outer in roots):
+            roots.append(name)
+    return set(roots)
 
 
 def _repeated(model: nn.Module, prefix: str) -> set[str]:
@@ -295,7 +295,7 @@ def _repeated(model: nn.Module, prefix: str) -> set[str]:
     for name, child in model.named_children():
         if next(child.parameters(), None) is not None:
             alike.setdefault(type(child), []).append((prefix + name, child))
-    found: set[str] = set()
+    names: set[str] = set()
     for kind, members in alike.items():
         is_only = len(members) == 1 and not isinstance(model, nn.ModuleList)
         repeated = not is_only and kind not in _LISTS and all(_has_layers(m) for _, m in members)
@@ -303,8 +303,8 @@ def _repeated(model: nn.Module, prefix: str) -> set[str]:
         is_whole = repeated and isinstance(model, _LISTS) and max(sizes) <= _ALIKE * min(sizes)
         for name, module in members:
             inner = set() if is_whole else _repeated(module, f"{name}.")
-            found |= inner or ({name} if repeated else set())
-    return found
+            names |= inner or ({name} if repeated else set())
+    return names
 
 
 def _has_layers(module: nn.Module) -> bool:

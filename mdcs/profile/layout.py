@@ -19,10 +19,10 @@ from typing import NamedTuple
 @lru_cache(maxsize=64)
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element of a floating type by its name in torch. Raises ValueError for another."""
-    found = re.match(r"b?float(\d+)(_|$)", dtype)
-    if found is None:
+    match = re.match(r"b?float(\d+)(_|$)", dtype)
+    if match is None:
         raise ValueError(f"a type must be floating, such as float32 or bfloat16, got {dtype!r}")
-    return int(found[1]) // 8
+    return int(match[1]) // 8
 
 
 def pad(numel: int, world: int) -> int:

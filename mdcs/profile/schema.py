@@ -259,8 +259,8 @@ class Profile:
     def reliability_warning(self) -> str:
         """The ``unreliable_runs`` plans with both numbers, in words; empty if there are none."""
         each = (
-            f"{name} {told * 1e3:.1f} ms, measured {seen * 1e3:.1f}"
-            for name, (told, seen) in self.unreliable_runs.items()
+            f"{name} {predicted * 1e3:.1f} ms, measured {measured * 1e3:.1f}"
+            for name, (predicted, measured) in self.unreliable_runs.items()
         )
         return (
             f"predictions are off by more than half in calibration runs ({'; '.join(each)})"
@@ -322,11 +322,11 @@ class Profile:
         """
         if len(parts) == 1:
             return [parts]
-        found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+        groups: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         for part in parts:
             unit = self.units[part[0]]
-            found.setdefault((unit.dtype_on_wire(kind.is_gather), bool(unit.whole)), []).append(part)
-        return [tuple(alike) for alike in found.values()]
+            groups.setdefault((unit.dtype_on_wire(kind.is_gather), bool(unit.whole)), []).append(part)
+        return [tuple(alike) for alike in groups.values()]
 
     @property
     def per_node(self) -> int:

@@ -116,40 +116,40 @@ class ActivationExcess:
             raise OverBudget(self._said(step, *max(above)))
         if above and not self._has_warned:
             self._has_warned = True
-            said = self._said(step, *max(above))
-            warnings.warn(f"{said}. This is said once; parallel.records() have every step", stacklevel=3)
+            text = self._said(step, *max(above))
+            warnings.warn(f"{text}. This is said once; parallel.records() have every step", stacklevel=3)
         self._batch.restart()
         return len(above), max((size for size, *_ in above), default=0)
 
     def _said(self, step: int, above: int, slot: int, activations: int) -> str:
         assert self.budget is not None
         sizes = None if self._batch.sizes is None else in_words(self._batch.sizes)
-        said = f"rank {self._rank}, step {step}: {above / MIB:.2f} MiB above the budget of {self.budget / MIB:.2f} MiB"
+        text = f"rank {self._rank}, step {step}: {above / MIB:.2f} MiB above the budget of {self.budget / MIB:.2f} MiB"
         if slot >= 0:
-            said += f" in {self._names[slot]}"
+            text += f" in {self._names[slot]}"
         if activations >= 0:
             measured = self._slots[slot].peak
-            said += f", where activations take {activations / MIB:.2f} MiB; measured: {measured / MIB:.2f} MiB"
+            text += f", where activations take {activations / MIB:.2f} MiB; measured: {measured / MIB:.2f} MiB"
         if self.is_larger and self._profiled is not None:
-            said += (
+            text += (
                 f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
             )
         elif held := sum(tensor.nbytes for each in self._states if (tensor := each()) is not None):
-            said += (
+            text += (
                 f". The loop holds {held / MIB:.2f} MiB that state_dict() has returned: delete it before the next step"
             )
         elif self._left_out:
-            said += f". The measured step left out {', '.join(self._left_out)}: measure one that runs all layers"
+            text += f". The measured step left out {', '.join(self._left_out)}: measure one that runs all layers"
         else:
-            said += (
+            text += (
                 ". The loop keeps what the measured step does not, such as outputs of a step or of an evaluation that "
                 "a variable holds until the next step: delete it before backward()"
             )
         more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
-        return f"{said}, {more}"
+        return f"{text}, {more}"
 
-    def _beyond(self, found: int, profiled: int) -> int:
-        return max(0, found - profiled - self._reserve)
+    def _beyond(self, measured: int, profiled: int) -> int:
+        return max(0, measured - profiled - self._reserve)
 
     def _counted(self, slot: int, size: int) -> int:
         return 0 if self.budget is None or size <= self.budget // _LEAST and slot not in self._over else size

@@ -66,8 +66,8 @@ class Buffers:
         """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may
         read; None if none did.
         """
-        for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
-            if local in held and _version(held[local]) != seen:
+        for (name, held, local), version in zip(self._watched, self._seen, strict=True):
+            if local in held and _version(held[local]) != version:
                 return name
         return next((name for name, _ in self._made()), None)
 
@@ -137,8 +137,8 @@ def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Return a checksum of names, shapes, types and parameters' strides: ranks with different checksums cannot exchange
     these tensors.
     """
-    told = [(n, tuple(t.shape), t.dtype, dense_order(t) if isinstance(t, nn.Parameter) else ()) for n, t in tensors]
-    return zlib.crc32(repr(told).encode())
+    facts = [(n, tuple(t.shape), t.dtype, dense_order(t) if isinstance(t, nn.Parameter) else ()) for n, t in tensors]
+    return zlib.crc32(repr(facts).encode())
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

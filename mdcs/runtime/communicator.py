@@ -111,8 +111,8 @@ class _Native:
             yield _works(_reduce_scatter(out, buffer, group=self._group, async_op=self._async))
 
     def all_gather(self, buffer: Tensor) -> Iterator[Sequence[Waitable]]:
-        own = buffer.chunk(self._world)[self._rank]
-        yield _works(_all_gather(buffer, own, group=self._group, async_op=self._async))
+        part = buffer.chunk(self._world)[self._rank]
+        yield _works(_all_gather(buffer, part, group=self._group, async_op=self._async))
 
 
 class Ring:
@@ -198,8 +198,8 @@ class NodeCommunicator:
 
     def _reduce(self, buffer: Tensor, scratch: Tensor | None, out: Tensor) -> Iterator[Sequence[Waitable]]:
         for communicator, kind, tensor in (self._inside, Kind.RS, buffer), (self._across, Kind.AR, out):
-            own = None if scratch is None else scratch[: communicator.scratch(kind, tensor.numel())]
-            yield [communicator.launch(kind, tensor, own, out)]
+            part = None if scratch is None else scratch[: communicator.scratch(kind, tensor.numel())]
+            yield [communicator.launch(kind, tensor, part, out)]
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

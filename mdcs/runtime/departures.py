@@ -193,10 +193,10 @@ class Lending:
         for peer in others:
             keys = _keys(self._rank, self._borrowed, peer, self._part_bytes(storage))
             while not store.check(keys):
-                heard = self._words.peer_failure()
-                if heard or time.monotonic() >= deadline:
+                reason = self._words.peer_failure()
+                if reason or time.monotonic() >= deadline:
                     raise place.error(
-                        f"{heard}. This rank waited for its part of {storage.name}" if heard else
+                        f"{reason}. This rank waited for its part of {storage.name}" if reason else
                         f"{storage.name} is used once more than in the measured step, and rank {peer} did not send "
                         f"its part in {self._context.timeout_s:g} s: look at the log of rank {peer}"
                     )  # fmt: skip
@@ -214,8 +214,8 @@ class Lending:
             # behind the gather that followed the last update
             with torch.no_grad(), self._context.executor.on_comm_stream():
                 # Copies: memory that numpy has seen cannot be freed by resizing.
-                own = ((storage.owned_shard(b), storage.flat_param.dtype) for b in range(len(storage.blocks)))
-                parts = [shard.to("cpu", dtype, copy=True) for shard, dtype in own]
+                shards = ((storage.owned_shard(b), storage.flat_param.dtype) for b in range(len(storage.blocks)))
+                parts = [shard.to("cpu", dtype, copy=True) for shard, dtype in shards]
             data = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
             for key, at in zip(_keys(asking, number, self._rank, len(data)), itertools.count(0, _CHUNK)):
                 store.set(key, data[at : at + _CHUNK])  # type: ignore[arg-type]  # bytes are as good as text
@@ -292,14 +292,14 @@ class SidePasses:
         """
         self.is_open = False
         with self.departures.timed():
-            kept = self._evaluation.keep() if self._makes_graphs else ()
+            whole = self._evaluation.keep() if self._makes_graphs else ()
             self._block.close()
             for storage, was_open in zip(self._storages, self._open, strict=True):
                 if was_open:
                     storage.guard.open()
                 else:
                     storage.guard.close()
-            for unit in kept:
+            for unit in whole:
                 if not self._full[unit]:
                     self._storages[unit].take_outside()
                     self._storages[unit].guard.open()

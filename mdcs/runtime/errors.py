@@ -120,10 +120,10 @@ class FailureChannel:
 
     def annotate(self, message: str) -> str:
         """Return the message of an error here, with the other rank's reason if it has to do with it."""
-        heard = self.peer_failure()
-        if not heard and not self._has_published and _OF_A_PEER.search(message):
-            heard = self._roll_call()
-        return f"{message} ({heard})" if heard and heard not in message else message
+        reason = self.peer_failure()
+        if not reason and not self._has_published and _OF_A_PEER.search(message):
+            reason = self._roll_call()
+        return f"{message} ({reason})" if reason and reason not in message else message
 
     def end(self) -> None:
         """End this rank's part: it stops answering, and does not count as gone."""

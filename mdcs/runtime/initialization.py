@@ -103,7 +103,7 @@ def shard_units(
     With a ``group`` rank 0's values are broadcast, those of buffers unless it ``keeps_buffers``. Raises
     UnsupportedModel for parameters or buffers that the initialisation of their module does not set.
     """
-    found: dict[int, UnitStorage] = {}
+    storages: dict[int, UnitStorage] = {}
     for members in initialisation.together:
         made = {u: make(u) for u in members}
         is_new = initialisation.units(members)
@@ -114,14 +114,14 @@ def shard_units(
             storage.init_shards()
             if is_new:
                 storage.guard.close()  # initialisations of other modules must not use it
-        found |= made
+        storages |= made
     initialisation.the_rest()
-    for storage in found.values():
+    for storage in storages.values():
         storage.guard.open()
     for name, buffer in model.named_buffers() if group is not None and not keeps_buffers else ():
         with place.during(f"broadcast of buffer {name}"), torch.no_grad():
             broadcast(buffer, group)
-    return [found[u] for u in range(len(found))]
+    return [storages[u] for u in range(len(storages))]
 
 
 def leave_units(storages: Iterable[UnitStorage]) -> None:

@@ -113,17 +113,17 @@ def optimizer_states(engine: Engine, *, keep: bool, cpu: bool) -> list[dict[str,
     """Return the state dict of every optimizer, empty unless ``keep``. Gathers one unit at a time; drains first.
     Collective."""
     engine.drain("optimizer_state_dict()", needs_ranks=True)
-    found = engine.optimizer_state.full(keep=keep, cpu=cpu)
-    _hand_out(engine, found)
-    return [optimizer_state.to_state_dict(optimizer, found) if keep else {} for optimizer in engine.optimizers.members]
+    state = engine.optimizer_state.full(keep=keep, cpu=cpu)
+    _hand_out(engine, state)
+    return [optimizer_state.to_state_dict(optimizer, state) if keep else {} for optimizer in engine.optimizers.members]
 
 
 def optimizer_state_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of ``optimizer``; drains first. Collective."""
     engine.drain("optimizer_state_dict()", needs_ranks=True)
-    found = engine.optimizer_state.full(keep=True, cpu=False, of=parameters_of(optimizer))
-    _hand_out(engine, found)
-    return optimizer_state.to_state_dict(optimizer, found)
+    state = engine.optimizer_state.full(keep=True, cpu=False, only=parameters_of(optimizer))
+    _hand_out(engine, state)
+    return optimizer_state.to_state_dict(optimizer, state)
 
 
 def load_optimizer_states(engine: Engine, given: Given) -> None:
@@ -134,14 +134,14 @@ def load_optimizer_states(engine: Engine, given: Given) -> None:
     engine.drain("load_optimizer_state_dict()")
     loaded = [optimizer for optimizer, _ in given]
     others = {p for optimizer in engine.optimizers.members if optimizer not in loaded for p in parameters_of(optimizer)}
-    found: dict[Any, Any] = dict(engine.optimizer_state.full(keep=True, cpu=True, of=others)) if others else {}
+    state: dict[Any, Any] = dict(engine.optimizer_state.full(keep=True, cpu=True, only=others)) if others else {}
     for optimizer, saved in given:
-        found |= optimizer_state.from_state_dict(optimizer, saved)
+        state |= optimizer_state.from_state_dict(optimizer, saved)
     named = [list(zip(s.names, s.parameters, strict=True)) for s in engine.storages]
-    optimizer_state.histories(named, engine.updates.updates, found)
+    optimizer_state.histories(named, engine.updates.updates, state)
     for optimizer, saved in given:
         optimizer_state.load_options(optimizer.param_groups, saved)
-    engine.optimizer_state.load(found)
+    engine.optimizer_state.load(state)
 
 
 def check_options(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

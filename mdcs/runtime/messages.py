@@ -294,8 +294,8 @@ class Messages:
             return block
         rows = self._rows(buffer, message)
         if message.kind.is_gather:
-            own = [self.storages[u].flat_param[self.storages[u].owned_slice(b)] for u, b in message.parts]
-            torch.cat(own, out=rows[self.context.rank % len(rows)])
+            parts = [self.storages[u].flat_param[self.storages[u].owned_slice(b)] for u, b in message.parts]
+            torch.cat(parts, out=rows[self.context.rank % len(rows)])
         else:
             torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=rows)
         return buffer

@@ -76,27 +76,27 @@ class OptimizerCalls:
         return None
 
     def _running(self) -> Run:
-        found = self._run()
-        if found is None:
+        run = self._run()
+        if run is None:
             raise RunError("the optimizer's run is gone: keep the result of parallelize() while you train")
-        return found
+        return run
 
     def _redirect(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Put the calls in the place of the optimizer's own; return what was there: a schedule's, or an outer run's."""
 
-        def step(own: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self.step(own, closure)
+        def step(receiver: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(receiver, closure)
 
-        def zero_grad(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        def zero_grad(receiver: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             run = self._run()
             if run is None or not run.drops_gradients():
-                type(own).zero_grad(own, *args, **kwargs)
+                type(receiver).zero_grad(receiver, *args, **kwargs)
 
-        def state_dict(own: torch.optim.Optimizer) -> dict[str, Any]:
-            return self._running().state_dict_of(own)
+        def state_dict(receiver: torch.optim.Optimizer) -> dict[str, Any]:
+            return self._running().state_dict_of(receiver)
 
-        def load_state_dict(own: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-            self._running().load_state_dict_of(own, state_dict)
+        def load_state_dict(receiver: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+            self._running().load_state_dict_of(receiver, state_dict)
 
         count_as_scheduled(step)
         calls: dict[str, Callable[..., Any]] = {

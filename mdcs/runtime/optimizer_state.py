@@ -36,20 +36,21 @@ def histories(
 
     Raises ValueError where the shape of a state per element is not its parameter's.
     """
-    found: dict[tuple[int, int], History] = {}
+    by_place: dict[tuple[int, int], History] = {}
     for u, parameters in enumerate(units):
         for i, (name, p) in enumerate(parameters):
-            own = {key: value for key, value in state.get(p, {}).items() if value is not None}
-            if p in updates.groups and p.requires_grad and own:
+            values = {key: value for key, value in state.get(p, {}).items() if value is not None}
+            if p in updates.groups and p.requires_grad and values:
                 layout = updates.layout_of(p)
-                for key in own.keys() - layout.replicated:
-                    shape = getattr(own[key], "shape", ())
+                for key in values.keys() - layout.replicated:
+                    shape = getattr(values[key], "shape", ())
                     if shape != p.shape:
                         raise ValueError(
                             f"{name} is {tuple(p.shape)}, its {key} in the optimizer's state {tuple(shape)}"
                         )
-                found[u, i] = {key: _number(own[key]) if key in layout.replicated else None for key in sorted(own)}
-    return found
+                copies = {key: _number(values[key]) for key in values.keys() & layout.replicated}
+                by_place[u, i] = {key: copies.get(key) for key in sorted(values)}
+    return by_place
 
 
 def _number(value: Any) -> Any:
@@ -58,8 +59,8 @@ def _number(value: Any) -> Any:
         return value
     if value.numel() == 1:
         return value.tolist()
-    own = value.detach().double().cpu().flatten()
-    return tuple(value.shape), float(own.sum()), float(own.dot(torch.arange(1.0, own.numel() + 1, dtype=own.dtype)))
+    flat = value.detach().double().cpu().flatten()
+    return tuple(value.shape), float(flat.sum()), float(flat.dot(torch.arange(1.0, flat.numel() + 1, dtype=flat.dtype)))
 
 
 class OptimizerState:
@@ -92,7 +93,8 @@ class OptimizerState:
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
         wanted = histories(named, self._updates.updates, state)
         trained = {p for storage in self._storages if storage.trainable for p in storage.parameters}
-        self.kept = {p: {key: _made(v, p) for key, v in own.items()} for p, own in state.items() if p not in trained}
+        frozen = [(p, values) for p, values in state.items() if p not in trained]
+        self.kept = {p: {key: _made(v, p) for key, v in values.items()} for p, values in frozen}
         self._updates.forget()
         for u in range(len(self._storages)):
             self._prepare(u, wanted, state)
@@ -103,10 +105,10 @@ class OptimizerState:
         for u, b, run in list(self._runs(unit)):
             history: History | None = None
             for place, p in self._parameters(u, b, run):
-                own = wanted.get(self._places[p], {})
-                if history is not None and own != history:
+                current = wanted.get(self._places[p], {})
+                if history is not None and current != history:
                     self._updates.cut((u, b), [place])
-                history = own
+                history = current
         for u, b, run in self._runs(unit):
             group, layout = self._updates.optimizers.param_groups[run.group], self._updates.layout_of(run)
             for _, p in self._parameters(u, b, run)[:1]:
@@ -140,15 +142,15 @@ class OptimizerState:
         self.kept = before.kept
         self._updates.forget()
         for u, storage in enumerate(self._storages):
-            own = {p: started[p] for p in storage.parameters if p in started}
+            begun = {p: started[p] for p in storage.parameters if p in started}
             state = {
                 p: copies | {key: torch.empty_like(p, device="meta") for key in keys}
-                for p, (copies, keys) in own.items()
+                for p, (copies, keys) in begun.items()
             }
             named = list(zip(storage.names, storage.parameters, strict=True))
-            found = histories([named], self._updates.updates, state)
-            self._prepare(u, {(u, i): history for (_, i), history in found.items()}, state)
-            for key in sorted({key for _, keys in own.values() for key in keys}):
+            known = histories([named], self._updates.updates, state)
+            self._prepare(u, {(u, i): history for (_, i), history in known.items()}, state)
+            for key in sorted({key for _, keys in begun.values() for key in keys}):
                 whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
                 for name, fragment in self.fragments(unit=u):
                     if name == key:
@@ -213,10 +215,10 @@ class OptimizerState:
         """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective."""
         here: list[tuple[dict[str, Any], list[str], list[tuple[int, int]]]] = []
         for u, b, run in self._runs():
-            own, layout = dict(run.saved), self._updates.layout_of(run)
-            if own:
-                copies = {k: copy_of(own.pop(k), cpu=True) for k in list(own) if k in layout.replicated}
-                here.append((copies, sorted(own), [self._places[p] for _, p in self._parameters(u, b, run)]))
+            values, layout = dict(run.saved), self._updates.layout_of(run)
+            if values:
+                copies = {k: copy_of(values.pop(k), cpu=True) for k in list(values) if k in layout.replicated}
+                here.append((copies, sorted(values), [self._places[p] for _, p in self._parameters(u, b, run)]))
         return {
             self._storages[u].parameters[i]: (copies, keys)
             for ranks in self._exchange(here)  # a rank that has padding only has no state
@@ -225,32 +227,32 @@ class OptimizerState:
         }
 
     def full(
-        self, *, keep: bool, cpu: bool, release: bool = False, of: Collection[Any] | None = None
+        self, *, keep: bool, cpu: bool, release: bool = False, only: Collection[Any] | None = None
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
         flight.
 
-        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered. ``of``:
-        parameters, None: all.
+        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered.
+        ``only``: of these parameters, None: of all.
         """
-        kept = self.kept.items() if keep else ()
-        found = {p: {key: copy_of(value, cpu) for key, value in own.items()} for p, own in kept}
-        started = {p: own for p, own in self.started().items() if of is None or p in of}
+        frozen = self.kept.items() if keep else ()
+        state = {p: {key: copy_of(value, cpu) for key, value in values.items()} for p, values in frozen}
+        started = {p: values for p, values in self.started().items() if only is None or p in only}
         for u in range(len(self._storages)):
-            found |= self._whole(u, started, keep=keep, cpu=cpu)
+            state |= self._whole(u, started, keep=keep, cpu=cpu)
             for _, _, run in self._runs(u) if release else ():
                 run.clear()
-        return found
+        return state
 
     def _whole(
         self, unit: int, started: Started, *, keep: bool, cpu: bool
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the whole state of a unit's parameters in ``started``, on ranks that ``keep`` it. Collective."""
-        storage, found = self._storages[unit], dict[nn.Parameter, dict[str, Any]]()
+        storage, state = self._storages[unit], dict[nn.Parameter, dict[str, Any]]()
         for p in storage.parameters if keep else ():
             if p in started:
                 group, own = self._updates.optimizers.param_groups[self._groups[p]], started[p][0]
-                found[p] = {
+                state[p] = {
                     key: copy_of(value, cpu) if cpu else self._replicated(self.layout_of(p), key, value, group, p)
                     for key, value in own.items()
                 }
@@ -258,14 +260,14 @@ class OptimizerState:
             values = self._unsharder.gather_by_parameter(unit, self._parts(unit, key), "optimizer state")
             for name, p in zip(storage.names, storage.parameters, strict=True):
                 if keep and key in started.get(p, ({}, ()))[1]:
-                    found[p][key] = values[name].cpu() if cpu else values[name]
-        return found
+                    state[p][key] = values[name].cpu() if cpu else values[name]
+        return state
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
         """Return this rank's part of one state of a unit, by block: flat, zeros where there is none."""
         storage = self._storages[u]
-        own, updated = self.layout_of(storage.parameters[0]).per_element.get(key), storage.master_dtype
-        dtype = own or updated or storage.flat_param.dtype
+        stored, updated = self.layout_of(storage.parameters[0]).per_element.get(key), storage.master_dtype
+        dtype = stored or updated or storage.flat_param.dtype
         sizes = [size // storage.parts for size in storage.blocks]
         parts = {b: torch.zeros(size, dtype=dtype, device=storage.device) for b, size in enumerate(sizes)}
         for _, b, run in self._runs(u):
@@ -283,11 +285,10 @@ class OptimizerState:
         """Return the parameters of a run, each with its first element in this rank's part of the block."""
         storage = self._storages[u]
         start = storage.owned_slice(b).start
-        own = fragments(storage, start + run.place.start, run.flat(run.parameter))
+        pieces = fragments(storage, start + run.place.start, run.flat(run.parameter))
         offsets = {p: place.offset for p, place in zip(storage.parameters, storage.places, strict=True)}
-        return sorted(
-            ((max(offsets[f.parameter] - start, run.place.start), f.parameter) for f in own), key=lambda found: found[0]
-        )
+        places = ((max(offsets[f.parameter] - start, run.place.start), f.parameter) for f in pieces)
+        return sorted(places, key=lambda place: place[0])
 
 
 def _made(value: Any, p: Tensor) -> Any:
@@ -318,12 +319,12 @@ def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 def for_parameters(state: State, layout_of: Callable[[Any], StateLayout]) -> dict[Tensor, dict[str, Any]]:
     """Return state for a plain loop's optimizer: in the parameters' own precision."""
-    found = {}
+    out = {}
     for p, values in state.items():
         layout = layout_of(p)
-        own = {key for key, dtype in layout.per_element.items() if dtype is not None} | layout.replicated
-        found[p] = {k: v if k in own else v.to(p.dtype) for k, v in values.items()}
-    return found
+        exact = {key for key, dtype in layout.per_element.items() if dtype is not None} | layout.replicated
+        out[p] = {k: v if k in exact else v.to(p.dtype) for k, v in values.items()}
+    return out
 
 
 def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
@@ -331,9 +332,9 @@ def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, A
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
-        own = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
-    return {"state": {numbers[p]: dict(own) for p, own in state.items() if p in numbers}, "param_groups": groups}
+        values = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": values})
+    return {"state": {numbers[p]: dict(values) for p, values in state.items() if p in numbers}, "param_groups": groups}
 
 
 def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
@@ -347,7 +348,7 @@ def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
         for group, their in zip(groups, theirs, strict=True)
         for number, p in zip(their["params"], group["params"], strict=True)
     }
-    return {parameters[number]: own for number, own in saved["state"].items()}
+    return {parameters[number]: values for number, values in saved["state"].items()}
 
 
 def load_options(groups: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:

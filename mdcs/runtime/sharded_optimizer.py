@@ -83,14 +83,14 @@ class UpdateRun:
         assert self.whole is None
         middle, whole = at - self.place.start, self.parameter.shape
         sides = []
-        for own, place in (
+        for cut, place in (
             (slice(middle), slice(self.place.start, at)),
             (slice(middle, None), slice(at, self.place.stop)),
         ):
-            side = UpdateRun(self.group, slice(None), self.parameter[own])
+            side = UpdateRun(self.group, slice(None), self.parameter[cut])
             side.place = place
             side.state = {
-                key: value if not isinstance(value, Tensor) else value[own] if value.shape == whole else value.clone()
+                key: value if not isinstance(value, Tensor) else value[cut] if value.shape == whole else value.clone()
                 for key, value in self.state.items()
             }
             side.started = self.started
@@ -244,10 +244,10 @@ class ShardedOptimizer:
                 yield UpdateRun(self._group_of[u][segment], slice(start, start + length), local)
 
     def _whole_runs(self, storage: UnitStorage, b: int) -> Iterator[UpdateRun]:
-        own, local = storage.owned_slice(b), storage.owned_shard(b)
+        part, local = storage.owned_slice(b), storage.owned_shard(b)
         for p, place in zip(storage.parameters, storage.places, strict=True):
-            if own.start <= place.offset < own.stop:
-                start = place.offset - own.start
+            if part.start <= place.offset < part.stop:
+                start = place.offset - part.start
                 yield UpdateRun(self.updates.groups[p], slice(start, start + place.numel), local, place)
 
     def cut(self, part: Part, at: Iterable[int]) -> None:
@@ -285,15 +285,15 @@ class ShardedOptimizer:
             counts.move_on()
         self._has_updated = False
 
-    def changed_option(self, of: torch.optim.Optimizer | None = None) -> tuple[int, str] | None:
+    def changed_option(self, optimizer: torch.optim.Optimizer | None = None) -> tuple[int, str] | None:
         """Return (parameter group, name) of an option that changed since the snapshot; None if none did.
 
-        ``of``: one of the optimizers, None: all.
+        ``optimizer``: one of the optimizers, None: all.
         """
         groups = self.optimizers.param_groups
         for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
             group = groups[i]
-            if of is not None and not any(group is own for own in of.param_groups):
+            if optimizer is not None and not any(group is other for other in optimizer.param_groups):
                 continue
             if versions != _versions(group):
                 return i, next(iter(dict(versions.items() ^ _versions(group).items())))
@@ -312,10 +312,10 @@ class ShardedOptimizer:
         with nothing_compiles(), self.meter.tag("update_scratch"):
             unused_parts = self._used_by_none(gradients)
             for part, gradient in gradients.items():
-                own = self.runs.get(part)
-                if not own:
+                runs = self.runs.get(part)
+                if not runs:
                     continue
-                dtype = own[0].parameter.dtype
+                dtype = runs[0].parameter.dtype
                 is_copy = gradient.dtype != dtype
                 gradient = gradient.to(dtype) if is_copy else gradient
                 if scale is not None:
@@ -323,13 +323,13 @@ class ShardedOptimizer:
                 # not updated, as torch's optimizers leave one whose gradient is None
                 if unused := unused_parts.get(part):
                     self.cut(part, [end for u in unused for end in (u.start, u.stop)])
-                    own = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
+                    runs = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
                 if self._clip_value is not None:
                     gradient.clamp_(-self._clip_value, self._clip_value)
-                kept = self.captured_gradients.get(part[0])  # looked up once: the loop may put another in its place
-                if kept is not None:
-                    kept[part[1]] = gradient.clone()
-                for run in own:
+                captured = self.captured_gradients.get(part[0])  # looked up once: the loop may put another in its place
+                if captured is not None:
+                    captured[part[1]] = gradient.clone()
+                for run in runs:
                     # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message.
                     # Others go one by one, and no name holds a copy of a gradient while the next one is made.
                     if self._now[run.group].get("fused") and not is_copy:
@@ -350,13 +350,13 @@ class ShardedOptimizer:
             for part, gradient in gradients.items()
             for piece in self.storages[part[0]].unused_on_this_rank(part[1], gradient)
         ]
-        found: dict[Part, list[slice]] = {}
+        slices: dict[Part, list[slice]] = {}
         for (part, piece, _), is_unused in zip(
             asked, torch.stack([w for *_, w in asked]).tolist() if asked else (), strict=True
         ):
             if is_unused:
-                found.setdefault(part, []).append(piece)
-        return found
+                slices.setdefault(part, []).append(piece)
+        return slices
 
 
 def later_step(optimizer: torch.optim.Optimizer, layout: StateLayout) -> tuple[UpdateRun, Callable[[], object]]:

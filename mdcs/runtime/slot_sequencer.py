@@ -274,12 +274,12 @@ class SlotSequencer(SlotPosition):
         """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
         live = self.ledger.slots[self.next_slot - 1].peak
         for carried in self._tables.early[self.next_slot][self._sent_early :]:
-            if not all(self.gradients.has_all(u, own) for u, own in carried.items()):
+            if not all(self.gradients.has_all(u, indices) for u, indices in carried.items()):
                 return
             if not self.wire.has_room(live):
                 return
-            for storage, own in ((self.storages[u], own) for u, own in carried.items()):
-                for i in own if not storage.strategy.sharded else ():
+            for storage, indices in ((self.storages[u], indices) for u, indices in carried.items()):
+                for i in indices if not storage.strategy.sharded else ():
                     # The update is in place: a new version lets autograd raise if it still needs the old values.
                     torch.autograd.graph.increment_version(storage.parameters[i])
             self.wire.issue(live)

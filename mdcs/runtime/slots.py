@@ -119,9 +119,9 @@ def _leaving_early(plan: Plan) -> dict[int, list[dict[int, range]]]:
         if part < 1:
             carried: dict[int, range] = {}
             for u, b in message.parts:
-                own = parameters_in_block(plan.profile, u, plan.blocks[u], b)
-                known = carried.setdefault(u, own)
-                carried[u] = range(min(known.start, own.start), max(known.stop, own.stop))
+                indices = parameters_in_block(plan.profile, u, plan.blocks[u], b)
+                known = carried.setdefault(u, indices)
+                carried[u] = range(min(known.start, indices.start), max(known.stop, indices.stop))
             out.setdefault(message.slot, []).append(carried)
     return out
 

@@ -165,10 +165,10 @@ class StepRecorder:
         if slots:
             self._note(step, slots_over_budget=slots, over_budget=size)
 
-    def departures(self, step: int, seen: dict[str, int], seconds: float) -> None:
+    def departures(self, step: int, counts: dict[str, int], seconds: float) -> None:
         """Record what the iteration did otherwise than the plan."""
-        if seen:
-            self._note(step, departures=seen, departed_s=seconds)
+        if counts:
+            self._note(step, departures=counts, departed_s=seconds)
             self.departing += 1
 
     def norm(self, step: int, norm: Tensor) -> None:

@@ -349,13 +349,13 @@ class UnitStorage:
         """Return slices of this rank's part of a block, by parameter that this rank has not used, and on the device
         whether no rank has. ``reduced``: the part's gradient.
         """
-        out, own = [], self.owned_slice(block)
+        out, part = [], self.owned_slice(block)
         for i in self.unused:
             place = self.places[i]
-            begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)
+            begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)
             if begin < end:
-                piece = reduced[begin - own.start : end - own.start]
-                out.append((slice(begin - own.start, end - own.start), (torch.signbit(piece) & (piece == 0)).all()))
+                piece = reduced[begin - part.start : end - part.start]
+                out.append((slice(begin - part.start, end - part.start), (torch.signbit(piece) & (piece == 0)).all()))
         return out
 
 

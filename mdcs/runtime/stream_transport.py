@@ -144,11 +144,11 @@ class StreamTransport(Wire):
         end, place, timeout_s = self._ends.popleft(), self.context.place, self.context.timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
-            heard = self.failures.peer_failure()
-            if heard or time.monotonic() >= deadline:
+            reason = self.failures.peer_failure()
+            if reason or time.monotonic() >= deadline:
                 step = place.step - _STEPS_AHEAD
                 raise place.error(
-                    f"{heard}. This rank waited for the GPU to finish step {step}" if heard else
+                    f"{reason}. This rank waited for the GPU to finish step {step}" if reason else
                     f"the GPU has not finished step {step} after {timeout_s:g} s: look at the other ranks' logs, or "
                     "pass a longer timeout_s="
                 )  # fmt: skip
@@ -227,7 +227,7 @@ class StreamTransport(Wire):
                 executor.wait_event(here)
                 self._communicate(transfer)
                 end = executor.record_event()
-            kept = self._free_or_keep(transfer.bytes.gradients_after_link, end, frees_gradients)
+            unfreed = self._free_or_keep(transfer.bytes.gradients_after_link, end, frees_gradients)
             update = messages.completed_update(transfer)
             if update is not None:
                 end = self._scale(update, end)
@@ -235,7 +235,7 @@ class StreamTransport(Wire):
             def finish() -> None:
                 last = end if update is None else self._update(update, end)
                 after = self._free_or_keep(transfer.bytes.gradients_after_update, last, frees_gradients)
-                self._sent.append(_Sent(last, kept + after))
+                self._sent.append(_Sent(last, unfreed + after))
 
             if messages.is_held(number):
                 self._held = finish

@@ -105,15 +105,15 @@ class ThreadTransport(Wire):
                 continue
             self.lock.release()  # the store may answer late or never: let the other threads go on meanwhile
             try:
-                heard = self.failures.peer_failure()
+                reason = self.failures.peer_failure()
             finally:
                 self.lock.acquire()
-            if not ready() and (heard or time.monotonic() >= deadline):
+            if not ready() and (reason or time.monotonic() >= deadline):
                 first = what if queue.done == queue.issued else self.messages.describe(queue.done)
                 if first != what:
                     what = f"{what}; the first message that is not done: {first}"
                 raise self.context.place.error(
-                    f"{heard}. This rank waited for it ({what})" if heard else
+                    f"{reason}. This rank waited for it ({what})" if reason else
                     f"waited {timeout_s:g} s for the other ranks ({what}). {_ALIKE}"
                 )  # fmt: skip
         self.check()

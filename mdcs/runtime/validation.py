@@ -99,26 +99,26 @@ def validate(
     *, processes: int, backend: str, device: torch.device,
 ) -> ValidationResult:  # fmt: skip
     """Check plan, job and model on this rank. ``device`` is where parameters are, or will be made."""
-    found = ValidationResult()
+    result = ValidationResult()
     try:
         _fits_processes(plan, processes, backend, options.emulate, device)
         _covers(model, units, optimizers)
         keeps_order(model, backend)
         check_buffers(model)
-        found.updates = updates = Updates(optimizers)
-        found.units = units = by_optimizer(units, updates)
+        result.updates = updates = Updates(optimizers)
+        result.units = units = by_optimizer(units, updates)
         _fits_job(plan, options, updates)
         check(plan)
-        found.ordered, found.group_of = _match(plan, units, updates)
+        result.ordered, result.group_of = _match(plan, units, updates)
         refuse_recomputation(model, units, [u for u, choice in enumerate(plan.recompute) if choice != NONE])
-        found.untrained = [
+        result.untrained = [
             name for unit in units if unit.trainable for name, p in unit.parameters if p not in updates.groups
         ]
-        found.initialisation = Initializer(model, units, options.init, device)
-        found.state = optimizer_state.histories(found.ordered, updates, optimizers.state)
+        result.initialisation = Initializer(model, units, options.init, device)
+        result.state = optimizer_state.histories(result.ordered, updates, optimizers.state)
     except Exception as e:  # told to the other ranks, which would wait for this one
-        found.problem = e
-    return found
+        result.problem = e
+    return result
 
 
 def warn_untrained(names: Sequence[str]) -> None:
@@ -258,8 +258,8 @@ def _match(
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}: {_ANEW}")
     parameters, group_of = [], []
     for unit, planned in zip(units, plan.profile.units, strict=True):
-        ordered, found = in_flat_order(unit, updates)
-        segments, dtype = tuple(s.numel for s in found), dtype_name(ordered[0][1].dtype)
+        ordered, flat_segments = in_flat_order(unit, updates)
+        segments, dtype = tuple(s.numel for s in flat_segments), dtype_name(ordered[0][1].dtype)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
@@ -267,29 +267,29 @@ def _match(
             )
         if dtype != planned.dtype:
             raise ValueError(f"unit {unit.name} is {dtype}; the plan is for {planned.dtype}: {_ANEW}")
-        part = updates.part_of(found[0].group) if unit.trainable else 0
+        part = updates.part_of(flat_segments[0].group) if unit.trainable else 0
         if part != planned.optimizer:
             raise ValueError(
                 f"unit {unit.name}: another optimizer has its parameters than when the plan was made: "
                 f"{_another('each parameter to the same optimizer')}"
             )
         parameters.append(ordered)
-        group_of.append([s.group for s in found])
+        group_of.append([s.group for s in flat_segments])
     return parameters, group_of
 
 
 def agree_on_validation(
-    found: ValidationResult, model: nn.Module, plan: Plan, place: ErrorContext, groups: ProcessGroups
+    result: ValidationResult, model: nn.Module, plan: Plan, place: ErrorContext, groups: ProcessGroups
 ) -> None:
     """Raise this rank's problem, or an error that names ranks with a problem, another plan, model or optimizer state.
 
     Collective.
     """
     rank, named = place.rank, [*model.named_parameters(), *model.named_buffers()]
-    told = None if found.problem is None else str(found.problem) or type(found.problem).__name__
-    answers = groups.all_gather_object((plan.hash, told, layout(named), found.state))
-    if found.problem is not None:
-        raise found.problem
+    text = None if result.problem is None else str(result.problem) or type(result.problem).__name__
+    answers = groups.all_gather_object((plan.hash, text, layout(named), result.state))
+    if result.problem is not None:
+        raise result.problem
     for r, (_, theirs, *_) in enumerate(answers):
         if theirs is not None:
             raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")

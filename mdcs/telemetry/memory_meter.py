@@ -281,7 +281,7 @@ def build() -> Path:
         )
     if about.st_mode & _OTHERS_WRITE:
         cache.chmod(about.st_mode & ~_OTHERS_WRITE)
-    elif library.exists() and _ours(found := library.stat()) and not found.st_mode & _OTHERS_WRITE:
+    elif library.exists() and _ours(info := library.stat()) and not info.st_mode & _OTHERS_WRITE:
         return library
     compiler = _compiler()
     with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -295,8 +295,8 @@ def build() -> Path:
     return library
 
 
-def _ours(found: os.stat_result) -> bool:
-    return found.st_uid in (0, os.geteuid())
+def _ours(info: os.stat_result) -> bool:
+    return info.st_uid in (0, os.geteuid())
 
 
 def _compiler() -> list[str]:

@@ -121,7 +121,7 @@ class EmulatedCommunicator:
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
     ) -> EmulatedCollective:
-        """Start a message of this kind.
+        """Start a message of this kind. ``buffer``: flat [world · part], ``out``: flat [part].
 
         - AR: sum as if every rank had this rank's ``buffer``.
         - RS: the same; ``out`` gets this rank's part.

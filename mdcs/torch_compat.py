@@ -64,12 +64,12 @@ def innermost_dispatch_mode() -> Any:
 
 
 def copy_all(into: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> None:
-    """Copy tensor by tensor in one call: the host's time for a call counts in every message."""
+    """Copy tensors [any shapes] in one call: the host's time for a call counts in every message."""
     torch._foreach_copy_(into, values)
 
 
 def norms_in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each tensor, summed in float64: on a GPU in a few kernels, which read the values once."""
+    """Return each tensor's 2-norm [scalar], summed in float64: on a GPU in a few kernels that read values once."""
     return list(torch._foreach_norm(list(tensors), 2, torch.float64))
 
 

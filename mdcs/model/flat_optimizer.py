@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 def same_options(
     optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor, beside: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class for other parameters, with the options of one of its groups.
+    """Return a new optimizer of the same class for other parameters [any shapes], with the options of one of its groups.
 
     Options that the class keeps as attributes are the same, too. ``beside``: parameters of a second group.
     """
@@ -48,11 +48,11 @@ class FlatOptimizer:
         self._made: torch.optim.Optimizer | None = None
 
     def first_state(self, options: Options, tensor: Tensor) -> dict[str, Any]:
-        """Return the state that the class makes for a tensor before its first step (Adagrad), if any."""
+        """Return the state that the class makes for a tensor [any shape] before its first step (Adagrad), if any."""
         return dict(same_options(self._like, options, tensor).state.get(tensor, {}))
 
     def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Update a tensor in place; return its state after the step."""
+        """Update a tensor [any shape] in place with a gradient of its shape; return its state after the step."""
         if self._made is None:
             self._made = same_options(self._like, options, tensor)
         made = self._made

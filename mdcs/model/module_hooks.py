@@ -59,7 +59,7 @@ _OPAQUE = str, bytes, int, float, complex, type(None), type, ModuleType, Functio
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: in containers, and in attributes of objects of any class."""
+    """Yield the tensors [any shapes] in a value: in containers, and in attributes of objects of any class."""
     visited: set[int] = set()  # objects may refer to themselves
     queue = deque([value])
     while queue and len(visited) < _MOST_OBJECTS:

@@ -55,7 +55,7 @@ class Optimizers:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """All state by parameter, in a new dictionary."""
+        """All state by parameter [in its shape where it is per element], in a new dictionary."""
         return {p: values for optimizer in self.members for p, values in optimizer.state.items()}
 
     def clear_state(self) -> None:

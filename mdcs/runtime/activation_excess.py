@@ -88,7 +88,7 @@ class ActivationExcess:
         self.skips = False
 
     def hand_out(self, state: Sequence[Tensor], fits: bool) -> None:
-        """Note the tensors of a state dict that the loop gets on its device. Warn once if the budget has no room."""
+        """Note the tensors [any shapes] of a state dict that the loop gets. Warn once if the budget has no room."""
         if self.budget is None:
             return
         self._states = [each for each in self._states if each() is not None] + [ref(tensor) for tensor in state]

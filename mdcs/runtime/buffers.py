@@ -177,7 +177,7 @@ def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) 
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """Return a view of the memory of an expanded tensor: the view can be written, the expanded tensor cannot."""
+    """Return an expanded tensor [any shape] with length 1 in expanded dimensions: this view can be written."""
     for dim, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

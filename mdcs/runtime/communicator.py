@@ -186,7 +186,7 @@ class NodeCommunicator:
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
     ) -> PendingCollective:
-        """Start the collective of a message of this kind, as :meth:`Communicator.launch`.
+        """Start the collective of a message of this kind, with tensors as in :meth:`Communicator.launch` [flat].
 
         - RS_N: reduce-scatter within the node, then all-reduce of ``out`` across nodes.
         - AG_F_N, AG_B_N: all-gather within the node.

@@ -60,7 +60,7 @@ def watch_gradients(engine: Engine, units: Sequence[str]) -> None:
 
 
 def gradients(engine: Engine, unit: str) -> dict[str, Tensor]:
-    """Return by parameter the whole gradient of a watched unit's last update; drains first. Collective."""
+    """Return whole gradients [shape of the parameter] of a watched unit's last update; drains first. Collective."""
     engine.drain("gradients()", needs_ranks=True)
     for u, blocks in engine.updates.captured_gradients.items():
         storage = engine.storages[u]

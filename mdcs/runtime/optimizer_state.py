@@ -297,7 +297,7 @@ def _made(value: Any, p: Tensor) -> Any:
 
 @contextmanager
 def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Exchange the values of pairs of tensors inside the block."""
+    """Exchange the values of pairs of tensors [any shape, alike in a pair] inside the block."""
 
     @torch.no_grad()
     def exchange() -> None:
@@ -318,7 +318,7 @@ def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def for_parameters(state: State, layout_of: Callable[[Any], StateLayout]) -> dict[Tensor, dict[str, Any]]:
-    """Return state for a plain loop's optimizer: in the parameters' own precision."""
+    """Return state for a plain loop's optimizer: in the shapes and the precision of the parameters."""
     out = {}
     for p, values in state.items():
         layout = layout_of(p)

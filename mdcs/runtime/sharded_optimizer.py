@@ -102,10 +102,10 @@ class Rule(Protocol):
     """Updates runs of one parameter group and type. ``updates`` of one call are all started, or none is."""
 
     def reserve(self, options: Options, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a run before its first update: its bytes, if not its values."""
+        """Return the state of a run [shape of the parameter] before its first update: its bytes, if not its values."""
 
     def update(self, options: Options, updates: Sequence[tuple[UpdateRun, Tensor]]) -> None:
-        """Update (run, gradient) pairs in place."""
+        """Update (run, gradient [shape of the run's parameter]) pairs in place."""
 
 
 def rule_for(optimizer: torch.optim.Optimizer, layout: StateLayout, meter: Meter) -> Rule:
@@ -120,7 +120,7 @@ class Functional:
         self._algorithm = algorithm
 
     def reserve(self, options: Options, parameter: Tensor) -> dict[str, Any]:
-        """Return the state that torch's optimizer makes for a parameter in its first step."""
+        """Return the state [shape of the parameter] that torch's optimizer makes in its first step."""
         p = parameter
         if self._algorithm is torch.optim.SGD:
             # torch copies the first gradient. -0.0 + gradient has the same bits, for -0.0 and NaN, too.

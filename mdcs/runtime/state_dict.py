@@ -61,7 +61,7 @@ def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
 def full_state_dict(
     model: nn.Module, storages: Sequence[UnitStorage], unsharder: Unsharder, *, keep: bool, cpu: bool
 ) -> dict[str, Tensor]:
-    """Return the whole state dict on ranks that ``keep`` it, else {}. Gathers one unit at a time."""
+    """Return the state dict [shapes of the plain model] where ``keep``, else {}. Gathers one unit at a time."""
     values: dict[nn.Parameter, Tensor] = {}
     for storage in unsharder.one_by_one():
         if keep:

@@ -338,7 +338,7 @@ class UnitStorage:
 
     @property
     def full_gradient(self) -> Tensor:
-        """The full gradient, which is allocated."""
+        """The full gradient [elements with padding], which is allocated."""
         assert self.gradient is not None
         return self.gradient
 
@@ -372,7 +372,7 @@ def _average(gradient: Tensor, scale: float, out: Tensor) -> None:
 
 
 def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter these values on their device.
+    """Give a parameter these values [its shape] on their device.
 
     It stays the same object, which optimizers hold, with its attributes.
     """

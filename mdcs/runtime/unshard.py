@@ -79,7 +79,7 @@ class Unsharder:
             storage.guard.close()
 
     def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
-        """Return whole tensors by parameter name, gathered as by :meth:`gather_flat`."""
+        """Return whole tensors [shape of the parameter] by its name, gathered as by :meth:`gather_flat`."""
         whole, storage = self.gather_flat(unit, blocks, what), self.storages[unit]
         return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
 

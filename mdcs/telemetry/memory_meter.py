@@ -64,7 +64,7 @@ class Meter:
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Move the tensor's whole storage to another category; return its bytes.
+        """Move the whole storage of a tensor [any shape] to another category; return its bytes.
 
         0 if nothing is measured, and for memory that did not come from the measured allocator, such as a mapped file or
         a numpy array: it is in no category.

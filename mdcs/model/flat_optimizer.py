@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 def same_options(
     optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor, beside: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class for other parameters [any shapes], with the options of one of its groups.
+    """Return a new optimizer of the same class for other parameters [any shapes] with the options of one of its groups.
 
     Options that the class keeps as attributes are the same, too. ``beside``: parameters of a second group.
     """

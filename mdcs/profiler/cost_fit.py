@@ -8,6 +8,7 @@ Each cost is read from the times that it changes, by least squares, so that each
 - Time of a message on the link, over messages: latency α or gap, β for each operation, the wait for the last rank, and
   what compute adds by number and by bytes.
 - Delays of compute: between the end of a message and the slot that waits for it, and between backward and forward.
+- The host's time for a message, where it enqueues ahead of a device.
 
 A cost that the plans do not determine keeps its value in the profile given. One that is not significantly above 0 is 0.
 :attr:`mdcs.Profile.calibration_runs` compares each plan's measured step with the prediction of a fit without that plan.
@@ -38,6 +39,7 @@ _WAKE_S = 2e-3  # compute that begins later after its message is done has waited
 _LARGEST_BLOCK, _SATURATED = 16 * MIB, 0.97
 _LOST = "interference"  # the fraction of compute that is lost while a message is in flight
 _MANY = 24  # messages on an idle link that determine its latency: the waits of a few for other ranks look like it
+_HOST = "host_seconds_per_message"
 _FEW = 3  # samples of a delay from which on it is determined
 
 
@@ -87,7 +89,7 @@ class _Evidence(NamedTuple):
 
     - ``slots``: for each slot of the period its place in the profile, its seconds, and how often each cost counts.
     - ``alone``, ``behind``: messages on an idle link, and messages behind others.
-    - ``dispatch``, ``turn``: samples of the two delays.
+    - ``dispatch``, ``turn``, ``host``: samples of the two delays, and of the host's seconds for a message.
     """
 
     slots: list[tuple[int, float, np.ndarray]]
@@ -95,12 +97,13 @@ class _Evidence(NamedTuple):
     behind: list[_Row]
     dispatch: list[float]
     turn: list[float]
+    host: list[float]
 
     @classmethod
     def of(cls, profile: Profile, run: Run) -> _Evidence:
         """Return the evidence of a run, with the bytes and updates of ``profile``."""
         run = Run(_under(run.plan, profile), run.periods)
-        found = cls([], [], [], [], [])
+        found = cls([], [], [], [], [], [])
         gaps, between = [*_gaps(run)], list[float]()
         between = [gap for gap, done, q in gaps if done is None and q != run.plan.period.turn]
         between_s = statistics.median(between) if between else 0.0
@@ -109,6 +112,7 @@ class _Evidence(NamedTuple):
                 found.dispatch.append(gap - done)
             elif done is None and q == run.plan.period.turn:
                 found.turn.append(max(0.0, gap - between_s))
+        found.host.extend(trace.host_s / max(1, len(run.plan.messages)) for trace in run.periods)
         found.slots.extend(_slots(profile, run, between_s))
         for trace in run.periods:
             for served in _served(run.plan, trace):
@@ -126,7 +130,12 @@ def _fitted(profile: Profile, runs: Sequence[_Evidence]) -> Profile:
     )
     if profile.execution.updates != "cores":
         lost = compute.values[_LOST]
-        return dataclasses.replace(found, interference=lost / (1 - lost) if lost < 1 else profile.interference)
+        host_s = delays.values.get(_HOST, profile.execution.host_seconds_per_message)
+        return dataclasses.replace(
+            found,
+            interference=lost / (1 - lost) if lost < 1 else profile.interference,
+            execution=dataclasses.replace(profile.execution, host_seconds_per_message=host_s),
+        )
     values = compute.values | delays.values | _occupancy(found, link) | {"skew_seconds": link.values["skew_seconds"]}
     return dataclasses.replace(found, contention=dataclasses.replace(profile.contention, **values))
 
@@ -205,10 +214,16 @@ def _gaps(run: Run) -> Iterator[tuple[float, float | None, int]]:
 
 
 def _delays(profile: Profile, runs: Sequence[_Evidence]) -> Estimates:
-    """Return the delays of compute: medians over slots that waited for a message, and over turns that did not."""
-    delays = {"turn_seconds": [each for run in runs for each in run.turn]}
+    """Return the delays of compute: medians over slots that waited for a message, and over turns that did not.
+
+    Of a device with streams of its own: the host's time for a message.
+    """
+    delays = {_HOST: [each for run in runs for each in run.host]}
     if profile.execution.updates == "cores":
-        delays["dispatch_seconds"] = [each for run in runs for each in run.dispatch]
+        delays = {
+            "dispatch_seconds": [each for run in runs for each in run.dispatch],
+            "turn_seconds": [each for run in runs for each in run.turn],
+        }
     out = Estimates({}, {})
     for name, samples in delays.items():
         if len(samples) >= _FEW:

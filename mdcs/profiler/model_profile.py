@@ -27,11 +27,9 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers, UpdatePart, Updat
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused, dtype_name
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Optimizer, Profile, Unit
-from mdcs.profiler import host_timing
 from mdcs.profiler.alias_tracker import AliasTracker
 from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.model_snapshot import preserve_model
@@ -64,7 +62,6 @@ def measure_profile(
     about: dict[str, str] | None = None,
     seconds: float = math.inf,
     recompute: bool = False,
-    host: bool = True,
     agree: Callable[[bool], bool] = bool,
 ) -> Profile:
     """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
@@ -79,7 +76,6 @@ def measure_profile(
     - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.
     - ``recompute``: measure as many steps twice more, in which units free their activations and compute them again
       (:attr:`Profile.recompute`).
-    - ``host``: measure the host's time for a message, where the device executes behind the host.
     - ``agree``: given whether this rank has measured enough, returns whether all ranks end: a forward may have
       collectives of its own, which need as many steps on every rank.
 
@@ -123,7 +119,7 @@ def measure_profile(
     about = (about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}) | kept
     return assembled(
         units, updates, recorder, device, world=world, link=link, collectives=collectives, master_dtype=master_dtype,
-        grad_dtype=grad_dtype, recompute=options, about=about, host=host,
+        grad_dtype=grad_dtype, recompute=options, about=about,
     )  # fmt: skip
 
 
@@ -140,7 +136,6 @@ def assembled(
     grad_dtype: torch.dtype | None = None,
     recompute: tuple[RecomputeOption, ...] = (),
     about: dict[str, str] | None = None,
-    host: bool = True,
 ) -> Profile:
     """Return the profile of what was recorded; updates and copies are measured on ``device``.
 
@@ -164,23 +159,12 @@ def assembled(
         optimizer=costs[0],
         more_optimizers=tuple(costs[1:]),
         collectives=collectives or Collectives(),
-        execution=_execution(device, host),
+        execution=execution_on(device),
         copy_seconds_per_byte=copy_seconds_per_byte(torch.empty(0, dtype=weight, device=device)),
         recompute=recompute,
         about=about or {},
         spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
-
-
-def _execution(device: torch.device, host: bool) -> ExecutionModel:
-    """Return how messages are executed on a device, with the host's time where it matters."""
-    execution = execution_on(device)
-    if not host or not execution.has_own_updates:
-        return execution
-    model, optimizer, units = host_timing.tiny(device)
-    step = partial(host_timing.forward, model)
-    profile = measure_profile(model, units, step, optimizer, world=2, link=host_timing.NO_TIME, host=False)
-    return replace(execution, host_seconds_per_message=host_timing.seconds_per_message(profile, device))
 
 
 def refuse_meta(model: nn.Module) -> None:

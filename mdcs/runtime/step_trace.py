@@ -74,6 +74,7 @@ class StepRecorder:
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
     # by period, named by the step of its backward: spans of slots ("compute"), messages and updates by index
     _spans: dict[int, dict[tuple[str, int], Span]] = field(default_factory=dict)
+    _host_s: dict[int, float] = field(default_factory=dict)  # by period: seconds that the host took for its messages
     _under_way: int = 0  # number of the current iteration
     _timed_from: int | None = None  # first iteration with all stamps
     _has_untimed: bool = False
@@ -105,6 +106,10 @@ class StepRecorder:
         """Record that the updates completed by message ``index`` of a period ran from ``begin`` to ``end``."""
         if begin is not UNTIMED:
             self._raw.append((self._under_way, "update", index, begin, end, period))
+
+    def enqueued(self, period: int, seconds: float) -> None:
+        """Record that the host took so long to enqueue a message of a period."""
+        self._host_s[period] = self._host_s.get(period, 0.0) + seconds
 
     @cached_property
     def _messages(self) -> list[tuple[str, str, int]]:
@@ -227,6 +232,8 @@ class StepRecorder:
         self._raw.extendleft(reversed(later))
         for old in sorted(self._spans)[:-_TRACED]:
             del self._spans[old]
+        for old in sorted(self._host_s)[:-_TRACED]:
+            del self._host_s[old]
 
     def traces(self) -> dict[int, PeriodTrace]:
         """Return what ran when in the last periods, by the step whose backward begins the period.
@@ -249,7 +256,8 @@ class StepRecorder:
             done = tuple(
                 spans.get(("update", i), sent)[1] - began for i, sent in enumerate(messages) if sent is not None
             )
-            out[step] = PeriodTrace(following[0] - began, since(slots), since(messages), done)
+            host_s = self._host_s.get(step, 0.0)
+            out[step] = PeriodTrace(following[0] - began, since(slots), since(messages), done, host_s)
         return out
 
     def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:

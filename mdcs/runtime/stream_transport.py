@@ -218,7 +218,7 @@ class StreamTransport(Wire):
 
     def _send(self, number: int, frees_gradients: bool) -> None:
         """Enqueue a message. ``frees_gradients``: there is no room to keep its gradients until compute waits for it."""
-        messages, executor = self.messages, self.executor
+        messages, executor, begun = self.messages, self.executor, time.perf_counter()
         try:
             transfer = messages.prepare(number)  # on compute's stream, which uses and frees it
             # Behind the allocation: compute may have waited for the last user of that memory just before.
@@ -243,6 +243,8 @@ class StreamTransport(Wire):
                 finish()
         except Exception as e:
             messages.raise_error(number, e)
+        else:
+            self.context.recorder.enqueued(transfer.step, time.perf_counter() - begun)
 
     def _mark_compute(self) -> Any:
         """Return a mark of compute now."""

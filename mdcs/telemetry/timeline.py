@@ -32,12 +32,14 @@ class PeriodTrace(NamedTuple):
     - ``slots``: (begin, end) of compute in each slot.
     - ``messages``: (start, end) of each message of the plan on the link. The end may lie after the period.
     - ``done``: when each message is unpacked and its update has run.
+    - ``host_s``: seconds in which the host enqueued the messages, where it runs ahead of a device.
     """
 
     period_s: float
     slots: tuple[Span, ...]
     messages: tuple[Span, ...]
     done: tuple[float, ...]
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,11 @@ def test_an_emulated_link_stays_and_a_run_alone_is_not_judged() -> None:
 
 def test_a_device_with_streams_of_its_own_is_slower_beside_messages() -> None:
     on_streams = replace(PROFILE, execution=ExecutionModel("stream"), link=replace(GUESS, depth=1))
-    found = fit_costs(on_streams, runs(calibration_plans(on_streams), replace(on_streams, interference=0.25)))
+    took = runs(calibration_plans(on_streams), replace(on_streams, interference=0.25))
+    took = [Run(plan, [each._replace(host_s=1e-4 * len(plan.messages)) for each in periods]) for plan, periods in took]
+    found = fit_costs(on_streams, took)
     assert found.interference == pytest.approx(0.25, rel=0.1) and found.contention == Contention()
+    assert found.execution.host_seconds_per_message == pytest.approx(1e-4)
 
 
 def test_calibration_plans_keep_a_budget() -> None:

@@ -44,11 +44,12 @@ def transport_of(admission: Admission, frees: tuple[tuple[int, int], ...] = ()) 
         storages=[SimpleNamespace(free_gradient=lambda: freed.append(0))],
         plan=SimpleNamespace(messages=[SimpleNamespace(blocking=False)] * 2),
         is_held=lambda number: False, describe=str,
-        prepare=lambda number: SimpleNamespace(number=number, bytes=effect, works=[]),
+        prepare=lambda number: SimpleNamespace(number=number, step=1, bytes=effect, works=[]),
         launch=lambda transfer: None, land=lambda transfer: None, completed_update=lambda transfer: None,
     )  # fmt: skip
     context: Any = SimpleNamespace(
-        account=SimpleNamespace(lock=threading.RLock()), executor=streams, ledger=SimpleNamespace(messages=[effect] * 2)
+        account=SimpleNamespace(lock=threading.RLock()), executor=streams, ledger=SimpleNamespace(messages=[effect] * 2),
+        recorder=SimpleNamespace(enqueued=lambda period, seconds: None),
     )
     queue = MessageQueue([QueuedMessage(-1, True, 0, size, 10)] * 2, admission, has_own_updates=True)
     failures: Any = None

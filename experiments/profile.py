@@ -101,20 +101,25 @@ def _between(profile: Profile, name: str, scale: float) -> str:
 
 def interference_table(profile: Profile) -> Table:
     """Measured steps beside messages of several sizes, and the fitted constants."""
-    c = profile.contention
     beside = {name: spread for name, spread in profile.spread.items() if name.startswith("step beside")}
+    costs = (
+        ("computing loses per message", "compute_per_message", 1e6, "µs"),
+        ("computing loses per MB sent", "compute_per_byte", 1e9, "ms"),
+        ("computing loses of copying, summing and updating", "compute_per_work", 1e2, "%"),
+        ("a message beside computing takes at least", "message_seconds", 1e6, "µs"),
+        ("and per MB", "seconds_per_byte", 1e9, "ms"),
+        ("a message that finds the link idle waits for the last rank", "skew_seconds", 1e6, "µs"),
+        ("computing that waits for a message goes on later by", "dispatch_seconds", 1e6, "µs"),
+        ("between backward and forward the loop takes", "turn_seconds", 1e3, "ms"),
+    )
     rows = [
         *([f"{name} takes longer by", f"{low - 1:.0%} to {high - 1:.0%}"] for name, (low, high) in beside.items()),
         ["computing is slower while a message is in flight by", f"{profile.interference:.0%}"],
-        ["computing loses per message", f"{c.compute_per_message * 1e6:.0f} µs"],
-        ["computing loses per MB sent", f"{c.compute_per_byte * 1e9:.2f} ms"],
-        ["computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}"],
-        ["a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs"],
-        ["and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms"],
-        ["a message that finds the link idle waits for the last rank", f"{c.skew_seconds * 1e6:.0f} µs"],
-        ["computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs"],
-        ["between backward and forward the loop takes", f"{c.turn_seconds * 1e3:.1f} ms"],
     ]
+    for what, name, scale, unit in costs:
+        error = f"± {scale * profile.errors[name]:.2g}" if name in profile.errors else "(assumed)"
+        value = scale * getattr(profile.contention, name)
+        rows.append([what, f"{value:.0f} {unit} {error}" if value >= 100 else f"{value:.3g} {unit} {error}"])
     return new_table("computing and communicating at the same time", ("what", "value"), left=("what",), rows=rows)
 
 

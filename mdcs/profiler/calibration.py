@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from mdcs.telemetry.timeline import PeriodTrace
 
 _APART = 4
 """At equal bytes, plans with many messages have at least so many times as many as plans with few."""
+_SMALLEST_MIB = 0.25  # units are not cut into smaller blocks
 PLANS, PERIODS, _MOST_ROUNDS = 5, 2, 3
 STEPS = PLANS * (2 + PERIODS)
 """Steps of one round of :func:`measure_contention`: each plan has a warm-up, and a last period that is cut short."""
@@ -47,10 +49,10 @@ def calibration_plans(job: Job | Profile, budget: int | None = None) -> list[Pla
     InfeasibleBudget.
     """
     job = Job.of(job)
-    sizes = sorted(layout.param_bytes for layout in job.profile.layouts)
-    unit, block = sizes[len(sizes) // 2] / MIB, job.profile.block / MIB
-    few = Dear(bucket_mib=None if unit >= _APART * block else _APART * min(unit, block))
-    many = min(block, max(unit, min(block, few.bucket_mib or unit) / _APART))
+    unit, block = statistics.median(layout.param_bytes for layout in job.profile.layouts) / MIB, job.profile.block / MIB
+    is_large = unit >= _APART * _SMALLEST_MIB
+    few = Dear(bucket_mib=None if is_large else _APART * unit)
+    many = min(block, unit / _APART) if is_large else unit
     wanted: list[tuple[str, Scheduler]] = [
         ("zero2", Priority(block_mib=many)),
         ("dp", few if few.bucket_mib else Wfbp()),

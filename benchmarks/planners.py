@@ -19,16 +19,15 @@ import time
 from collections.abc import Iterable
 
 from analysis.table import new_console, new_table
+from mdcs.plan.plan import PlanError
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned
 from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit

@@ -24,8 +24,8 @@ from experiments.calculated.rings import Cluster
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from analysis.table import new_console, new_table
 from benchmarks.planners import chain
 from mdcs.plan.job import Job
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.worst_case import min_feasible_budget
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers import Wfbp
 from mdcs.simulator.simulate import replay
 
 ROUNDS, ROUND_S = 15, 0.02

@@ -32,12 +32,11 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import ladder
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE, uniform
 from mdcs.sizes import GIB
 

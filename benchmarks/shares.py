@@ -27,11 +27,11 @@ from experiments.calculated.decoder import Decoder
 from experiments.calculated.layers import Layer, Precision, layers_profile
 from experiments.markdown import table
 from mdcs.plan.job import Job
-from mdcs.plan.validity import PlanError
+from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.sizes import MIB

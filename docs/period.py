@@ -19,8 +19,8 @@ from analysis.pictures import save
 from analysis.pictures.gantt import Panel, draw
 from analysis.questions import count
 from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.priority import Priority
+from mdcs.planner.strategies import Greedy
 from mdcs.sizes import GIB
 from mdcs.telemetry.timeline import PREDICTED_RANK, RankTimeline
 

@@ -19,11 +19,10 @@ import matplotlib.pyplot as plt
 import mdcs
 from docs.period import CLUSTER, GPU, MODEL
 from experiments.calculated.analytic import analytic_profile
-from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.memory_floor import min_peak_strategies
+from mdcs.planner.feasibility import PlanningProblem, min_peak_strategies
 from mdcs.planner.pipeline import unsharded_bytes
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.priority import Priority
+from mdcs.planner.strategies import Greedy
 from mdcs.sizes import GIB
 
 TO = Path(__file__).with_name("uses.png")

@@ -57,7 +57,7 @@ from experiments.job.planning import floor_of, job_of, make_plan
 from experiments.job.profiles import Profiles
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.planner.recompute import AUTO, Planned
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Uniform
 from mdcs.sizes import Budget
 
 SCHEMA = 3

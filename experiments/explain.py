@@ -15,17 +15,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mdcs.plan.plan import Plan
+from mdcs.plan.ledger import min_feasible_budget
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import sequential
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.priority import Priority
+from mdcs.planner.schedulers import sequential
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 from mdcs.simulator.simulate import replay

@@ -34,8 +34,7 @@ from rich.table import Table
 from analysis.table import milliseconds, new_console, new_table
 from experiments import flags
 from experiments.fsdp2.document import predicted_document
-from mdcs.plan.plan import Plan
-from mdcs.plan.validity import PlanError
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.sizes import MIB
 
 

@@ -23,8 +23,8 @@ from experiments.config.schema import (
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.recompute import AUTO, Planned
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB, Budget
 

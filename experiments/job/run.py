@@ -33,7 +33,7 @@ from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import Profile
 
 

@@ -27,8 +27,8 @@ from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
 from mdcs.planner.recompute import AUTO
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile import cache
 
 CONFIG = "frozen.yaml"

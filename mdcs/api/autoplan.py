@@ -22,6 +22,7 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.pipeline import limit_of, make_plan, unsharded_bytes
+from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, in_words, recompute_named
 from mdcs.planner.registry import (
     JointPlanner,
@@ -31,7 +32,6 @@ from mdcs.planner.registry import (
     scheduler_named,
     strategy_named,
 )
-from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
 from mdcs.profiler.autotune import candidates, cost_s, fastest

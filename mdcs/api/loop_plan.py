@@ -20,8 +20,8 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import lacks_recomputation, make_plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Uniform
 from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Link

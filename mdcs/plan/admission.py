@@ -1,7 +1,7 @@
 """Admission: which bytes may be taken now, beside all that is promised and in flight. Pure numbers, without threads.
 
 One object serves the runtime's queue on every device, and tests replay plans with it; the replay's loops
-(:mod:`mdcs.simulator.kernel`) ask the same questions of arrays. The worst case by slot (:mod:`mdcs.plan.worst_case`)
+(:mod:`mdcs.simulator.kernel`) ask the same questions of arrays. The worst case by slot (:mod:`mdcs.plan.ledger`)
 says that waiting for messages that are issued makes room in the end.
 
 A message that is issued reserves what stays after it (``held``), and may need ``transient`` bytes of its own while it

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from mdcs.plan.gradient_readiness import block_ready_fractions
-from mdcs.plan.period import Op, Period
+from mdcs.plan.period import Op, Period, block_ready_fractions
 from mdcs.profile.link import Kind
 
 Numbers = Any

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mdcs.plan.gradient_readiness import snap_to_parameter_boundary
 from mdcs.plan.job import Job
-from mdcs.plan.period import Op, Period
-from mdcs.plan.plan import Plan
+from mdcs.plan.period import Op, Period, snap_to_parameter_boundary
+from mdcs.plan.plan import Plan, PlanError, require_nodes
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError, require_nodes
 from mdcs.profile.schema import Profile
 
 

@@ -1,7 +1,7 @@
 """Fit a schedule to a byte budget: gathers as late as the bytes ask for, and if that is not enough, tighter messages.
 
 The planner makes these changes, so that admission at run time never changes the order on the wire and no plan can
-deadlock (:func:`mdcs.plan.worst_case.check`). The tightest messages with the latest gathers hold what the sequential
+deadlock (:func:`mdcs.plan.ledger.check`). The tightest messages with the latest gathers hold what the sequential
 schedule of the mix holds, and that is the smallest peak of the mix.
 """
 
@@ -12,12 +12,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from mdcs.plan.ledger import Ledger
+from mdcs.plan.ledger import Ledger, worst_case_bytes_by_slot
 from mdcs.plan.period import Op
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message, buffer_of
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner.search import with_block_sizes
 from mdcs.simulator.simulate import replay
 

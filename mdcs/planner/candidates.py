@@ -15,7 +15,7 @@ import numpy as np
 
 from mdcs.plan.job import Job, recomputing
 from mdcs.plan.ledger import AssignmentBytes, own_bytes, sizes_of_units
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Blocks, Plan
 from mdcs.plan.schedule import (
     Folded,
     Message,
@@ -28,7 +28,6 @@ from mdcs.plan.schedule import (
     message_values,
 )
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import Blocks
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 from mdcs.simulator import kernel

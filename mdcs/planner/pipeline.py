@@ -10,14 +10,14 @@ from functools import partial
 from typing import TypeVar, cast
 
 from mdcs.plan.job import Job
-from mdcs.plan.plan import Plan
+from mdcs.plan.ledger import check
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.refine import COARSER
 from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import (
     AUTO,
     KEEP,
@@ -30,8 +30,7 @@ from mdcs.planner.recompute import (
     refined,
 )
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.schema import Profile
 from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
@@ -43,7 +42,7 @@ _T = TypeVar("_T")
 def floor_bytes(job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int:
     """Return the smallest feasible peak in bytes, reserve included, with the recomputation of :func:`make_plan`.
 
-    It is the sequential peak of the :func:`mdcs.planner.memory_floor.min_peak_strategies` mix. A profile counts as a
+    It is the sequential peak of the :func:`mdcs.planner.feasibility.min_peak_strategies` mix. A profile counts as a
     job with default settings.
     """
     return _problem(Job.of(job), None, recompute).floor

@@ -17,11 +17,9 @@ from typing import ClassVar, Protocol
 
 from mdcs.options import Checked, option
 from mdcs.plan.job import Job, chosen_options
-from mdcs.plan.plan import Plan
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check
-from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.memory_floor import min_peak_job, min_peak_strategies, recompute_steps
+from mdcs.plan.ledger import check
+from mdcs.plan.plan import Plan, PlanError
+from mdcs.planner.feasibility import PlanningProblem, min_peak_job, min_peak_strategies, recompute_steps
 from mdcs.profile.recompute import CHOICES, FULL, NONE, REASONS, SELECTIVE, uniform
 from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay

@@ -16,15 +16,9 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.joint import Joint, MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.priority import Priority
+from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, Wfbp
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 
 _T = TypeVar("_T")
 

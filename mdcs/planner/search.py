@@ -22,13 +22,11 @@ from typing import cast
 
 import numpy as np
 
-from mdcs.plan.gradient_readiness import block_ready_fractions, blocks_by_readiness, snap_to_parameter_boundary
-from mdcs.plan.period import Op
-from mdcs.plan.plan import Plan
+from mdcs.plan.period import Op, block_ready_fractions, blocks_by_readiness, snap_to_parameter_boundary
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidate, Candidates, Score
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE

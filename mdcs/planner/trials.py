@@ -18,20 +18,17 @@ from typing import NamedTuple
 import numpy as np
 
 from mdcs.plan.job import Job, chosen_options
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.validity import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import AUTO, RecomputeRule, ladder, recompute_named
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Wfbp
+from mdcs.planner.strategies import Greedy
 from mdcs.sizes import MIB
 
 # ---- plans that differ

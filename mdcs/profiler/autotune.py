@@ -23,13 +23,10 @@ from mdcs.plan.strategy import choices
 from mdcs.plan.times import StepTimes
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import MgWfbp
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear, MgWfbp, Wfbp
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profiler.consensus import all_gather_object, barrier
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.runtime.engine import Engine, Trained

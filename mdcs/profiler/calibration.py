@@ -17,12 +17,10 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear, Partitioning, Wfbp
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autotune import run_periods
 from mdcs.profiler.consensus import all_gather_object

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mdcs.model.hooks import ReentrantPasses
-from mdcs.plan.gradient_readiness import parameters_in_block
+from mdcs.plan.period import parameters_in_block
 from mdcs.plan.plan import Plan
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import without_torch_function

@@ -20,9 +20,8 @@ from mdcs.model.module_hooks import ModuleHook
 from mdcs.model.optimizers import Optimizers, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import refuse_recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, dtype_name, refuse_shared_memory
-from mdcs.plan.plan import Plan
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check
+from mdcs.plan.ledger import check
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.profile.recompute import NONE
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import Buffers, check_buffers, layout

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mdcs.plan import schedule, worst_case
+from mdcs.plan import ledger, schedule
 from mdcs.simulator import kernel
 
 Fields = TypeVar(
@@ -51,10 +51,10 @@ def compiled_loops() -> Loops:
                 setattr(kernel, loop.__name__, _compiled(loop))  # they call each other
             _is_compiled = True
     if not _is_compiled:
-        return Loops(schedule.arrange, schedule.fold_seconds, schedule.fold_bytes, worst_case.fill_demands, kernel.run)
+        return Loops(schedule.arrange, schedule.fold_seconds, schedule.fold_bytes, ledger.fill_demands, kernel.run)
     return Loops(
         _compiled(schedule.arrange), _compiled(schedule.fold_seconds), _compiled(schedule.fold_bytes),
-        _compiled(worst_case.fill_demands), kernel.run,
+        _compiled(ledger.fill_demands), kernel.run,
     )  # fmt: skip
 
 

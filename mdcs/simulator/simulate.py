@@ -15,7 +15,6 @@ forward slot.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -24,10 +23,9 @@ from mdcs.plan.job import Job
 from mdcs.plan.ledger import AssignmentBytes, Ledger, MessageBytes
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.period import Period
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Folded
 from mdcs.plan.times import Prediction, StepTimes
-from mdcs.plan.validity import PlanError
 from mdcs.profile.contention import Contention
 from mdcs.simulator import kernel
 from mdcs.simulator.kernel import PeriodArrays, ReplayArrays
@@ -37,23 +35,22 @@ from mdcs.telemetry.timeline import Interval, Span, times_of
 _NOTHING = Contention()
 
 
-class Trace:
-    """Times of all messages and slots, in seconds since the prologue began.
+class Replay:
+    """The result of a replay: times of all messages and slots, in seconds since the prologue began.
 
-    Messages are counted in FIFO order and slots in executed order, both from the prologue. The last ``slots`` slots and
-    the last ``messages`` messages are the last period.
+    Messages are counted in FIFO order and slots in executed order, both from the prologue. The last slots and messages
+    are those of the last period. What takes time to compute is computed on demand: planners replay thousands of plans.
 
-    - ``issued``: number of messages issued by each slot of a period.
     - ``spans``: (start, end) of each message on the link.
     - ``landed``: when each message is summed or unpacked. ``processed``: when it and all before are updated.
     - ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
     - ``begins``: when compute begins to run each slot.
-    - ``settled``: whether the last period repeats the one before.
+    - ``began``: start of the last period. ``period_s``: its length.
+    - ``settled``: whether the last period equals the one before, so that all later periods are equal.
     """
 
-    def __init__(self, messages: int, issued: Sequence[int], track: ReplayArrays, settled: bool) -> None:
-        self.issued, self.settled = issued, settled
-        self.slots, self.messages = len(issued), messages
+    def __init__(self, plan: Plan, ledger: Ledger | None, track: ReplayArrays, settled: bool) -> None:
+        self._plan, self._ledger, self.settled = plan, ledger, settled
         sent, arrivals = track.count[kernel.SENT], track.count[kernel.ARRIVALS]
         written = ReplayArrays(*(column if isinstance(column, list) else column.tolist() for column in track))
         self.spans: list[Span] = list(zip(written.start[:sent], written.finish[:sent], strict=True))
@@ -61,20 +58,12 @@ class Trace:
         self.processed: list[float] = written.done[:sent]
         self.arrivals: list[float] = written.arrival[:arrivals]
         self.begins: list[float] = written.begin[: arrivals - 1]
-
-    @property
-    def began(self) -> float:
-        """Start of the last period."""
-        return self.arrivals[-self.slots - 1]
-
-    @property
-    def ended(self) -> float:
-        """End of the last period."""
-        return self.arrivals[-1]
+        self.began = self.arrivals[-plan.period.length - 1]
+        self.period_s = self.arrivals[-1] - self.began
 
     def compute(self) -> list[Span]:
         """Return (start, end) of each slot of the last period, relative to its start."""
-        began, last = self.began, self.slots
+        began, last = self.began, self._plan.period.length
         return [(a - began, b - began) for a, b in zip(self.begins[-last:], self.arrivals[-last:], strict=True)]
 
     def seen(self, spans: list[Span]) -> dict[int, Span]:
@@ -82,20 +71,63 @@ class Trace:
 
         Spans are relative to the start of the period and cut off at its ends.
         """
-        began, ended = self.began, self.ended
-        oldest = max(0, len(spans) - 2 * self.messages)  # messages of the period before may still be in flight
+        began, ended = self.began, self.arrivals[-1]
+        oldest = max(0, len(spans) - 2 * len(self._plan.messages))  # those of the period before may still be in flight
         return {
             g: ((start if start > began else began) - began, (end if end < ended else ended) - began)
             for g, (start, end) in enumerate(spans[oldest:], oldest)
             if end > began and start < ended
         }
 
+    @cached_property
+    def times(self) -> StepTimes:
+        """Parts of the period: computing, communicating, both, and exposed communication."""
+        return times_of(self.period_s, self.compute(), self.seen(self.spans).values())
 
-def run(plan: Plan, ledger: Ledger | None) -> Trace:
-    """Replay a plan until its period repeats. Admit messages by the ledger if there is one, and a budget.
+    @cached_property
+    def intervals(self) -> list[Interval]:
+        """Slots, messages and updates of the period, in the format of a measured timeline."""
+        return _intervals(self._plan, self)
 
-    Raises PlanError for a deadlock.
+    @property
+    def peak(self) -> dict[str, int]:
+        """Peak bytes of each category (at its own time), and of all together ("total")."""
+        return {key: max([slot[key] for slot in self.curve]) for key in (*CATEGORIES, "total")}
+
+    @cached_property
+    def curve(self) -> list[dict[str, int]]:
+        """The same bytes for every slot of the period. A slot includes the wait before it."""
+        return _memory(self._plan, self._ledger or Ledger(self._plan), self)
+
+    def prediction(self) -> Prediction:
+        """Return the part of the result that is stored with the plan."""
+        t, peak = self.times, self.peak
+        return Prediction(
+            t.step_s, t.compute_s, t.communication_s, t.overlap_s, peak_bytes=peak["total"], memory=peak
+        )
+
+    def steady(self) -> Steady:
+        """Return the times of the last period."""
+        began, length = self.began, self._plan.period.length
+        slots = zip(self.arrivals[-length - 1 : -1], self.begins[-length:], self.arrivals[-length:], strict=True)
+        finishes = [finish - began for _, finish in self.spans[len(self.spans) - len(self._plan.messages) :]]
+        return Steady(
+            self.period_s,
+            tuple((a - began, b - began, e - began) for a, b, e in slots),
+            tuple((end - transfer, end) for end, transfer in zip(finishes, self._plan.seconds.transfer, strict=True)),
+        )
+
+
+def replay(plan: Plan) -> Replay:
+    """Replay a plan until its period repeats. Messages are admitted by its bytes if it has a budget.
+
+    Raises PlanError, naming the slot, when admission deadlocks.
     """
+    return run(plan, None if plan.admissible is None else Ledger(plan))
+
+
+def run(plan: Plan, ledger: Ledger | None) -> Replay:
+    """Replay a plan as :func:`replay` does, with its ledger if the caller has one. None: bytes are not counted."""
     slots, n = for_loops(period_arrays(plan.job, plan.admissible, ledger)), len(plan.messages)
     sizes = Folded([0] * n, [0] * n, [0] * n) if ledger is None else ledger.folded
     track = for_loops(empty_replay(n, plan.period.length))
@@ -103,7 +135,7 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
     if how == kernel.DEADLOCK:
         q, need = track.count[kernel.STUCK], track.count[kernel.NEEDED]
         raise PlanError(f"deadlock at slot {q} ({plan.period.name(q)}): needs {need} of {slots.cap} bytes")
-    return Trace(n, plan.schedule.issued, track, how == kernel.SETTLED)
+    return Replay(plan, ledger, track, how == kernel.SETTLED)
 
 
 def period_arrays(job: Job, admissible: int | None, held: AssignmentBytes | None) -> PeriodArrays:
@@ -141,58 +173,6 @@ def empty_replay(messages: int, slots: int) -> ReplayArrays:
     )  # fmt: skip
 
 
-class Replay:
-    """The result of a replay. Values are computed on demand, because planners replay thousands of plans.
-
-    Times are seconds from the start of the last replayed period (its first backward slot).
-
-    - ``period_s``: length of the period.
-    - ``settled``: whether the period equals the one before, so that all later periods are equal.
-    """
-
-    def __init__(self, plan: Plan, trace: Trace, ledger: Ledger | None) -> None:
-        self._plan, self._trace, self._ledger = plan, trace, ledger
-        self.period_s = trace.ended - trace.began
-        self.settled = trace.settled
-
-    @cached_property
-    def times(self) -> StepTimes:
-        """Parts of the period: computing, communicating, both, and exposed communication."""
-        trace = self._trace
-        return times_of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
-
-    @cached_property
-    def intervals(self) -> list[Interval]:
-        """Slots, messages and updates of the period, in the format of a measured timeline."""
-        return _intervals(self._plan, self._trace)
-
-    @property
-    def peak(self) -> dict[str, int]:
-        """Peak bytes of each category (at its own time), and of all together ("total")."""
-        return {key: max([slot[key] for slot in self.curve]) for key in (*CATEGORIES, "total")}
-
-    @cached_property
-    def curve(self) -> list[dict[str, int]]:
-        """The same bytes for every slot of the period. A slot includes the wait before it."""
-        return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
-
-    def prediction(self) -> Prediction:
-        """Return the part of the result that is stored with the plan."""
-        t, peak = self.times, self.peak
-        return Prediction(
-            t.step_s, t.compute_s, t.communication_s, t.overlap_s, peak_bytes=peak["total"], memory=peak
-        )
-
-
-def replay(plan: Plan) -> Replay:
-    """Replay a plan until its period repeats.
-
-    Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
-    """
-    ledger = None if plan.admissible is None else Ledger(plan)
-    return Replay(plan, run(plan, ledger), ledger)
-
-
 class Steady(NamedTuple):
     """Times of the last replayed period, in seconds from its start.
 
@@ -220,22 +200,14 @@ def undelayed(period: Period) -> Steady:
 
 def steady_state(plan: Plan) -> Steady:
     """Return the times of slots and messages in the steady period. Raises PlanError as :func:`replay`."""
-    trace = replay(plan)._trace
-    began, n, length = trace.began, trace.messages, trace.slots
-    slots = zip(trace.arrivals[-length - 1 : -1], trace.begins[-length:], trace.arrivals[-length:], strict=True)
-    finishes = [finish - began for _, finish in trace.spans[len(trace.spans) - n :]]
-    return Steady(
-        trace.ended - began,
-        tuple((a - began, b - began, e - began) for a, b, e in slots),
-        tuple((end - transfer, end) for end, transfer in zip(finishes, plan.seconds.transfer, strict=True)),
-    )
+    return replay(plan).steady()
 
 
 # ---- the last period, in detail
 
 
-def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
-    units, first = plan.profile.units, len(trace.spans) - 2 * trace.messages
+def _intervals(plan: Plan, trace: Replay) -> list[Interval]:
+    units, first = plan.profile.units, len(trace.spans) - 2 * len(plan.messages)
     out = [
         Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
         for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
@@ -248,7 +220,7 @@ def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
     messages = trace.seen(trace.spans)
     updates = trace.seen([*trace.spans[:first], *zip(begun, trace.processed[first:], strict=True)])
     for g in sorted({*messages, *updates}):
-        m = plan.messages[g % trace.messages]
+        m = plan.messages[g % len(plan.messages)]
         names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
         if g in messages:
             out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, *messages[g], plan.wire(m)))
@@ -263,7 +235,7 @@ _Event = tuple[float, str, int]
 _ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
 
 
-def _memory(plan: Plan, ledger: Ledger, trace: Trace) -> list[dict[str, int]]:
+def _memory(plan: Plan, ledger: Ledger, trace: Replay) -> list[dict[str, int]]:
     """Return for each slot of the last period the peak bytes of each category, and "total".
 
     A slot includes the wait before it.
@@ -294,10 +266,10 @@ def _memory(plan: Plan, ledger: Ledger, trace: Trace) -> list[dict[str, int]]:
     return curve
 
 
-def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], list[_Event]]:
+def _events(plan: Plan, ledger: Ledger, trace: Replay) -> tuple[dict[str, int], list[_Event]]:
     """Return the bytes by category when the last period begins, and all later allocations and releases."""
     live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
-    n, turn, began = trace.messages, plan.period.turn, trace.began
+    n, turn, length, began = len(plan.messages), plan.period.turn, plan.period.length, trace.began
     # Bytes at the end of the prologue. Every later period frees as much as it allocates.
     effects = [each for slot in ledger.slots[turn:] for each in (*slot.at_begin, *slot.at_end)]
     for in_prologue, e in zip(plan.schedule.in_prologue, ledger.messages, strict=True):
@@ -316,15 +288,15 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
             if event[0] > began:  # earlier events are already counted in ``live``
                 live[event[1]] -= event[2]
                 out.append(event)
-    arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
+    arrivals, begins = trace.arrivals[-length - 1 :], trace.begins[-length:]
     sent = 0
     for q, (arrival, begin, end, slot) in enumerate(
         zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)
     ):
         out.append((arrival, _ARRIVE, q))
-        for i in range(sent, trace.issued[q]):
+        for i in range(sent, plan.schedule.issued[q]):
             out += _effects(ledger.messages[i], *messages[n + i])
-        sent = trace.issued[q]
+        sent = plan.schedule.issued[q]
         out.append((begin, _BEGIN, q))
         out += [(begin, what, size) for what, size in slot.at_begin]
         out.append((end, _END, q))

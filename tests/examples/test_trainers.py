@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.priority import Priority
+from mdcs.planner.strategies import RandomMix
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks

@@ -20,8 +20,8 @@ from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
 from experiments.job.tracking import JsonLines
 from launch.elastic import Outcome
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear
+from mdcs.planner.strategies import Uniform
 from tests.mdcs.profiles import recomputable
 
 PROFILE = Path(__file__).with_name("profile.json")

@@ -26,7 +26,7 @@ from experiments.job.workload import Workload
 from mdcs.export.document import document
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers import Wfbp
 from mdcs.profiler.model_profile import measure_profile
 from tests.experiments.batch import run_all
 

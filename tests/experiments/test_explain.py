@@ -8,15 +8,14 @@ import pytest
 
 from experiments import explain
 from experiments.explain import ScheduleChoice, binding_slot, choices, kept_activations, schedule_choice
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.schedulers import Fusion, Wfbp
+from mdcs.planner.strategies import Greedy
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link, planned, recomputable

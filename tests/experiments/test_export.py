@@ -7,8 +7,8 @@ import pytest
 
 from experiments import export
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear
+from mdcs.planner.strategies import Uniform
 from tests.mdcs.profiles import ADAM, Job, chain, link
 
 

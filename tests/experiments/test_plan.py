@@ -15,9 +15,8 @@ from experiments.config import help
 from experiments.explain import UnitChoice
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.schema import Profile
 from tests.experiments import one_process
 from tests.mdcs.profiles import recomputable

@@ -11,13 +11,10 @@ from experiments.points import Make, Point, best, curve, front, lowest, plane, p
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear, Sequential, Wfbp
+from mdcs.planner.strategies import Greedy, Uniform
 from tests.mdcs.planner.test_every_plan import job
 
 

@@ -224,7 +224,7 @@ def test_the_scripts_work_from_any_folder(tmp_path, command):
         [sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
-    assert "strategy:\n  _target_: mdcs.planner.strategies.uniform.Uniform\n  each: dp\n" in done.stdout
+    assert "strategy:\n  _target_: mdcs.planner.strategies.Uniform\n  each: dp\n" in done.stdout
 
 
 def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):

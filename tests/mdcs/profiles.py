@@ -22,16 +22,10 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.pipeline import make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import SCHEDULERS, Scheduler, StrategyPlanner
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, Wfbp
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse

@@ -29,8 +29,8 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.refine import COARSER, EvaluatedPlan, fitted, while_time_remains
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
-from mdcs.planner.schedulers.priority import settled
-from mdcs.planner.schedulers.wfbp import Partitioning
+from mdcs.planner.priority import settled
+from mdcs.planner.schedulers import Partitioning
 from mdcs.profile.contention import Contention
 from mdcs.profile.recompute import NONE
 from mdcs.profile.schema import Profile

@@ -28,10 +28,9 @@ from functools import partial
 from typing import ClassVar
 
 from mdcs.options import option
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResult, solve_relaxed, solve_whole
@@ -46,14 +45,15 @@ from mdcs.planner.ilp.refine import (
     while_time_remains,
 )
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.priority import Priority
+from mdcs.planner.strategies import Greedy
 from mdcs.simulator.machine_code import compiled_loops
 from mdcs.sizes import MIB
 
 # HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation
 # gives the better plans.
 _SMALL, _WHOLE = 36, 60
+_BLOCKS = 480  # of a model, about: with more, a plan takes seconds to make, and few decisions are tried
 _HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
 
@@ -62,7 +62,9 @@ _WORTH = 1e-3  # relative gain that makes another search worth its time
 class SlotPlanner(Solving):
     """Base of the planners that use the slot model."""
 
-    block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
+    block_mib: float | None = option(
+        None, "size of a block, MiB; null: the smallest that saturates the link, more in a model of many", above=0
+    )
 
     def solved(
         self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None, start: Plan | None = None
@@ -76,7 +78,10 @@ class SlotPlanner(Solving):
         be slower. Raises PlanError if no plan was found.
         """
         compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
-        block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
+        whole = sum(layout.param_bytes for layout in problem.profile.layouts)
+        block_bytes = max(problem.profile.block, whole // _BLOCKS)
+        if self.block_mib is not None:
+            block_bytes = max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(
             problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from mdcs.plan.plan import Plan
+from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import fuse_neighbours
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
+from mdcs.planner.priority import Priority
+from mdcs.planner.schedulers import Dear, Partitioning, Wfbp, fuse_neighbours
 from mdcs.planner.search import anneal, merge_adjacent_blocks
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.contention import Contention
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB

@@ -14,11 +14,12 @@ sent by the end of a stage in its window::
                 Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
 
 If the plan decides what is recomputed, a binary w[u,c] per unit and option adds its seconds to the objective and to the
-compute seconds of its backward slots, and changes the activations of slots (:mod:`mdcs.planner.ilp.recompute_columns`).
+compute seconds of its backward slots, and changes the activations of slots
+(:class:`~mdcs.planner.ilp.slot_schedule.RecomputeColumns`).
 
 A running slot slows down to 1/(1 + interference) of its speed while a message is in flight. Communication that does not
 overlap with compute is sent at arrivals and is exposed. A reduction whose gradients become ready while a slot runs
-(:mod:`mdcs.plan.gradient_readiness`) may be sent in that slot: the fraction that becomes ready before its end, in the
+(:mod:`mdcs.plan.period`) may be sent in that slot: the fraction that becomes ready before its end, in the
 time left after the first gradient. A message costs β·bytes. With ``depth`` 1 it also costs α, spread over a block. The
 model leaves out staging, update time and gradient shards in flight. The replay of the plan includes them.
 

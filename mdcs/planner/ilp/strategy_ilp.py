@@ -10,7 +10,8 @@ schedule, or a slot) each unit holds its own bytes[stage,u,k]::
     subject to  Σ_k z[u,k] = 1                                  every unit has one strategy
                 Σ_u,k bytes[stage,u,k] z[u,k] <= budget - rest  memory, for every stage
 
-Columns of recomputation (:mod:`mdcs.planner.ilp.recompute_columns`) add their seconds to the cost, and change the rest.
+Columns of recomputation (:class:`~mdcs.planner.ilp.slot_schedule.RecomputeColumns`) add their seconds to the cost, and
+change the rest.
 The solver starts from the mix of greedy. Its answer is judged like any other mix and compared with that of greedy. The
 outcome says which mix is returned, and why.
 """
@@ -25,10 +26,10 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
-from mdcs.planner.ilp.recompute_columns import Need, RecomputeColumns
+from mdcs.planner.ilp.slot_schedule import Need, RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram, Solving, solve
-from mdcs.planner.schedulers.sequential import sequential
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.schedulers import sequential
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.schema import Unit
 
 Stage = tuple[int, bool, bool, int]

@@ -8,8 +8,8 @@ from experiments.calculated.analytic import COLLECTIVES, Device, Network, Transf
 from mdcs.plan.job import recomputing
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 

@@ -5,8 +5,8 @@ import pytest
 from experiments.calculated.layers import Layer, Precision, layers_profile
 from mdcs.plan.job import Job, recomputing
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile
 

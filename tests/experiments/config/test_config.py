@@ -128,8 +128,8 @@ WRONG = {
     "strategy._target_=mine.Best": "strategy._target_: mine.Best: no module mine; is it installed, or on PYTHONPATH?",
     "strategy._target_=mdcs.options.option": "strategy._target_: mdcs.options.option is no dataclass",
     "strategy._target_=mdcs.options.Best": "strategy._target_: mdcs.options.Best: mdcs.options has no Best",
-    "scheduler._target_=mdcs.planner.strategies.greedy.Greedy": (
-        "scheduler._target_: mdcs.planner.strategies.greedy.Greedy has no method schedule"
+    "scheduler._target_=mdcs.planner.strategies.Greedy": (
+        "scheduler._target_: mdcs.planner.strategies.Greedy has no method schedule"
     ),
     "scheduler=fusion scheduler.bucket_mib=0": "scheduler.bucket_mib: must be > 0, got 0",
     "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",

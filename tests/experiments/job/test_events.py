@@ -12,8 +12,8 @@ from experiments.config.checks import compose_config, composing
 from experiments.job import record
 from experiments.job.events import command_began, departures, doubt, job_event, provenance, start_event
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from tests.mdcs.profiles import chain, link, recomputable
 
 

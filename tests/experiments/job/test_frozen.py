@@ -25,7 +25,7 @@ from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.planner.recompute import Planned
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import recomputable
 

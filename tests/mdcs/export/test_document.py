@@ -10,8 +10,7 @@ from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.wfbp import Partitioning
+from mdcs.planner.schedulers import Dear, Partitioning
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import mdcs
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.priority import Priority
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.telemetry.timeline import Span, intersection, length
 from tests.mdcs.gpu.loops import (
     FULL,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job, recomputing
+from mdcs.plan.ledger import worst_case_bytes_by_slot
 from mdcs.plan.plan import Plan
-from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.simulator.simulate import replay

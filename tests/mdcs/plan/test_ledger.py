@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.plan.ledger import Ledger
+from mdcs.plan.ledger import Ledger, min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.plan.lifetimes import CATEGORIES, staging_bytes
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.wfbp import Partitioning
-from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.schedulers import Fusion, Partitioning
+from mdcs.planner.strategies import RandomMix
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, Slot

@@ -13,17 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.period import Op, Period
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
-from mdcs.plan.validity import PlanError
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import RandomOrder, Sequential, Wfbp
+from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.layout import pad
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, Unit

@@ -8,15 +8,14 @@ import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile

@@ -8,13 +8,11 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
-from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.sequential import sequential
+from mdcs.planner.schedulers import Fusion, sequential
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, chain

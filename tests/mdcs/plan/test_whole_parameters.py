@@ -9,12 +9,10 @@ import pytest
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import sequential
+from mdcs.planner.schedulers import RandomOrder, sequential
 from mdcs.profile.layout import Layout, WholeParameter, assign_owners
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Optimizer, Profile

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, min_feasible_budget, worst_case_bytes_by_slot
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.plan.ledger import check, min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.plan import PlanError
+from mdcs.planner.schedulers import RandomOrder, Sequential
+from mdcs.planner.strategies import RandomMix
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, of_job, planned, seeds
 

@@ -11,8 +11,8 @@ from mdcs.planner.batch import BatchScaling, Make, batches_that_fit, fastest_bat
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned, RecomputeRule
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.layout import WholeParameter
 from mdcs.profile.schema import Profile, Slot, Unit
 from tests.mdcs.profiles import FREE, chain, recomputable

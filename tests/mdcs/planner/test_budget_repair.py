@@ -8,20 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.period import Op
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.priority import Priority, nearest_deadline_first
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Partitioning
-from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.schedulers import Dear, Fusion, Partitioning, Sequential
+from mdcs.planner.strategies import RandomMix
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay, undelayed

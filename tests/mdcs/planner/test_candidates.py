@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.plan import Plan
+from mdcs.plan.ledger import min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem

@@ -9,18 +9,15 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.plan import Plan
+from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay

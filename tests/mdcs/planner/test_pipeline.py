@@ -9,16 +9,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
+from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.plan import Plan
-from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential, Wfbp
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import (

@@ -20,12 +20,11 @@ from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
+from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import Planned, Random, Uniform, in_words, ladder, recompute_named, refined
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform as Alike
+from mdcs.planner.schedulers import Sequential, Wfbp
+from mdcs.planner.strategies import Greedy
+from mdcs.planner.strategies import Uniform as Alike
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.simulator.simulate import replay

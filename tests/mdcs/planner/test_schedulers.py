@@ -12,21 +12,26 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mdcs.plan.gradient_readiness import block_ready_fractions
-from mdcs.plan.period import Op
-from mdcs.plan.plan import Plan
+from mdcs.plan.period import Op, block_ready_fractions
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
+from mdcs.planner.priority import Priority, nearest_deadline_first
 from mdcs.planner.registry import SCHEDULERS, Scheduler
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
-from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
-from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.schedulers import (
+    Dear,
+    Fusion,
+    MgWfbp,
+    Partitioning,
+    RandomOrder,
+    Sequential,
+    Wfbp,
+    fuse_neighbours,
+    in_ready_order,
+    optimal_merge,
+)
+from mdcs.planner.strategies import RandomMix
 from mdcs.profile.contention import Contention
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.schema import Optimizer, Profile, Unit

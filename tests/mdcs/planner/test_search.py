@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.plan import Plan
+from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidates
 from mdcs.planner.feasibility import PlanningProblem

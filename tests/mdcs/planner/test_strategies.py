@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.registry import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay

@@ -11,11 +11,10 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import Planned
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.planner.trials import SuccessiveHalving, proposals
 
 from ..profiles import chain, link, recomputable

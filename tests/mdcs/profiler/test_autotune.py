@@ -14,8 +14,8 @@ import mdcs
 from mdcs.model.units import ByLeaf, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import floor_bytes, make_plan
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Link
 from mdcs.profiler import autotune
 from mdcs.profiler.autotune import PERIODS, ROUNDS, Trial, candidates, cost_s, fastest

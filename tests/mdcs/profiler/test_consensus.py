@@ -20,8 +20,8 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autotune import run_periods

@@ -10,8 +10,8 @@ import pytest
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Partitioning, Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.contention import Contention
 from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.link import Link

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mdcs
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.registry import scheduler_named, strategy_named
 from mdcs.profile.layout import WholeParameter
 from mdcs.profiler import memory_bounds

@@ -19,10 +19,9 @@ from torch.nn import functional as F
 
 import mdcs
 from mdcs.model.module_hooks import INPUTS, BatchSizes, from_words, in_words
-from mdcs.plan.ledger import SlotBytes
-from mdcs.plan.worst_case import min_feasible_budget
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.plan.ledger import SlotBytes, min_feasible_budget
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.activation_excess import ActivationExcess

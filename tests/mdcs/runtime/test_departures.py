@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.storage import UnitStorage

@@ -25,8 +25,8 @@ from torch import nn
 
 import mdcs
 from mdcs.emulation import Pacer
-from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime import thread_transport

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Uniform
 from mdcs.profiler.consensus import on_rank_zero
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks

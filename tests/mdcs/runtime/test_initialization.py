@@ -16,7 +16,7 @@ import mdcs
 from mdcs.plan.lifetimes import at_rest, unit_rows
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers import Wfbp
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.initialization import Initializer

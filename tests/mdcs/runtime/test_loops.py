@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Uniform
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.communicator import backend_of
 from tests.mdcs.runtime.ranks import ROOT, Ranks

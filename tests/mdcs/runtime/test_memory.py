@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import mdcs
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile

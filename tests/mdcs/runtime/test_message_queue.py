@@ -171,7 +171,7 @@ class Case:
                 yield from self.backward
 
     def _smallest_cap(self) -> int:
-        """The bytes of the worst action when all earlier messages are done, as :func:`mdcs.plan.worst_case.check` has them."""
+        """The bytes of the worst action when all earlier messages are done, as :func:`mdcs.plan.ledger.check` has them."""
         queue, most = self.queue(None), 0
         for action, value in self.actions(3):
             if action == "hold":

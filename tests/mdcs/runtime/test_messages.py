@@ -15,7 +15,7 @@ from mdcs.plan.ledger import MessageBytes
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.schema import Profile, Slot, Unit

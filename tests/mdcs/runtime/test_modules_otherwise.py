@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.registry import SCHEDULERS, STRATEGIES
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.profiles import few

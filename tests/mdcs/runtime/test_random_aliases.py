@@ -25,11 +25,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.runtime.unshard import Unsharder
 from tests.mdcs.profiles import TIMES

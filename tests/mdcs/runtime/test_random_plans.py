@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import mdcs
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.plan.worst_case import min_feasible_budget
-from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile

@@ -18,7 +18,7 @@ from mdcs.model.optimizers import Optimizers, Updates
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers import RandomOrder
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.context import RunContext

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.profiler.consensus import merge_profiles
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks

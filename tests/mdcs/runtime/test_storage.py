@@ -9,8 +9,7 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers import RandomOrder, Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.context import RunContext

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.plan.ledger import Ledger
+from mdcs.plan.ledger import Ledger, min_feasible_budget
 from mdcs.plan.plan import Plan
-from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies import RandomMix
 from mdcs.profile.contention import Contention
 from mdcs.profile.execution import UPDATES, ExecutionModel
 from mdcs.simulator.simulate import run

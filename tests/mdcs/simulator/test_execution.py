@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.plan import Plan
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers import Wfbp
 from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay

@@ -12,21 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from mdcs.plan.ledger import Ledger
+from mdcs.plan.ledger import Ledger, min_feasible_budget
 from mdcs.plan.period import Op
-from mdcs.plan.plan import Plan
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.planner.pipeline import make_plan
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers.dear import Dear
-from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Dear, Fusion, Partitioning, RandomOrder, Sequential, Wfbp
+from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contention import Contention
 from mdcs.profile.link import Kind

@@ -11,9 +11,9 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
+from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import check, min_feasible_budget
 from mdcs.planner import search
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp import decode, refine
@@ -21,8 +21,7 @@ from mdcs.planner.ilp.decode import SearchRequest
 from mdcs.planner.ilp.joint import Joint, MemoryAware
 from mdcs.planner.ilp.slot_model import SlotDecision
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, few, link

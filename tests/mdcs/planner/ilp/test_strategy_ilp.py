@@ -11,10 +11,10 @@ from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp.recompute_columns import RecomputeColumns
+from mdcs.planner.ilp.slot_schedule import RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram
 from mdcs.planner.ilp.strategy_ilp import Ilp, memory_rows
-from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from tests.mdcs.planner.test_recompute import deep

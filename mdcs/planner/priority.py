@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from mdcs.plan.gradient_readiness import blocks_by_readiness
-from mdcs.plan.period import Op
+from mdcs.plan.period import Op, blocks_by_readiness
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers.wfbp import Blocks, ready_slot
+from mdcs.planner.schedulers import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import Steady, steady_state, undelayed
 
@@ -99,7 +98,8 @@ def nearest_deadline_first(
     length, job, depth = mix.period.length, mix.job, mix.profile.link.depth
     costs = {
         (op, b): job.cost.message(op.kind, ((op.unit, size),))
-        for op in mix.ops for b, size in enumerate(blocks[op.unit])
+        for op in mix.ops
+        for b, size in enumerate(blocks[op.unit])
     }
     orders = [blocks_by_readiness(mix.profile, u, own) for u, own in enumerate(blocks)]
     # slot -> blocks whose window begins there, and when they are ready

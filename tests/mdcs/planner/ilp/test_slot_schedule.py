@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from mdcs.plan.job import Job, recomputing
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import choices
-from mdcs.plan.validity import PlanError
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.recompute_columns import RecomputeColumns
 from mdcs.planner.ilp.slot_model import SlotModel
+from mdcs.planner.ilp.slot_schedule import RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram, solve
 from mdcs.planner.recompute import Random
 from mdcs.planner.registry import SCHEDULERS

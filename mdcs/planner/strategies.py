@@ -1,14 +1,60 @@
-"""Greedy: repeat the change that saves most time per byte and fits, from the leanest mix and from all fsdp."""
+"""Strategy planners without a solver: from a planning problem to a strategy per unit."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mdcs.options import Checked, option
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
+
+
+@dataclass(frozen=True)
+class Uniform(Checked):
+    """All units have the strategy ``each``."""
+
+    each: str = option("fsdp", "the strategy of all units", choices=tuple(map(str, Strategy)))
+
+    @property
+    def name(self) -> str:
+        """Name of the strategy."""
+        return self.each
+
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        """Return the mix. Raises InfeasibleBudget, with the bytes that the mix needs, if it does not fit."""
+        mix = (Strategy(self.each),) * len(problem.profile.units)
+        problem.require(mix, f"strategy {self.each}")
+        return StrategyDecision(mix)
+
+
+@dataclass(frozen=True)
+class RandomMix(Checked):
+    """Draws a strategy per unit. The same ``seed`` gives the same mix."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = option(0, "seed of the draw", at_least=0)
+
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        """Return a random mix that fits.
+
+        While the mix is too large, one more random unit becomes fsdp, or takes its strategy in the leanest mix if all
+        fsdp does not fit. Raises InfeasibleBudget.
+        """
+        smallest = problem.starts()[-1]
+        rng = random.Random(self.seed)
+        mix = [rng.choice(choices(problem.profile)) for _ in problem.profile.units]
+        order = [u for u, s in enumerate(mix) if s is not smallest[u]]
+        rng.shuffle(order)
+        while not problem.fits(mix):
+            unit = order.pop()
+            mix[unit] = smallest[unit]
+        return StrategyDecision(tuple(mix))
+
 
 _BEYOND_FSDP = Strategy.hsdp, Strategy.sdp, Strategy.hsdp_no_reshard, Strategy.zero2, Strategy.dp
 

@@ -9,18 +9,15 @@ import pytest
 from hypothesis import assume, given
 
 import mdcs
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.worst_case import min_feasible_budget
-from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, min_peak_strategies
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.memory_floor import min_peak_strategies
+from mdcs.planner.priority import Priority
 from mdcs.planner.registry import StrategyPlanner
-from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.schedulers import Sequential
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, Job, chain, examples, few, jobs, link, tied
 

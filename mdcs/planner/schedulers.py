@@ -1,0 +1,313 @@
+"""Communication schedulers without a solver: from a strategy mix to an ordered list of messages.
+
+A scheduler proposes a plan. :func:`mdcs.planner.budget_repair.repair` then delays or splits messages that do not fit
+the budget. The one that sends the nearest deadline first is :mod:`mdcs.planner.priority`.
+
+- sequential: no overlap; compute waits for every message. It decides whether strategies fit a budget.
+- wait-free back-propagation (Poseidon, PyTorch DDP): a reduction is issued when the backward of its unit ends. A gather
+  has no such moment. The gather of zero2 follows its reduction at once, as in a decomposed all-reduce. Gathers of sdp
+  and fsdp are prefetched one unit ahead, as FSDP does.
+- fusion: several units in one message, which then pays α once. ``Fusion`` fills buckets of a fixed size, as Horovod and
+  DDP do. ``MgWfbp`` merges optimally for the α–β model (MG-WFBP, Shi et al., INFOCOM 2019), here by dynamic programming
+  over the ready times.
+- DeAR (Zhang et al., ICDCS 2023), a decoupled all-reduce: reduce-scatters overlap with backward, all-gathers with the
+  next forward.
+- random: a baseline, and the generator of property tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mdcs.options import Checked, option
+from mdcs.plan.period import Op, blocks_by_readiness
+from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.profile.link import REDUCTION, Kind
+from mdcs.simulator.simulate import undelayed
+from mdcs.sizes import MIB
+
+
+def sequential(mix: StrategyAssignment) -> Plan:
+    """Return the sequential schedule. A reduction is sent when it is ready, a gather when it is needed."""
+    messages = []
+    # Reductions come first, so that gradients are freed before the next unit is gathered.
+    for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):
+        slot = mix.period.window(op)[1 if op.kind.is_gather else 0]
+        messages.append(Message(op.kind, ((op.unit, 0),), slot, blocking=True, micro=op.micro))
+    return mix.plan("sequential", mix.unpartitioned_blocks(), messages)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """The scheduler of :func:`sequential`."""
+
+    name: ClassVar[str] = "sequential"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the sequential schedule."""
+        return sequential(mix)
+
+
+def ready_slot(mix: StrategyAssignment, op: Op) -> int:
+    """Return the slot (unrolled) at which WFBP issues an operation."""
+    first, last = mix.period.window(op)
+    if not op.kind.is_gather or mix.strategies[op.unit] is Strategy.zero2:
+        return first
+    return max(first, last - 1)
+
+
+def in_ready_order(mix: StrategyAssignment) -> list[Op]:
+    """Return the operations by issue slot. Within one slot, reductions come first, then gathers by deadline."""
+    return sorted(mix.ops, key=lambda op: (ready_slot(mix, op), op.kind.is_gather, mix.period.window(op)[1]))
+
+
+def as_ready(mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
+    """Return a plan with one message per block, issued at the slots of WFBP."""
+    drafts = [
+        Message(op.kind, ((op.unit, b),), ready_slot(mix, op), micro=op.micro)
+        for op in in_ready_order(mix)
+        for b in blocks_by_readiness(mix.profile, op.unit, blocks[op.unit])
+    ]
+    return mix.plan(name, blocks, drafts)
+
+
+@dataclass(frozen=True)
+class Wfbp:
+    """One message per unit and kind."""
+
+    name: ClassVar[str] = "wfbp"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the messages when ready, in the order of the computation."""
+        return as_ready(mix, "wfbp", mix.unpartitioned_blocks())
+
+
+@dataclass(frozen=True)
+class Blocks(Checked):
+    """Options of schedulers that partition units."""
+
+    block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
+
+    def partition(self, mix: StrategyAssignment) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks of every unit, in elements."""
+        return mix.partition(mix.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB)))
+
+
+@dataclass(frozen=True)
+class Partitioning(Blocks):
+    """WFBP with every unit partitioned into blocks."""
+
+    name: ClassVar[str] = "partitioning"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the messages when ready, one per block."""
+        return as_ready(mix, self.name, self.partition(mix))
+
+
+Grouping = Callable[[list[Op]], list[list[Op]]]
+
+
+def fuse(mix: StrategyAssignment, name: str, grouping: Grouping) -> Plan:
+    """Group each stream of operations (kind, micro-step) in its order of use. Return the plan with fused groups.
+
+    A fused reduction is issued when its last member is ready, a fused gather in time for its first member. Such a slot
+    always exists: a stream lies at one boundary between two passes, and all its windows contain this boundary.
+    """
+    streams: dict[tuple[Kind, int], list[Op]] = {}
+    for op in in_ready_order(mix):
+        streams.setdefault((op.kind, op.micro), []).append(op)
+    drafts = []
+    reduced: dict[int, int] = {}  # unit -> issue slot of its reduction
+    for (kind, micro), stream in sorted(streams.items(), key=lambda item: item[0][0].is_gather):
+        if kind.is_gather:
+            stream = sorted(stream, key=lambda op: mix.period.window(op)[1])
+        for group in grouping(stream):
+            slot = max(mix.period.window(op)[0] for op in group)
+            if kind.is_gather:
+                slot = max(slot, min(ready_slot(mix, op) for op in group))
+                if kind.plain is Kind.AG_F and micro == 0:
+                    slot = max([slot, *(reduced.get(op.unit, 0) for op in group)])
+            else:
+                reduced |= {op.unit: slot for op in group}
+            drafts.append(Message(kind, tuple((op.unit, 0) for op in group), slot, micro=micro))
+    drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
+    return mix.plan(name, mix.unpartitioned_blocks(), drafts)
+
+
+_TINY = 16  # a message this many times smaller than its neighbour costs nearly nothing when fused with it
+
+
+def fuse_neighbours(plan: Plan, most: int) -> Plan:
+    """Return the plan with consecutive messages of one kind fused, if a slot lies in the windows of both.
+
+    Two messages are fused if together they have at most ``most`` bytes of payload, or if one is tiny compared with the
+    other. Small units then do not pay for their own messages.
+    """
+    length = plan.period.length
+    out: list[tuple[Message, tuple[int, int]]] = []
+    for message, first, last in zip(plan.messages, plan.table.first, plan.table.last, strict=True):
+        if out:
+            before, window = out[-1]
+            both = dataclasses.replace(message, parts=before.parts + message.parts)
+            first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
+            slot = message.slot if message.slot >= first_of_both else message.slot + length
+            alike = [
+                (m.kind, m.micro, m.blocking, plan.profile.units[m.parts[0][0]].dtype_on_wire(m.kind.is_gather))
+                for m in (before, message)
+            ]
+            payloads = sorted((plan.payload(before), plan.payload(message)))
+            is_small = sum(payloads) <= most or _TINY * payloads[0] <= payloads[1]
+            if alike[0] == alike[1] and not message.blocking and is_small and first_of_both <= slot <= last_of_both:
+                out[-1] = both, (first_of_both, last_of_both)
+                continue
+        out.append((message, (first, last)))
+    return dataclasses.replace(plan, messages=tuple(message for message, _ in out))
+
+
+@dataclass(frozen=True)
+class Fusion(Checked):
+    """Buckets of a fixed size. The default is that of DDP."""
+
+    name: ClassVar[str] = "fusion"
+
+    bucket_mib: float = option(25.0, "fused messages hold about so much, MiB", above=0)
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the messages of WFBP with neighbours fused."""
+        return fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib))
+
+
+def buckets(mix: StrategyAssignment, stream: list[Op], bucket_mib: float) -> list[list[Op]]:
+    """Return the stream in groups of at least ``bucket_mib`` of payload, except for the last group."""
+    bucket_bytes = max(1, int(bucket_mib * MIB))
+    groups: list[list[Op]] = []
+    size = bucket_bytes
+    for op in stream:
+        if size >= bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(op)
+        size += mix.payload(op)
+    return groups
+
+
+@dataclass(frozen=True)
+class MgWfbp:
+    """Merges so that the last message of a stream ends as early as possible (gathers: starts as late as possible)."""
+
+    name: ClassVar[str] = "mg_wfbp"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the messages of WFBP with neighbours merged by :func:`optimal_merge`."""
+        return fuse(mix, self.name, lambda stream: optimal_merge(mix, stream))
+
+
+def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
+    """Return the groups that minimize the end of the last message.
+
+    end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j). A gather stream is the same problem in reversed time:
+    deadlines become ready times, and the first message becomes the last.
+    """
+    if not stream:
+        return []
+    kind, link, times = stream[0].kind, mix.profile.link, undelayed(mix.period)
+    ops = stream[::-1] if kind.is_gather else stream
+    windows = map(mix.period.window, ops)
+    ready = [-times.arrival(last) if kind.is_gather else times.arrival(first) for first, last in windows]
+    wire = [mix.profile.wire(kind, mix.payload(op)) for op in ops]
+    best: list[tuple[float, int]] = [(min(ready), 0)]
+    for j in range(1, len(ops) + 1):
+        choices = []
+        size, last_ready = 0, -float("inf")
+        for i in range(j - 1, -1, -1):
+            size += wire[i]
+            last_ready = max(last_ready, ready[i])
+            choices.append((max(last_ready, best[i][0]) + link.alpha_of(kind) + link.beta_of(kind) * size, i))
+        best.append(min(choices))
+    groups, j = [], len(ops)
+    while j:
+        i = best[j][1]
+        groups.append(ops[i:j])
+        j = i
+    if kind.is_gather:
+        return [group[::-1] for group in groups]
+    return groups[::-1]
+
+
+@dataclass(frozen=True)
+class Dear(Checked):
+    """Fuses neighbours up to ``bucket_mib``. Gathers fsdp units ``ahead`` slots before their use."""
+
+    name: ClassVar[str] = "dear"
+
+    bucket_mib: float | None = option(
+        None, "fused messages hold about so much, MiB; null: one message per unit", above=0
+    )
+    ahead: int = option(2, "slots by which fsdp units are gathered ahead", at_least=0)
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return the plan: reductions when ready, gathers from the turn on, in the order of the forward pass."""
+        fused = fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib or 0))
+        turn, period = mix.period.turn, mix.period
+        drafts = []
+        for m, slot, need in zip(fused.messages, fused.schedule.slot, fused.schedule.needed_by, strict=True):
+            if m.kind.is_gather:
+                first = max([turn, *(mix.period.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)])
+                keep = not any(mix.strategies[u].regathers for u, _ in m.parts)
+                slot = first if keep else max(first, need - self.ahead)
+            drafts.append((slot % period.length, m.kind.is_gather, max(need, 0), m, slot))
+        drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
+        return mix.plan(
+            self.name,
+            mix.unpartitioned_blocks(),
+            [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts],
+        )
+
+
+@dataclass(frozen=True)
+class RandomOrder(Checked):
+    """Cuts units, fuses messages and chooses issue slots at random. The same ``seed`` gives the same plan."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = option(0, "seed of the draw", at_least=0)
+    max_blocks: int = option(3, "a unit is cut into as many blocks at most", at_least=1)
+    fuse: float = option(0.3, "chance of a message to be fused with the one before it", at_least=0, at_most=1)
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return a random valid plan."""
+        rng = random.Random(self.seed)
+        world = mix.profile.world
+        blocks = []
+        for layout in mix.profile.layouts:
+            total = layout.elements
+            cuts = [rng.randint(0, total // world) * world for _ in range(rng.randrange(self.max_blocks))]
+            edges = [0, total] if layout.is_whole else sorted([0, *cuts, total])
+            blocks.append(tuple(b - a for a, b in itertools.pairwise(edges) if b > a))
+        slots: dict[tuple[Kind, int, int, int], int] = {}
+        for op in sorted(mix.ops, key=lambda o: o.kind.is_gather):  # reductions first: gathers follow them
+            for b in range(len(blocks[op.unit])):
+                first, last = mix.period.window(op)
+                if op.kind in REDUCTION and op.micro == 0:
+                    first = max(first, slots.get((REDUCTION[op.kind], op.unit, 0, b), first))
+                slots[op.kind, op.unit, op.micro, b] = rng.randint(first, last)
+        keys = list(slots)
+        rng.shuffle(keys)
+        keys.sort(key=lambda k: k[0].is_gather)
+        drafts: list[Message] = []
+        for kind, unit, micro, block in keys:
+            slot = slots[kind, unit, micro, block]
+            fits = drafts and drafts[-1].kind is kind and drafts[-1].micro == micro and drafts[-1].slot == slot
+            if fits and rng.random() < self.fuse:
+                drafts[-1] = Message(kind, (*drafts[-1].parts, (unit, block)), slot, micro=micro)
+            else:
+                drafts.append(Message(kind, ((unit, block),), slot, micro=micro))
+        return mix.plan(self.name, blocks, drafts)

@@ -31,7 +31,7 @@ from mdcs.profile.schema import Profile
 from mdcs.profiler.regression import Estimates, Term, estimate
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
-from mdcs.telemetry.timeline import PeriodTrace, length, overlaps, union
+from mdcs.telemetry.timeline import PeriodTrace, Span, union
 
 _IDLE_S = 1e-3  # a link that was idle for longer has let the ranks drift apart
 _TOGETHER = 4  # messages in flight share the link in any way, so their times are added
@@ -40,6 +40,7 @@ _LARGEST_BLOCK, _SATURATED = 16 * MIB, 0.97
 _LOST = "interference"  # the fraction of compute that is lost while a message is in flight
 _MANY = 24  # messages on an idle link that determine its latency: the waits of a few for other ranks look like it
 _HOST = "host_seconds_per_message"
+_ENOUGH = 16  # periods of a run that are looked at, of many ranks and steps
 _FEW = 3  # samples of a delay from which on it is determined
 
 
@@ -59,16 +60,19 @@ def fit_costs(profile: Profile, runs: Sequence[Run]) -> Profile:
     """Return the profile with the costs that the runs determine, and their standard errors.
 
     The other costs are those of ``profile``, the prior. ``calibration_runs`` has the measured step of each run, and the
-    step that is predicted from the other runs if they determine as much without it; it is empty for a single run.
+    step that is predicted from the other runs: of the runs without which the others determine as much, if there are
+    some. It is empty for a single run.
     """
-    runs = [run for run in runs if run.periods]
+    runs = [Run(plan, periods[:: -(-len(periods) // _ENOUGH)]) for plan, periods in runs if periods]
     if not runs or profile.world == 1:
         return profile
     evidence = [_Evidence.of(profile, run) for run in runs]
-    found, judged = _fitted(profile, evidence), dict[str, tuple[float, float]]()
-    for i, run in enumerate(runs if len(runs) > 1 else ()):
-        known = _fitted(profile, [*evidence[:i], *evidence[i + 1 :]])
-        if known.errors.keys() >= found.errors.keys():
+    found = _fitted(profile, evidence)
+    without = [_fitted(profile, [*evidence[:i], *evidence[i + 1 :]]) for i in range(len(runs)) if len(runs) > 1]
+    is_enough = [known.errors.keys() >= found.errors.keys() for known in without]
+    judged = dict[str, tuple[float, float]]()
+    for run, known, determines_all in zip(runs, without, is_enough, strict=False):
+        if determines_all or not any(is_enough):
             judged[run_name(run.plan, judged)] = replay(_under(run.plan, known)).period_s, run.step_s
     return dataclasses.replace(found, calibration_runs=judged)
 
@@ -104,7 +108,7 @@ class _Evidence(NamedTuple):
         """Return the evidence of a run, with the bytes and updates of ``profile``."""
         run = Run(_under(run.plan, profile), run.periods)
         found = cls([], [], [], [], [], [])
-        gaps, between = [*_gaps(run)], list[float]()
+        gaps, sizes = [*_gaps(run)], [run.plan.wire(m) for m in run.plan.messages]
         between = [gap for gap, done, q in gaps if done is None and q != run.plan.period.turn]
         between_s = statistics.median(between) if between else 0.0
         for gap, done, q in gaps:
@@ -113,10 +117,10 @@ class _Evidence(NamedTuple):
             elif done is None and q == run.plan.period.turn:
                 found.turn.append(max(0.0, gap - between_s))
         found.host.extend(trace.host_s / max(1, len(run.plan.messages)) for trace in run.periods)
-        found.slots.extend(_slots(profile, run, between_s))
+        found.slots.extend(_slots(profile, run, between_s, sizes))
         for trace in run.periods:
-            for served in _served(run.plan, trace):
-                is_alone = len(served) == 1 and served[0].idle is not None
+            for served in _served(run.plan, trace, sizes):
+                is_alone = len(served) == 1 and served[0].idle > 0
                 (found.alone if is_alone else found.behind).append(_Row.of(served))
         return found
 
@@ -166,35 +170,46 @@ def _compute_costs(profile: Profile, runs: Sequence[_Evidence]) -> tuple[dict[in
     return {place: max(0.0, float(np.median(alone[own]))) for place, own in by_place.items()}, found
 
 
-def _slots(profile: Profile, run: Run, between_s: float) -> Iterator[tuple[int, float, np.ndarray]]:
+def _slots(
+    profile: Profile, run: Run, between_s: float, sizes: Sequence[int]
+) -> Iterator[tuple[int, float, np.ndarray]]:
     """Yield :attr:`_Evidence.slots`. ``between_s``: from slot to slot without a wait; it belongs to the slot."""
     grown = [own.seconds - slot.seconds for own, slot in zip(run.plan.profile.slots, profile.slots, strict=True)]
-    on_cores = profile.execution.updates == "cores"
-    counts = np.mean([(_completing if on_cores else _beside)(run.plan, trace) for trace in run.periods], axis=0)
+    work = np.add(run.plan.seconds.copy, run.plan.seconds.update)
+    of_messages = np.array([work, np.ones(len(work)), sizes]).T
+    if profile.execution.updates == "cores":
+        counts = np.mean([_completing(trace, of_messages) for trace in run.periods], axis=0)
+    else:
+        counts = np.mean([_beside(trace) for trace in run.periods], axis=0)
     for q, slot in enumerate(run.plan.period.slots):
         busy = statistics.median(trace.slots[q][1] - trace.slots[q][0] for trace in run.periods)
         yield slot.place, busy + between_s - grown[slot.place], counts[q]
 
 
-def _completing(plan: Plan, trace: PeriodTrace) -> np.ndarray:
-    """Return the seconds of copies and updates, the number and the bytes of messages that complete in each slot."""
+def _completing(trace: PeriodTrace, of_messages: np.ndarray) -> np.ndarray:
+    """Return for each slot the sums over the messages that complete in it. ``of_messages`` [messages, values]."""
     begins, ends = np.array(trace.slots).T
-    at = np.array(trace.done) - np.array([[0.0], [trace.period_s]])  # gathers may complete in the next period
-    slot = np.searchsorted(ends, at)
-    inside = (slot < len(ends)) & (at > begins[np.minimum(slot, len(ends) - 1)])
-    work = np.array(plan.seconds.copy) + np.array(plan.seconds.update)
-    values = np.array([work, np.ones(len(work)), [plan.wire(m) for m in plan.messages]]).T
-    counts = np.zeros((len(ends), 3))
-    for period in range(2):
-        np.add.at(counts, slot[period][inside[period]], values[inside[period]])
+    counts = np.zeros((len(ends), of_messages.shape[1]))
+    for at in (np.array(trace.done), np.array(trace.done) - trace.period_s):  # some complete in the next period
+        slot = np.minimum(np.searchsorted(ends, at), len(ends) - 1)
+        inside = (begins[slot] < at) & (at <= ends[slot])
+        np.add.at(counts, slot[inside], of_messages[inside])
     return counts
 
 
-def _beside(plan: Plan, trace: PeriodTrace) -> np.ndarray:
-    """Return for how many seconds of each slot messages are in flight."""
+def _beside(trace: PeriodTrace) -> np.ndarray:
+    """Return for how many seconds of each slot messages are in flight [slots, 1]."""
     before = [(start - trace.period_s, end - trace.period_s) for start, end in trace.messages]
-    in_flight = union([*before, *trace.messages])
-    return np.array([[length(overlaps([slot], in_flight))] for slot in trace.slots])
+    return np.diff(_covered([*before, *trace.messages], np.array(trace.slots)), axis=1)
+
+
+def _covered(spans: Sequence[Span], at: np.ndarray) -> np.ndarray:
+    """Return how many seconds of the spans lie before each time."""
+    edges = np.array(union(spans)).reshape(-1, 2)
+    if not len(edges):
+        return np.zeros_like(at)
+    until = np.cumsum(np.diff(edges, axis=1))
+    return np.interp(at, edges.ravel(), np.array([np.roll(until, 1) * (np.arange(len(until)) > 0), until]).T.ravel())
 
 
 def _gaps(run: Run) -> Iterator[tuple[float, float | None, int]]:
@@ -281,7 +296,7 @@ class _Row(NamedTuple):
             costs[f"beta of {name}"] += each.wire
             costs["message_seconds"] += each.computing
             costs["seconds_per_byte"] += each.computing * each.wire
-            costs["skew_seconds"] += each.idle is not None and each.idle > _IDLE_S
+            costs["skew_seconds"] += each.idle > _IDLE_S
         return cls(sum(each.seconds for each in served), kinds, costs)
 
 
@@ -302,32 +317,37 @@ class _Service(NamedTuple):
     """The time of a message on the link.
 
     - ``wire``: bytes. ``seconds``: from its start, or the end of the message before, to its end.
-    - ``idle``: seconds for which the link was idle before; None: the message before was still in flight.
+    - ``idle``: seconds for which the link was idle before; 0: the message before was still in flight.
     - ``computing``: fraction of the time in which compute ran.
     """
 
     kind: Kind
     wire: int
     seconds: float
-    idle: float | None
+    idle: float
     computing: float
 
 
-def _served(plan: Plan, trace: PeriodTrace) -> Iterator[list[_Service]]:
-    """Yield the messages of a period as the link serves them, a few consecutive ones together."""
-    compute = union([*trace.slots, *((a + trace.period_s, b + trace.period_s) for a, b in trace.slots)])
+def _served(plan: Plan, trace: PeriodTrace, sizes: Sequence[int]) -> Iterator[list[_Service]]:
+    """Yield the messages of a period as the link serves them, a few consecutive ones together.
+
+    ``sizes``: wire bytes of each message.
+    """
+    if not trace.messages:
+        return
+    starts, ends = np.array(trace.messages).T
+    begins = np.maximum(starts[1:], ends[:-1])
+    following = [(begin + trace.period_s, end + trace.period_s) for begin, end in trace.slots]
+    computing = np.diff(_covered([*trace.slots, *following], np.array([begins, ends[1:]])), axis=0)[0]
     together: list[_Service] = []
-    for i in range(1, len(trace.messages)):
-        (_, before), (start, end) = trace.messages[i - 1], trace.messages[i]
-        begin, idle = max(start, before), start - before if start > before else None
+    rows = zip(begins.tolist(), ends[1:].tolist(), (starts[1:] - ends[:-1]).tolist(), computing.tolist(), strict=True)
+    for message, size, (begin, end, idle, beside) in zip(plan.messages[1:], sizes[1:], rows, strict=True):
         if end <= begin:
             continue
-        beside = length(overlaps(union([(begin, end)]), compute)) / (end - begin)
-        if together and (idle is not None or len(together) == _TOGETHER):
+        if together and (idle > 0 or len(together) == _TOGETHER):
             yield together
             together = []
-        message = plan.messages[i]
-        together.append(_Service(message.kind, plan.wire(message), end - begin, idle, beside))
+        together.append(_Service(message.kind, size, end - begin, max(0.0, idle), beside / (end - begin)))
     if together:
         yield together
 

@@ -32,14 +32,12 @@ PROFILE = chain(*[3 * MIB // 2] * 8, link=GUESS, forward_s=0.03, backward_s=0.06
 
 def trace(plan: Plan, profile: Profile) -> PeriodTrace:
     """The last period of a replay."""
-    seen = replay(of_job(plan, profile=profile))._trace
-    began, n = seen.began, seen.messages
-    slots = zip(seen.begins[-seen.slots :], seen.arrivals[-seen.slots :], strict=True)
+    seen, n = replay(of_job(plan, profile=profile)), len(plan.messages)
     return PeriodTrace(
-        seen.ended - began,
-        tuple((begin - began, end - began) for begin, end in slots),
-        tuple((start - began, end - began) for start, end in seen.spans[-n:]),
-        tuple(at - began for at in seen.processed[-n:]),
+        seen.period_s,
+        tuple(seen.compute()),
+        tuple((start - seen.began, end - seen.began) for start, end in seen.spans[-n:]),
+        tuple(at - seen.began for at in seen.processed[-n:]),
     )
 
 

@@ -342,7 +342,7 @@ class Profile:
         empty: ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, ``errors``, and those of units behind
         ``dtype``.
         """
-        data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        data = dataclasses.asdict(self)
         if self.execution == ExecutionModel():
             del data["execution"]
         if not self.per_node:
@@ -378,12 +378,12 @@ class Profile:
                 execution=ExecutionModel(**d.get("execution", {})),
                 recompute=tuple(map(RecomputeOption.from_dict, d.get("recompute", ()))),
                 more_optimizers=tuple(Optimizer(**o) for o in d.get("more_optimizers", ())),
-                calibration_runs=d["rehearsed"],
                 errors=d.get("errors", {}),
                 **{
                     k: d[k]
                     for k in (
-                        "world", "interference", "copy_seconds_per_byte", "about", "spread", "schema",
+                        "world", "interference", "copy_seconds_per_byte", "about", "spread", "calibration_runs",
+                        "schema",
                     )
                 },
             )  # fmt: skip
@@ -397,8 +397,6 @@ class Profile:
 
 
 _USUALLY_EMPTY = ("grad_dtype", "master_dtype", "optimizer", "whole", "gradients", "aliased")
-_KEYS = {"calibration_runs": "rehearsed"}
-"""Keys of profile.json that are not the names of their fields."""
 
 
 def _check_schema(schema: int) -> None:

@@ -258,7 +258,6 @@ class Engine:
         sequencer.end_step()
         self._hooks.updates += 1
         self.wire.end_step()
-        place.step = sequencer.step
         if self.buffers.option:
             # Where the host runs ahead, the broadcasts go in the messages' group, in stream order. On CPU threads have
             # messages in flight in that group, so the broadcasts need another one.

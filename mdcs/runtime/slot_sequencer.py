@@ -22,7 +22,6 @@ from mdcs.model.hooks import ReentrantPasses
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import MORE, TOO_LATE, SidePasses
-from mdcs.runtime.errors import RunError
 from mdcs.runtime.slots import LATE, PassGradients, SlotPosition, SlotTables
 from mdcs.runtime.wire import Wire
 from mdcs.telemetry.timeline import SlotMemory
@@ -37,6 +36,7 @@ class SlotSequencer(SlotPosition):
         plan, storages = context.plan, wire.storages
         super().__init__(plan)
         self.ledger, self.account, self.executor = context.ledger, context.account, context.executor
+        self.place = context.place
         self.recorder, self.meter, self.excess = context.recorder, context.meter, excess
         self.wire, self.queue, self.storages = wire, wire.queue, storages
         self.departures, self.side, self.schedule = side.departures, side, plan.schedule
@@ -46,6 +46,11 @@ class SlotSequencer(SlotPosition):
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._in_backward = False
         self.gradients, self._tables = PassGradients(plan, storages, reentrant), SlotTables(plan, storages)
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+        return self.place.step
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -79,7 +84,7 @@ class SlotSequencer(SlotPosition):
         if not self.side.is_open:
             self.wire.check()
             if self.step_pending:
-                raise self._error(TOO_LATE)
+                raise self.place.error(TOO_LATE)
             self.leave_forward()
             self.side.begin(self.progress, self.periods if self.at_turn else None)
             self.excess.skips = True
@@ -110,7 +115,7 @@ class SlotSequencer(SlotPosition):
             self._begin_backward()
         self._in_backward, storage, slot = True, self.storages[unit], self.period.slots[self.next_slot - 1]
         if self.has_left(unit) or index in self.gradients.come[unit] and self._sent_early:
-            raise self._error(f"{storage.names[index]} {LATE}")
+            raise self.place.error(f"{storage.names[index]} {LATE}")
         if storage.gradient is None:
             storage.allocate_gradient()
         self.gradients.take(unit, index, slot.micro)
@@ -134,16 +139,16 @@ class SlotSequencer(SlotPosition):
     def _slot(self, unit: int, phase: str) -> None:
         self.wire.check()
         if self.exported_to is not None:
-            raise self._error(f"a pass with gradients inside {self.exported_to}: leave that with block to train")
+            raise self.place.error(f"a pass with gradients inside {self.exported_to}: leave that with block to train")
         if self.side.is_open:
             self.side.end()
         if phase == "F" and self._in_backward:
-            raise self._error(
+            raise self.place.error(
                 f"forward of {self.storages[unit].name} ran after a backward pass that raised: call "
                 "parallel.abandon() on every rank"
             )
         if phase == "F" and self.step_pending:
-            raise self._error(
+            raise self.place.error(
                 f"the model ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
             )
         expected = self.period.slots[self.next_slot]
@@ -180,7 +185,7 @@ class SlotSequencer(SlotPosition):
         if self.side.is_open:
             self.side.end()
         if self.step_pending:
-            raise self._error(
+            raise self.place.error(
                 f"backward ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
             )
         self.departures.counts["ran a backward pass without a forward pass of its own"] += 1
@@ -218,7 +223,7 @@ class SlotSequencer(SlotPosition):
         """Make sure that a unit is whole which is used outside of its planned slots."""
         storage, departures = self.storages[unit], self.departures
         if self._in_backward and storage.trainable and self.has_left(unit):
-            raise self._error(
+            raise self.place.error(
                 f"{storage.name} was used again in backward, after all of its gradients had come, when it may have "
                 "been updated: use it in forward, or keep a copy there (.clone())"
             )
@@ -321,7 +326,7 @@ class SlotSequencer(SlotPosition):
             if storage.guard.is_open:  # open between its slots: the loop could have changed it
                 detached = storage.find_rebound_param()
                 if detached is not None:
-                    raise self._error(
+                    raise self.place.error(
                         f"{detached} was given other memory (.data, model.to()): change values in place, or close() "
                         "first"
                     )
@@ -372,7 +377,7 @@ class SlotSequencer(SlotPosition):
         """Let held updates be made, and begin the next step."""
         self.decide(True)
         self._issue(self.period.turn)
-        self.step += 1
+        self.place.step += 1
         self.step_pending = self.side.had_backward = False
         self.gradients.restart()
 
@@ -383,6 +388,3 @@ class SlotSequencer(SlotPosition):
         self.gradients.restart()
         self.periods = self.wire.restart()
         self.next_slot, self.arrived, self.step_pending, self.entered = self.period.turn, False, False, None
-
-    def _error(self, what: str) -> RunError:
-        return RunError(f"rank {self.storages[0].rank}, step {self.step}: {what}")

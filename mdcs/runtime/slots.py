@@ -22,7 +22,7 @@ LATE = (
 class SlotPosition:
     """Position of the training thread.
 
-    - ``step``: number of the step. ``periods``: periods begun; the first is the prologue.
+    - ``periods``: periods begun; the first is the prologue.
     - ``step_pending``: the last micro-step's backward has begun, and step() has not ended the iteration.
     - ``next_slot``: the slot to enter next. ``arrived``: whether compute is at the boundary before it.
     - ``entered``: stamp of the slot under way; None between passes.
@@ -32,7 +32,7 @@ class SlotPosition:
         self.plan, self.period, self.micro_steps = plan, plan.period, plan.micro_steps
         units, length = range(len(plan.profile.units)), plan.period.length
         self._last_use = [[plan.period.last_use(u, m) % length for u in units] for m in range(plan.micro_steps)]
-        self.step, self.periods = 1, 0
+        self.periods = 0
         self.step_pending = self.arrived = False
         self.next_slot = self.period.turn
         self.entered: Any = None

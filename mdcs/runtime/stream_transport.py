@@ -134,7 +134,7 @@ class StreamTransport(Wire):
         return super().restart()
 
     def end_step(self) -> None:
-        """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before, if necessary.
+        """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before the one that ends, if necessary.
 
         Raises RunError when it does not come within ``timeout_s``, and when another rank has left.
         """
@@ -146,7 +146,7 @@ class StreamTransport(Wire):
         while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
             reason = self.failures.peer_failure()
             if reason or time.monotonic() >= deadline:
-                step = place.step - _STEPS_AHEAD
+                step = place.step - 1 - _STEPS_AHEAD
                 raise place.error(
                     f"{reason}. This rank waited for the GPU to finish step {step}" if reason else
                     f"the GPU has not finished step {step} after {timeout_s:g} s: look at the other ranks' logs, or "

@@ -276,7 +276,7 @@ class _Trial:
             apart = functools.partial(self._apart, pieces, lambda own: [flat(own)[place] for place in places])  # noqa: B023
             states = self._try(f"{self._as_a_whole()}: on a flat piece it raises", apart, _ActsOnWhole)
             if not _alike(updated[: cuts[count]], moved[: cuts[count]]):
-                raise self._acts_on_whole("a parameter becomes another one where it is updated piece by piece")
+                raise self._acts_on_whole("a parameter differs when updated piece by piece")
         per_element: dict[str, torch.dtype | None] = {}
         replicated: dict[str, Any] = {}
         for key in dict.fromkeys(k for state in (*self._states, *states) for k, v in state.items() if v is not None):
@@ -285,12 +285,12 @@ class _Trial:
                 if [getattr(part, "shape", None) for part in parts] != [piece.shape for piece in pieces]:
                     raise self._acts_on_whole(f"its {key} is not made piece by piece")
                 if not _alike(flat(values), torch.cat(parts)):
-                    raise self._acts_on_whole(f"its {key} becomes another one where it is updated piece by piece")
+                    raise self._acts_on_whole(f"its {key} differs when updated piece by piece")
                 per_element[key] = None if values[0].dtype == torch.float64 else values[0].dtype
             elif all(_alike(values[0], other) for other in (*values, *parts)):
                 replicated[key] = values[0]
             else:
-                raise self._acts_on_whole(f"its {key} is another one on each piece")
+                raise self._acts_on_whole(f"its {key} differs from piece to piece")
         plain = frozenset(key for key, value in replicated.items() if not isinstance(value, Tensor))
         fixed = sum(value.nbytes for value in replicated.values() if isinstance(value, Tensor))
         return StateLayout(
@@ -309,9 +309,9 @@ class _Trial:
         for p, state, q, own in zip(self._parameters, self._states, alone, states, strict=True):
             for key in [*state, *(k for k in own if k not in state)]:
                 if not _alike(state.get(key), own.get(key)):
-                    raise self._refused(f"its {key} is another one where a parameter is updated alone{_REMEDY}")
+                    raise self._refused(f"its {key} differs when a parameter is updated alone{_REMEDY}")
             if not _alike(p.detach(), q):
-                raise self._refused("a parameter becomes another one where it is updated alone")
+                raise self._refused("a parameter differs when updated alone")
             known = {key: value for key, value in own.items() if value is not None}
             shaped = {k: v for k, v in known.items() if getattr(v, "shape", None) == q.shape}
             per_element = {k: None if v.dtype == q.dtype else v.dtype for k, v in shaped.items()}

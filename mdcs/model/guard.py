@@ -47,18 +47,13 @@ def _getters(*names: str) -> set[Any]:
 _HARMLESS = {
     *_getters(
         "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn",
-        "is_cuda",
-        "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "names",
-        "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu",
+        "names", "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
     ),
-    *(
-        getattr(Tensor, name)
-        for name in (
-            "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-            "is_contiguous",
-            "is_floating_point", "is_complex", "is_inference", "get_device", "register_hook", "__len__",
-        )
-    ),
+    *(getattr(Tensor, name) for name in (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
+        "is_floating_point", "is_complex", "is_inference", "get_device", "register_hook", "__len__",
+    )),
     torch.autograd.grad,
     torch.autograd.backward,
 }  # fmt: skip

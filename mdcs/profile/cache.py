@@ -30,7 +30,7 @@ def key_of(identity: Mapping[str, str]) -> str:
 
 
 def read(path: Path) -> Profile | None:
-    """Return the profile of a file; None if there is none that can be read."""
+    """Return the profile in a file; None if the file cannot be read."""
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError):
@@ -38,7 +38,7 @@ def read(path: Path) -> Profile | None:
 
 
 def keep(profile: Profile, path: Path) -> None:
-    """Write a profile, atomically. Warns if that cannot be: the job itself goes well."""
+    """Write a profile, atomically. Warn if the file cannot be written; training continues."""
     written = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,7 @@ class ActivationExcess:
         if above and not self._has_warned:
             self._has_warned = True
             text = self._said(step, *max(above))
-            warnings.warn(f"{text}. This is said once; parallel.records() have every step", stacklevel=3)
+            warnings.warn(f"{text}. Shown once; parallel.records() lists every step", stacklevel=3)
         self._batch.restart()
         return len(above), max((size for size, *_ in above), default=0)
 

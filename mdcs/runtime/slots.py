@@ -14,8 +14,8 @@ from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import without_torch_function
 
 LATE = (
-    "got one more gradient after its gradients had been sent to the other ranks: a reentrant checkpoint used it that "
-    "the measured step did not have. Write checkpoint(…, use_reentrant=False)"
+    "received a gradient after its reduction was sent, from a reentrant checkpoint that was not in the measured step: "
+    "write checkpoint(…, use_reentrant=False)"
 )
 
 

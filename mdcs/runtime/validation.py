@@ -227,7 +227,7 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) ->
         if p not in held and not p.numel():
             continue
         if p not in held:
-            raise UnsupportedModel(f"{name}: is in no unit, as if it was added since: {_UNITS_ANEW}")
+            raise UnsupportedModel(f"{name}: is in no unit, so it was added after partition(): {_UNITS_ANEW}")
         if gradient_hooks(p):
             raise UnsupportedModel(
                 f"{name}: has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which mdcs "

@@ -121,14 +121,14 @@ class ByParameter(ByHand):
 
 
 REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] = {
-    "Joint": (Joint, "a parameter becomes another one where it is updated alone"),
+    "Joint": (Joint, "a parameter differs when updated alone"),
     "LBFGS": (optim.LBFGS, "its step() needs a closure"),
     "SparseAdam": (optim.SparseAdam, "does not support dense gradients"),
     "Adapting": (Adapting, "its step() changes d of its parameter groups, in another way for each piece"),
     "ByParameter": (ByParameter, "its step() changes its attribute steps, in another way for each piece"),
     "Stacking": (lambda ps: Stacking([ps[0], nn.Parameter(ps[0].data)]), "put each into a parameter group of its own"),
     "Listing": (lambda ps: Listing([p for p in ps if p.dim() == 2]), "its state both is a list, neither a tensor nor a number"),
-    "Remembering": (Remembering, "its last is another one where a parameter is updated alone"),
+    "Remembering": (Remembering, "its last differs when a parameter is updated alone"),
 }
 
 

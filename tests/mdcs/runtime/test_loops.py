@@ -455,7 +455,7 @@ def untrained(what: str) -> str:
     ("what", "message"),
     [
         ("a head of its own", "parameter 4 of the optimizer, of shape (2, 2): is in the optimizer and in no unit"),
-        ("added later", "extra.weight: is in no unit, as if it was added since: call mdcs.partition(model) again"),
+        ("added later", "extra.weight: is in no unit, so it was added after partition(): call mdcs.partition(model) again"),
         ("tied since", "head.bias: is another parameter than body.bias and shares a part of its memory"),
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
         ("a hook on step", "SGD has hooks on step()"),

@@ -100,6 +100,12 @@ class UnitStorage:
         first = self.parameters[0]
         self.device = context.device if first.is_meta else first.device
         self.places = self._lay_out()
+        ordered = sorted(self.places, key=lambda place: place.offset)
+        begins, ends = [place.offset for place in ordered], [place.offset + place.numel for place in ordered]
+        gaps = zip([0, *ends], [*begins, self.layout.elements], strict=True)
+        self._padding = [slice(begin, end) for begin, end in gaps if begin < end]
+        cuts = zip(self.offsets, self.blocks, strict=True)
+        self._owned = [owned_part(offset, size, self.parts, self.rank) for offset, size in cuts]
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
         self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
@@ -160,7 +166,7 @@ class UnitStorage:
 
     def owned_slice(self, block: int) -> slice:
         """Return the slice of the block's part that this rank updates, in the flat buffers."""
-        return owned_part(self.offsets[block], self.blocks[block], self.parts, self.rank)
+        return self._owned[block]
 
     def slice_in_shard(self, block: int) -> slice:
         """Return the slice of the block's part in this rank's shard."""
@@ -262,11 +268,8 @@ class UnitStorage:
 
     def zero_padding(self, flat: Tensor) -> None:
         """Zero the padding of a flat tensor."""
-        begin = 0
-        for place in sorted(self.places, key=lambda place: place.offset):
-            flat[begin : place.offset].zero_()
-            begin = place.offset + place.numel
-        flat[begin:].zero_()
+        for gap in self._padding:
+            flat[gap].zero_()
 
     def detach_plain_params(self) -> None:
         """Make the parameters plain ones with memory of their own. They must be whole."""

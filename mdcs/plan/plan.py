@@ -326,7 +326,7 @@ class Plan:
     def _flat(self) -> dict[str, Any]:
         """Return all fields as plain containers, with the fields of the job at the same level."""
         data = dataclasses.asdict(self)
-        data |= data.pop("job") | {"profile": self.job.profile.to_dict()}
+        data |= data.pop("job")
         if not self.recompute:  # plans from before have none
             del data["recompute"]
         if self.limit is None:

@@ -337,56 +337,30 @@ class Profile:
         """Return the number of ranks that share a message of this kind: the world, or the ranks of a node."""
         return self.per_node if kind.in_node else self.world
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain containers. Fields that most profiles do not need are left out where they are
-        empty: ``per_node``, ``recompute``, ``more_optimizers``, ``execution``, ``errors``, and those of units behind
-        ``dtype``.
-        """
-        data = dataclasses.asdict(self)
-        if self.execution == ExecutionModel():
-            del data["execution"]
-        if not self.per_node:
-            del data["link"]["per_node"]
-        if not self.recompute:
-            del data["recompute"]
-        if not self.more_optimizers:
-            del data["more_optimizers"]
-        if not self.errors:
-            del data["errors"]
-        data["units"] = [{k: v for k, v in unit.items() if v or k not in _USUALLY_EMPTY} for unit in data["units"]]
-        return data
-
     def to_json(self) -> str:
         """Return the text of profile.json: every field, with the schema."""
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Profile:
-        """Return the profile of :meth:`to_dict`. Raises ValueError for an unknown schema or a missing field."""
+        """Return the profile of ``dataclasses.asdict``. Raises ValueError for an unknown schema or a missing field."""
         try:
             _check_schema(data["schema"])  # first: another schema may lack fields that are read below
             d = with_tuples(data)
-            return cls(
-                units=tuple(
-                    Unit(**u | {"whole": tuple(WholeParameter(**p) for p in u.get("whole", ()))}) for u in d["units"]
+            read = {
+                "units": tuple(
+                    Unit(**u | {"whole": tuple(WholeParameter(**p) for p in u["whole"])}) for u in d["units"]
                 ),
-                slots=tuple(Slot(**s) for s in d["slots"]),
-                link=Link(**d["link"]),
-                optimizer=Optimizer(**d["optimizer"]),
-                collectives=Collectives(**d["collectives"]),
-                contention=Contention(**d["contention"]),
-                execution=ExecutionModel(**d.get("execution", {})),
-                recompute=tuple(map(RecomputeOption.from_dict, d.get("recompute", ()))),
-                more_optimizers=tuple(Optimizer(**o) for o in d.get("more_optimizers", ())),
-                errors=d.get("errors", {}),
-                **{
-                    k: d[k]
-                    for k in (
-                        "world", "interference", "copy_seconds_per_byte", "about", "spread", "calibration_runs",
-                        "schema",
-                    )
-                },
-            )  # fmt: skip
+                "slots": tuple(Slot(**s) for s in d["slots"]),
+                "link": Link(**d["link"]),
+                "optimizer": Optimizer(**d["optimizer"]),
+                "more_optimizers": tuple(Optimizer(**o) for o in d["more_optimizers"]),
+                "collectives": Collectives(**d["collectives"]),
+                "contention": Contention(**d["contention"]),
+                "execution": ExecutionModel(**d["execution"]),
+                "recompute": tuple(map(RecomputeOption.from_dict, d["recompute"])),
+            }
+            return cls(**{f.name: d[f.name] for f in dataclasses.fields(cls)} | read)
         except (KeyError, TypeError, IndexError) as e:
             raise ValueError(f"not a profile: {e}") from e
 
@@ -394,9 +368,6 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         """Return the profile of :meth:`to_json`. Raises ValueError for text that is not a profile of this schema."""
         return cls.from_dict(json.loads(text))
-
-
-_USUALLY_EMPTY = ("grad_dtype", "master_dtype", "optimizer", "whole", "gradients", "aliased")
 
 
 def _check_schema(schema: int) -> None:

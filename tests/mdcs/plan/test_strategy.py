@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from mdcs.plan.cost import CostModel
@@ -57,10 +55,9 @@ def test_planners_choose_among_what_there_is() -> None:
         StrategyAssignment(Job(alone), (Strategy.hsdp, Strategy.hsdp))
 
 
-def test_files_know_of_nodes_only_where_there_are_some() -> None:
+def test_files_know_of_nodes() -> None:
     plan = planned(PROFILE, "hsdp")
     assert Plan.from_json(plan.to_json()).hash == plan.hash and Profile.from_json(PROFILE.to_json()) == PROFILE
-    assert "per_node" not in json.loads(chain(8, world=4).to_json())["link"]
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [("fsdp", "sdp"), ("sdp", "sdp"), ("hsdp", "hsdp_no_reshard"), ("dp", "dp")])

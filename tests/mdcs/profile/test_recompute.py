@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,6 @@ def test_json_gives_the_same_options_back() -> None:
     profile = recomputable(recomputable(chain(8, 8), freed=100), 1, freed=30, choice="selective")
     again = Profile.from_json(profile.to_json())
     assert again == profile and again.recompute[2] == RecomputeOption(1, "selective", (RecomputeUse(1, 0, 30, 1.0, 0),))
-
-
-def test_profiles_without_options_are_written_as_before() -> None:
-    data = chain(8).to_dict()
-    assert "recompute" not in data and Profile.from_dict(json.loads(json.dumps(data))).recompute == ()
 
 
 def test_an_option_has_the_seconds_and_bytes_of_all_its_uses() -> None:

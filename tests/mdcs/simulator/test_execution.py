@@ -61,8 +61,7 @@ def test_a_host_that_is_ahead_costs_nothing() -> None:
     assert replay(plan(ExecutionModel("stream", 1.0, 1.0))).period_s == 14
 
 
-def test_profiles_say_the_execution_of_devices_only() -> None:
-    assert "execution" not in PROFILE.to_dict()
+def test_a_profile_says_how_its_device_executes() -> None:
     on_device = replace(PROFILE, execution=ExecutionModel("stream", 1e-4))
     assert Profile.from_json(on_device.to_json()) == on_device
 

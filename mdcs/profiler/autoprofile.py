@@ -82,7 +82,7 @@ def autoprofile(
     1. The link is measured, or taken from ``link``.
     2. Slots and updates are measured in some steps of the model alone.
     3. On a GPU, steps beside messages give the interference. On a CPU, a few plans run for some steps each, to which
-       the contention is fitted; :attr:`mdcs.Profile.calibration_runs` says how well the profile predicts them.
+       the costs of messages are fitted; :attr:`mdcs.Profile.calibration_runs` says how well the profile predicts them.
 
     Model and optimizer are not changed.
 

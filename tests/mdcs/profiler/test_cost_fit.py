@@ -66,22 +66,6 @@ def costs(profile: Profile) -> dict[str, float]:
     )
 
 
-def test_the_plans_tell_costs_apart() -> None:
-    plans = calibration_plans(PROFILE)
-    kinds = {str(m.kind) for plan in plans for m in plan.messages}
-    sent: dict[int, list[int]] = {}
-    for plan in plans:
-        sent.setdefault(sum(plan.sent_bytes().values()), []).append(len(plan.messages))
-    assert kinds == {"AR", "RS", "AG_F", "AG_B"} and 4 <= len(plans) <= 6
-    assert any(max(counts) >= 4 * min(counts) for counts in sent.values())
-
-
-@pytest.mark.parametrize("sizes", [[MIB] * 8, [1000] * 8, [10, 10**7, 300, 10**6]])
-def test_plans_of_any_sizes_of_units_differ_in_their_number_of_messages(sizes: list[int]) -> None:
-    counts = [len(plan.messages) for plan in calibration_plans(chain(*sizes, link=GUESS))]
-    assert max(counts) >= 3 * min(counts)
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_known_costs_are_found_within_their_standard_errors(noise: float) -> None:
     contention = Contention(2e-4, 4e-10, dispatch_seconds=1e-4)
@@ -137,10 +121,3 @@ def test_a_device_with_streams_of_its_own_is_slower_beside_messages() -> None:
     found = fit_costs(on_streams, took)
     assert found.interference == pytest.approx(0.25, rel=0.1) and found.contention == Contention()
     assert found.execution.host_seconds_per_message == pytest.approx(1e-4)
-
-
-def test_calibration_plans_keep_a_budget() -> None:
-    free = calibration_plans(PROFILE)
-    budget = min(plan.prediction.peak_bytes for plan in free if plan.prediction)
-    plans = calibration_plans(PROFILE, budget)
-    assert all(plan.budget == budget and plan.prediction and plan.prediction.peak_bytes <= budget for plan in plans)

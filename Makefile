@@ -75,5 +75,5 @@ format: $(STAMP) ## sort imports and fix what can be fixed
 	$(RUN) -m ruff check --fix .
 
 clean: ## remove the virtual environment and caches; never what runs wrote
-	rm -rf $(VENV) build docs/_build docs/options.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build docs/_build docs/options.md docs/notebooks *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

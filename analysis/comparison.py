@@ -94,22 +94,20 @@ def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int
     - step_s: spread of its step times; ratio: that of its step times as multiples of the base's.
     - fits: whether no rank of any run held more than the budget; None where memory was not measured.
     """
-    made = []
+    made, bases = [], [float(row["step_s"]) for row in runs.get(base, ())]
     for engine, rows in runs.items():
         steps, peaks = [float(row["step_s"]) for row in rows], [row["peak_bytes"] for row in rows]
-        ratios = [own / float(of_base["step_s"]) for own, of_base in zip(steps, runs.get(base, ()), strict=False)]
-        peak = None if None in peaks else max(peaks)
         limit = limits.get(engine)
-        made.append(
-            {
-                "engine": engine,
-                "fits": True if limit is None else None if peak is None else peak <= limit,
-                "step_s": Spread.of(steps)._asdict(),
-                "ratio": Spread.of(ratios)._asdict() if ratios else None,
-                **{name: _median(rows, column) for name, column in _MEDIANS.items()},
-                "peak_bytes": peak,
-            }
-        )
+        ratios = [own / of_base for own, of_base in zip(steps, bases, strict=False)]
+        peak = None if None in peaks else max(peaks)
+        made.append({
+            "engine": engine,
+            "fits": True if limit is None else None if peak is None else peak <= limit,
+            "step_s": Spread.of(steps)._asdict(),
+            "ratio": Spread.of(ratios)._asdict() if ratios else None,
+            **{name: _median(rows, column) for name, column in _MEDIANS.items()},
+            "peak_bytes": peak,
+        })  # fmt: skip
     return sorted(made, key=lambda line: line["step_s"]["median"])
 
 

@@ -23,10 +23,10 @@ def page(name: str, **parts: object) -> str:
     return Path(__file__).with_name("pages").joinpath(f"{name}.md").read_text(encoding="utf-8").format(**parts)
 
 
-def write(folder: Path, **pages: str) -> None:
-    """Write pages, by file name without suffix ("__" stands for a folder), and say so."""
+def write(folder: Path, pages: dict[str, str]) -> None:
+    """Write pages, by their file below the folder, and say so."""
     for name, text in pages.items():
-        path = folder / f"{name.replace('__', '/')}.md"
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")

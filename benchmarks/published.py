@@ -10,11 +10,9 @@ planned and replayed as any job.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 import benchmarks
@@ -22,7 +20,6 @@ from benchmarks.published_runs import INTERFERENCE, Case, Group, Predicted, read
 from experiments.markdown import percent, table
 from mdcs.sizes import GIB, MIB
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 MEMORY_MARK = 0.08
 """Wanted error of a difference of memory."""
 
@@ -31,13 +28,7 @@ Predictions = list[tuple[Group, list[Predicted]]]
 
 def main() -> int:
     """Write the pages. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of the pages (default: docs)")
-    out: Path = parser.parse_args().out
-    for name, text in pages().items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text, encoding="utf-8")
-        print(f"wrote {out / name}")
+    benchmarks.write(benchmarks.parser(__doc__).parse_args().out, pages())
     return 0
 
 
@@ -92,9 +83,8 @@ def summary(groups: Predictions, undisturbed: Predictions) -> str:
 
 
 def _worst(groups: Predictions) -> str:
-    beyond = sorted(
-        (each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark), key=lambda each: -abs(each.error)
-    )
+    some = [each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark]
+    beyond = sorted(some, key=lambda each: -abs(each.error))
     lines = [f"- {_name(each.case)}, {percent(each.error)}: {each.case.why}" for each in beyond]
     return "\n".join([f"The {len(beyond)} steps beyond the marks, the worst first:", "", *lines])
 
@@ -111,15 +101,8 @@ def _steps(title: str, members: Predictions) -> str:
             rows.append(
                 [case.model, case.devices, _run(case), f"{case.seconds:.4g}", f"{run.step_s:.4g}", error, beyond]
             )
-    headings = (
-        "model",
-        "devices",
-        "run",
-        "published s",
-        "predicted s",
-        "error",
-        "beyond computing: published, predicted ms",
-    )
+    beyond = "beyond computing: published, predicted ms"
+    headings = "model", "devices", "run", "published s", "predicted s", "error", beyond
     text = f"### {title}\n\n[Source]({group.url}). {group.network}.\n\n{table(headings, rows)}"
     return text + (
         f"\n\nThe fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device." if group.fits_link else ""
@@ -159,17 +142,10 @@ def _verdicts(groups: Predictions) -> str:
 
 
 def _collectives() -> str:
-    rows = [
-        [
-            f"[{of['what']}]({of['url']})",
-            of["device"],
-            mib,
-            f"{said * 1e6:.1f}",
-            f"{told * 1e6:.1f}",
-            percent(told / said - 1),
-        ]
-        for of, mib, said, told in read_collectives()
-    ]
+    rows = []
+    for of, mib, said, told in read_collectives():
+        micro = f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1)
+        rows.append([f"[{of['what']}]({of['url']})", of["device"], mib, *micro])
     return table(["collective", "device", "MiB", "published µs", "predicted µs", "error"], rows)
 
 

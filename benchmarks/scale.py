@@ -11,23 +11,24 @@ scale.md and the pictures are made of it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import sys
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from analysis import pictures
-from benchmarks import pictures as drawn
-from benchmarks.published_runs import CONTEXT_BYTES, DECODERS, DEVICES, NCCL_BYTES, Case
-from benchmarks.scale_page import decides, page
+import benchmarks
+from analysis.pictures import save
+from benchmarks import pictures
+from benchmarks.published_runs import CONTEXT_BYTES, DECODERS, DEVICES, INTERFERENCE, NCCL_BYTES, Case
+from experiments.markdown import table
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -41,7 +42,10 @@ from mdcs.profile.recompute import FULL, NONE, SELECTIVE, uniform
 from mdcs.sizes import GIB
 
 SCHEMA = 1
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+LEAST = 1.02
+"""Gains below count as none: predictions are not that exact."""
+LEVERS = ("sharding", "scheduling", "recomputation")
+TOGETHER, NOTHING = "only together", "1.0 ×"
 STRATEGIES = ("fsdp", "sdp", "hsdp", "hsdp_no_reshard")
 SHARES = (0.5, 0.25)
 """Shares of the slack for the schedule that are tried where strategies differ by block."""
@@ -84,14 +88,8 @@ class Tried:
         strategies = {str(plan.strategies[u]) for u in blocks}
         chosen = {plan.recompute[u] for u in blocks} if plan.recompute else {NONE}
         strategy, recompute = (each.pop() if len(each) == 1 else "mixed" for each in (strategies, chosen))
-        return cls(
-            strategy,
-            recompute,
-            plan.scheduler,
-            told.step_s,
-            told.exposed_s,
-            told.peak_bytes + CONTEXT_BYTES + NCCL_BYTES,
-        )
+        needed = told.peak_bytes + CONTEXT_BYTES + NCCL_BYTES
+        return cls(strategy, recompute, plan.scheduler, told.step_s, told.exposed_s, needed)
 
 
 @dataclass(frozen=True)
@@ -200,53 +198,112 @@ class Curve:
 def curves(asked: Settings) -> list[Curve]:
     """Return the curves of all models and clusters. Raises ValueError for a cluster that is not of two full nodes or
     more."""
-    device, made = DEVICES[asked.device], []
-    for model, devices, gbit in itertools.product(asked.models, asked.devices, asked.node_gbit):
-        if devices % Case.per_node or devices < 2 * Case.per_node:
-            raise ValueError(f"must be two nodes of {Case.per_node} devices or more, got {devices}")
-        case = Case(
-            model,
-            device,
-            devices,
-            asked.batch,
-            "fsdp",
-            "bf16-fp32",
-            sequence=asked.sequence,
-            card_gbit=gbit / Case.cards,
+    if partial := [n for n in asked.devices if n % Case.per_node or n < 2 * Case.per_node]:
+        raise ValueError(f"must be two nodes of {Case.per_node} devices or more, got {partial[0]}")
+    made = itertools.product(asked.models, asked.devices, asked.node_gbit)
+    shared: dict[str, Any] = {"strategy": "fsdp", "precision": "bf16-fp32", "sequence": asked.sequence}
+    return [
+        Curve(Case(model, DEVICES[asked.device], devices, asked.batch, card_gbit=gbit / Case.cards, **shared), gbit,
+              asked.tflops * 1e12)
+        for model, devices, gbit in made
+    ]  # fmt: skip
+
+
+def gain(point: dict[str, Any], lever: str) -> float:
+    """The baseline's step as a multiple of the lever's."""
+    return float(point["base"]["step_s"] / point[lever]["step_s"])
+
+
+def decides(point: dict[str, Any]) -> str:
+    """The lever that gains most at a point, if any gains enough."""
+    best = max(LEVERS, key=lambda lever: gain(point, lever))
+    if gain(point, best) >= LEAST:
+        return best
+    return TOGETHER if gain(point, "all") >= LEAST else NOTHING
+
+
+def feasible(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """All points at which something fits."""
+    return [point for curve in document["curves"] for point in curve["points"] if point["base"]]
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the page as Markdown."""
+    asked = document["settings"]
+    return benchmarks.page(
+        "scale", list_of_models=" and ".join(asked["models"]), devices=_list(asked["devices"]),
+        sequence=asked["batch"] * asked["sequence"], least=LEAST - 1, tflops=asked["tflops"], slower=INTERFERENCE,
+        answer=_answer(document), models="\n\n".join(_model(document, model) for model in asked["models"]),
+    )  # fmt: skip
+
+
+def _answer(document: dict[str, Any]) -> str:
+    points, every = feasible(document), sum(len(curve["points"]) for curve in document["curves"])
+    found = Counter(map(decides, points))
+    seconds = [curve["seconds"] for curve in document["curves"]]
+    rows: list[list[Any]] = []
+    for what in (*LEVERS, TOGETHER, NOTHING):
+        some = [point for point in points if decides(point) == what]
+        if not some:
+            rows.append([what, 0])
+            continue
+        alone, together = (
+            _range([gain(point, name) for point in some]) if name in some[0] else "–" for name in (what, "all")
         )
-        made.append(Curve(case, gbit, asked.tflops * 1e12))
-    return made
+        rows.append([what, found[what], alone, together, _where(document, what)])
+    told = table(["what gains most", "points", "its gain", "gain of all together", "where"], rows)
+    budgets = len(document["settings"]["budgets_gib"])
+    took = f"Planning a curve of {budgets} budgets takes {min(seconds):.0f} to {max(seconds):.0f} s of one core."
+    return f"At {every - len(points)} of {every} points nothing fits. Of the other {len(points)}:\n\n{told}\n\n{took}"
 
 
-def write(document: dict[str, Any], folder: Path) -> None:
-    """Write scale.json, the page and its pictures."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scale.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (folder / "scale.md").write_text(page(document), encoding="utf-8")
-    pictures.save(drawn.scale_map(document, decides), folder / "scale.png")
-    for model in document["settings"]["models"]:
-        pictures.save(drawn.scale_curves(document, model), folder / f"scale-{model}.png")
+def _where(document: dict[str, Any], what: str) -> str:
+    """Models and rates of the network of the points, with their number."""
+    found = Counter(
+        (curve["model"], curve["gbit"])
+        for curve in document["curves"] for point in curve["points"] if point["base"] and decides(point) == what
+    )  # fmt: skip
+    models = dict.fromkeys(model for model, _ in found)
+    rates = {m: ", ".join(f"{gbit:,g} ({n})" for (name, gbit), n in sorted(found.items()) if name == m) for m in models}
+    return "; ".join(f"{model} at {told} Gbit/s" for model, told in rates.items())
+
+
+def _model(document: dict[str, Any], model: str) -> str:
+    curves = [curve for curve in document["curves"] if curve["model"] == model]
+    about = f"{curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters. Without communication, and keeping all activations,"
+    about += f" a step takes {curves[0]['compute_s']:.2f} s."
+    return f"## {model}\n\n{about}\n\n![Step time over memory](scale-{model}.png)"
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return f"{low} ×" if low == high else f"{low} to {high} ×"
+
+
+def _list(values: list[Any]) -> str:
+    words = [f"{value:,}" for value in values]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def main() -> int:
-    """Predict, and write the page. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=DOCS, help="folder of the page, its data and pictures (default: docs)"
-    )
+    """Predict, and write scale.json, the page and its pictures. Return the exit code."""
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=DECODERS, default=Settings.models)
     parser.add_argument("--devices", nargs="+", type=int, default=Settings.devices, help="in all, eight a node")
     parser.add_argument("--node-gbit", nargs="+", type=float, default=Settings.node_gbit)
     parser.add_argument("--budgets-gib", nargs="+", type=float, default=Settings.budgets_gib)
-    given = parser.parse_args()
-    out: Path = given.out
-    chosen: dict[str, Any] = {name: tuple(value) for name, value in vars(given).items() if name != "out"}
+    given = vars(parser.parse_args())
+    out: Path = given.pop("out")
+    chosen: dict[str, Any] = {name: tuple(value) for name, value in given.items()}
     settings, made = Settings(**chosen), list[dict[str, Any]]()
     for curve in curves(settings):
         made.append(told := curve.document(settings.budgets_gib))
         print(f"{told['model']} on {told['devices']} devices, {told['gbit']:g} Gbit/s: {told['seconds']} s", flush=True)
-    write({"schema": SCHEMA, "settings": dataclasses.asdict(settings), "curves": made}, out)
-    print(f"the page is {out / 'scale.md'}")
+    document = {"schema": SCHEMA, "settings": dataclasses.asdict(settings), "curves": made}
+    benchmarks.write(out, {"scale.json": json.dumps(document, indent=1) + "\n", "scale.md": page(document)})
+    save(pictures.scale_map(document, decides), out / "scale.png")
+    for model in settings.models:
+        save(pictures.scale_curves(document, model), out / f"scale-{model}.png")
     return 0
 
 

@@ -156,7 +156,7 @@ def main() -> int:
     out = benchmarks.parser(__doc__).parse_args().out
     document = benchmarks.resumed(out / "shares.json", SETTINGS, points(), curve)
     draw(document, out)
-    benchmarks.write(out, shares=page(document))
+    benchmarks.write(out, {"shares.md": page(document)})
     return 0
 
 

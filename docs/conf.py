@@ -14,9 +14,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import options_reference  # noqa: E402  # beside this file
 
+from analysis.executed import run_notebooks  # noqa: E402
+
 project = "mdcs"
 author = "the mdcs authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+nb_execution_mode = "off"  # `setup` has run them
 exclude_patterns = ["_build", "dev"]
 html_theme = "furo"
 html_title = "mdcs"
@@ -30,5 +33,7 @@ autodoc_typehints_format = "short"
 
 
 def setup(app: Any) -> None:
-    """Make the generated page before pages are read."""
+    """Make the generated pages before pages are read."""
     (HERE / "options.md").write_text(options_reference.page(), encoding="utf-8")
+    left_out = [f"{path.name}: {reason}" for path, reason in run_notebooks(None, HERE / "notebooks") if reason]
+    assert not left_out, left_out

@@ -5,9 +5,11 @@
 #
 # `RUNS` is the folder of a run, or of a sweep, of which the fastest run that has a timeline is shown.
 
+# %% tags=["parameters"]
+RUNS = "tests/analysis/sweep/plans"
+
 # %%
 # %matplotlib inline
-import os
 from pathlib import Path
 
 import pandas as pd
@@ -18,8 +20,7 @@ from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import PREDICTED_RANK
 
-EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"
-frame = questions.measured(analysis.runs(os.environ.get("RUNS", EXAMPLE))).sort_values("step_s")
+frame = questions.measured(analysis.runs(RUNS)).sort_values("step_s")
 recorded = frame[[(Path(folder) / "timeline.json").is_file() for folder in frame["folder"]]]
 if not len(recorded):
     raise ValueError("no run that ended well has a timeline")

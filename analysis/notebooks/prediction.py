@@ -5,19 +5,18 @@
 #
 # Every prediction was made before its run. `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`.
 
+# %% tags=["parameters"]
+RUNS = "tests/analysis/sweep/plans"
+
 # %%
 # %matplotlib inline
-import os
-from pathlib import Path
-
 import pandas as pd
 
 import analysis
 from analysis import pictures, questions
 from mdcs.sizes import MIB
 
-EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep"
-frame = questions.measured(analysis.runs(os.environ.get("RUNS", EXAMPLE)))
+frame = questions.measured(analysis.runs(RUNS))
 both = frame[frame["predicted_step_s"].notna()]
 if not len(both):
     raise ValueError("no run that ended well has a prediction")

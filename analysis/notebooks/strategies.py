@@ -6,17 +6,16 @@
 # `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`. Times are medians in milliseconds
 # (p10–p90), memory is in MiB per rank.
 
+# %% tags=["parameters"]
+RUNS = "tests/analysis/sweep/plans"
+
 # %%
 # %matplotlib inline
-import os
-from pathlib import Path
-
 import analysis
 from analysis import pictures, questions
 from mdcs.sizes import MIB
 
-EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"
-frame = analysis.runs(os.environ.get("RUNS", EXAMPLE))
+frame = analysis.runs(RUNS)
 workload, rows = questions.workloads(frame)[0]
 measured = questions.measured(rows)
 workload

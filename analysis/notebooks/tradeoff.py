@@ -6,19 +6,18 @@
 # Step time over `budget.schedule_share`: to the left the memory above the floor is spent on the strategy, to the right
 # on the schedule. `RUNS` names the runs: a folder, or `wandb:ENTITY/PROJECT/GROUP`.
 
+# %% tags=["parameters"]
+RUNS = "tests/analysis/sweep/plans"
+
 # %%
 # %matplotlib inline
-import os
-from pathlib import Path
-
 import pandas as pd
 
 import analysis
 from analysis import pictures, questions
 from mdcs.sizes import MIB
 
-EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"
-frame = analysis.runs(os.environ.get("RUNS", EXAMPLE))
+frame = analysis.runs(RUNS)
 curves = questions.share_curves(frame)
 if not curves:
     raise ValueError("no curve: that needs runs of one budget with two schedule shares or more")

@@ -44,14 +44,10 @@ def engine_comparison(document: Mapping[str, Any]) -> Figure:
     longest = max(line["step_s"]["high"] for budget in budgets for line in budget["lines"])
     panels[-1].set_xlim(0, longest * 1e3 * 1.6)  # with room for the words
     panels[-1].set_xlabel("ms per iteration")
-    handles = [
-        *(Patch(ec="white", label=name, **look) for name, look in _PARTS.items()),
-        Line2D([], [], color=style.INK, lw=1.2, marker="|", ms=5, label="least to greatest"),
-        *(
-            Line2D([], [], color=style.INK, ls=dashes, lw=1.2, label=f"{name} bound")
-            for name, dashes in _BOUNDS.items()
-        ),
-    ]
+    ink: dict[str, Any] = {"color": style.INK, "lw": 1.2}
+    handles: list[Patch | Line2D] = [Patch(ec="white", label=name, **look) for name, look in _PARTS.items()]
+    handles += [Line2D([], [], marker="|", ms=5, label="least to greatest", **ink)]
+    handles += [Line2D([], [], ls=dashes, label=f"{name} bound", **ink) for name, dashes in _BOUNDS.items()]
     style.legend_below(figure, handles, notes=_notes(document))
     return figure
 
@@ -64,18 +60,12 @@ def _draw(axes: Axes, budget: Mapping[str, Any]) -> None:
             left += milliseconds
         low, high = line["step_s"]["low"] * 1e3, line["step_s"]["high"] * 1e3
         axes.plot([low, high], [at, at], color=style.INK, lw=1.2, marker="|", ms=5, alpha=alpha)
-        words = [
-            "does not fit"
-            if line["fits"] is False
-            else ""
-            if line["ratio"] is None
-            else f"{line['ratio']['median']:.2f} ×"
-        ]
+        ratio = "" if line["ratio"] is None else f"{line['ratio']['median']:.2f} ×"
+        words = ["does not fit" if line["fits"] is False else ratio]
         words += [] if line["overlap_ratio"] is None else [f"overlap ratio {line['overlap_ratio']:.2f}"]
         words += [] if line["peak_bytes"] is None else [f"peak {line['peak_bytes'] / MIB:.1f} MiB"]
-        axes.annotate(
-            ", ".join(filter(None, words)), (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        axes.annotate(", ".join(filter(None, words)), (high, at), **beside)
     for name, seconds in budget["bounds"].items():
         axes.axvline(seconds * 1e3, color=style.INK, ls=_BOUNDS[name], lw=1.2)
     limit, words = budget["budget_bytes"], budget["budget"]

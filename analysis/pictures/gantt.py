@@ -34,9 +34,8 @@ def gantt(
 
     Raises ValueError for a timeline without ranks.
     """
-    shown = (
-        [] if predicted is None else [(r, predicted.period_s) for r in predicted.ranks if r.rank == PREDICTED_RANK][:1]
-    )
+    own = () if predicted is None else [rank for rank in predicted.ranks if rank.rank == PREDICTED_RANK][:1]
+    shown = [(rank, predicted.period_s) for rank in own] if predicted else []
     shown += [(rank, timeline.period_s) for rank in sorted(timeline.ranks, key=lambda rank: rank.rank)[:ranks]]
     return draw([Panel(rank, period_s, _headline(rank, period_s)) for rank, period_s in shown], title, recomputed)
 
@@ -67,14 +66,8 @@ def draw(panels: Sequence[Panel], title: str, recomputed: Collection[str] = ()) 
         top, ticks = 0, {}
         for name, intervals, places in of_panel:
             for interval, place in zip(intervals, places, strict=True):
-                _draw(
-                    on,
-                    interval,
-                    top + place,
-                    end,
-                    names,
-                    recomputes=interval.kind == "B" and interval.unit in recomputed,
-                )
+                again = interval.kind == "B" and interval.unit in recomputed
+                _draw(on, interval, top + place, end, names, recomputes=again)
             ticks[top + max(places, default=0) / 2] = name
             top += max(places, default=0) + 1
         on.set_yticks(list(ticks), list(ticks.values()))

@@ -77,9 +77,8 @@ def memory_over_period(
     short = style.shortened(m.slot for m in memory)
     labels = [f"{short[m.slot]} {RECOMPUTES}" if m.slot in again else short[m.slot] for m in memory]
     if any(label.endswith(RECOMPUTES) for label in labels):
-        handles.append(
-            Line2D([], [], color="none", marker=f"${RECOMPUTES}$", mec=style.INK, mfc=style.INK, label="recomputes")
-        )
+        ink: dict[str, Any] = {"mec": style.INK, "mfc": style.INK}
+        handles.append(Line2D([], [], color="none", marker=f"${RECOMPUTES}$", label="recomputes", **ink))
     axes.set_ylim(0, top * 1.06)
     axes.set_xlim(0, len(memory))
     ticks = range(0, len(memory), -(-len(memory) // 24))

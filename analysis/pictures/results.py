@@ -23,9 +23,7 @@ def time_over_memory(measurements: Sequence[tuple[str, pd.DataFrame]]) -> Figure
     figure = style.new_figure(10.4, 3.8 * grid[0], "Step time over peak memory of a rank, measured")
     for place, (title, rows) in enumerate(measurements, start=1):
         over_memory(figure.add_subplot(*grid, place), rows, looks, 4.7, title)
-    notes = (
-        "mdcs: a point per budget; bars: 95 % interval of the median of rounds; line: least time within so much memory"
-    )
+    notes = "mdcs: a point per budget; bars: 95 % interval of the median; line: least time within so much memory"
     style.legend_below(figure, style.series_handles(looks) + handles(all_rows), notes)
     return figure
 
@@ -42,10 +40,8 @@ def predictions(title: str, unit: str, points: pd.DataFrame) -> Figure:
         bars = [rows["measured"] - rows["low"], rows["high"] - rows["measured"]] if "low" in rows else None
         how: dict[str, Any] = {"ls": "", "ms": 5, "alpha": 0.75, "elinewidth": 0.8, "capsize": 2, **looks[str(name)]}
         axes.errorbar(rows["predicted"], rows["measured"], bars, **how)
-    ends = [
-        0.95 * points[["predicted", "measured"]].min(axis=None),
-        1.05 * points[["predicted", "measured"]].max(axis=None),
-    ]
+    both = points[["predicted", "measured"]]
+    ends = [0.95 * both.min(axis=None), 1.05 * both.max(axis=None)]
     axes.plot(ends, ends, color=style.GREY, lw=1)
     band = axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#E4E4E4", zorder=0)
     band.set_label("± 10 %")

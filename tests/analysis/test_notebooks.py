@@ -12,15 +12,14 @@ import analysis
 from analysis.__main__ import main
 
 SWEEP = Path(__file__).parent / "sweep"
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "analysis/notebooks"
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / "analysis/notebooks"
 MIB = 2**20
 
 
-def run(name, monkeypatch, source=None):
-    """Outputs of a notebook, from its own example or from `source`."""
-    monkeypatch.delenv("RUNS", raising=False)
-    if source is not None:
-        monkeypatch.setenv("RUNS", str(source))
+def run(name, monkeypatch):
+    """Outputs of a notebook, with the parameters that it has."""
+    monkeypatch.chdir(ROOT)
     matplotlib.use("agg")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
@@ -64,7 +63,7 @@ def test_predictions_and_measurements(monkeypatch):
     frame = analysis.runs(SWEEP / "plans")
     [joint] = frame[frame["scheduler"] == "joint"].to_dict("records")
     assert table.loc["joint", "step: median"] == pytest.approx(joint["predicted_step_s"] / joint["step_s"] - 1)
-    assert dict(table["runs"]) == {"dear": 5, "joint": 1, "priority": 6, "wfbp": 3}
+    assert dict(table["runs"]) == {"dear": 5, "joint": 1, "priority": 6, "wfbp": 2}
     assert (table["peak memory: greatest"] < 0.001).all()
 
 
@@ -73,6 +72,7 @@ def test_text_cells_are_text_and_no_cell_has_a_marker(notebook):
     jupytext = pytest.importorskip("jupytext")
     cells = jupytext.read(notebook, fmt="py:percent").cells
     assert {cell.cell_type for cell in cells} == {"code", "markdown"}
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1  # papermill's
     assert not [cell.source for cell in cells if "%% [" in cell.source or cell.source.startswith("# %%")]
     assert len(cells) == 1 + sum(line.startswith("# %%") for line in notebook.read_text().splitlines())
 

@@ -8,17 +8,12 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis.__main__ import main
 from analysis.page import best_plans, commands, engines, provenance, write_page
 from analysis.pictures import gantt, tradeoff_curve
 from analysis.pictures.style import svg
 from analysis.questions import milliseconds
-from tests.analysis import browser
 
 SWEEP = Path(__file__).parent / "sweep"
-
-in_a_browser = pytest.mark.skipif(browser.PROGRAM is None, reason="needs Chromium")
-
 
 def test_the_best_plan_of_a_budget_may_be_that_of_a_smaller_one():
     frame = analysis.runs(SWEEP / "plans")
@@ -76,36 +71,6 @@ def test_points_of_a_curve_and_bars_of_a_timeline_tell_their_values(timelines, s
     assert f": {message.duration_s * 1e3:.4g} ms, from {message.start * 1e3:.4g}</title>" in svg(gantt(*timelines))
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """A browser; its errors are looked at by each test."""
-    with browser.browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
-
-
-@in_a_browser
-@pytest.mark.slow
-def test_a_browser_shows_sorts_and_filters_runs(page, tmp_path, capsys):
-    assert main([str(SWEEP / "plans"), "-o", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'report.html'}\n")
-    page.open(tmp_path / "report.html")
-    cells = "[...document.querySelectorAll('.runs tbody tr')].filter(r => !r.hidden).map(r => r.cells[{}].textContent)"
-    click = "document.querySelectorAll('.runs th')[{}].click()"
-    page.value(click.format(4))
-    steps = [step for step in page.value(cells.format(4)) if step]
-    assert page.value(cells.format(4))[: len(steps)] == sorted(steps, key=float)  # the run that failed is last
-    page.value("document.querySelectorAll('.runs th')[4].dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))")
-    assert page.value(cells.format(4))[: len(steps)] == sorted(steps, key=float, reverse=True)
-
-    page.value("search.value = 'greedy dear 24.0'; search.dispatchEvent(new Event('input'))")
-    assert page.value(cells.format(1)) == ["dear"] and page.value(cells.format(2)) == ["24.0"]
-    assert "scheduler=dear budget=floor+10%" in page.value(cells.format(12))[0]
-    hidden, shown = (f"document.querySelector('body > details{of} svg').checkVisibility()" for of in (":not([open])", "[open]"))
-    assert (page.value(hidden), page.value(shown)) == (False, True)
-    assert page.value("document.querySelectorAll('title').length") > 100
-    assert page.errors == []
-
-
 def test_the_page_tells_where_runs_come_from_and_shows_other_engines_beside_the_fastest_plans():
     frame = analysis.runs(SWEEP / "engines").assign(commit="abc", host=["a", "b", "a"])
     made = provenance(frame)
@@ -118,30 +83,14 @@ def test_the_page_tells_where_runs_come_from_and_shows_other_engines_beside_the_
     assert (ddp["peak MiB\nmeas. / pred."], ddp["runs"]) == (f"{peak:.1f} / –", "1")
 
 
-@in_a_browser
-def test_a_page_fits_a_phone_needs_no_network_and_shows_what_runs_say_as_text(page, run_writer, tmp_path):
+def test_a_page_needs_no_network_and_shows_what_runs_say_as_text(run_writer, tmp_path):
     run_writer("0", strategy="</script><b>", scheduler='say "hi", so')
-    write_page(analysis.runs(run_writer.sweep), tmp_path / "page.html", "<i>")
-    page.open(tmp_path / "page.html")
-    assert page.value("document.title") == "<i>"
-    assert '</script><b>say "hi", so' in page.value("document.querySelector('.runs tbody').textContent")
-    assert page.value("performance.getEntriesByType('resource').filter(e => e.name.startsWith('http')).length") == 0
-    page.ask("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
-    page.open(tmp_path / "page.html")
-    assert page.value("document.documentElement.scrollWidth") == 390
-    assert page.value("document.querySelector('svg text').getBoundingClientRect().height") > 8  # letters, scrolled to
-    page.ask("Emulation.clearDeviceMetricsOverride")
-    assert page.errors == []
+    text = write_page(analysis.runs(run_writer.sweep), tmp_path / "page.html", "<i>").read_text()
+    assert "<title>&lt;i&gt;</title>" in text and "&lt;/script&gt;&lt;b&gt;" in text and "</script><b>" not in text
+    assert not re.search(r'(?:src|href)="(?!#)', text)
 
 
-@in_a_browser
-@pytest.mark.slow
-def test_a_thousand_runs(page, tmp_path):
+def test_a_thousand_runs_are_a_small_page(tmp_path):
     frame = analysis.runs(SWEEP / "plans")
     path = write_page(pd.concat([frame] * 67).head(1000), tmp_path / "page.html")
-    assert path.stat().st_size < 4e6
-    page.open(path)
-    assert page.value("document.querySelectorAll('.runs tbody tr').length") == 1000
-    page.value("document.querySelectorAll('.runs th')[1].click()")
-    assert page.value("document.querySelector('.runs td:nth-child(2)').textContent") == "dear"
-    assert page.errors == []
+    assert path.stat().st_size < 4e6 and path.read_text().count("<tr>") > 1000

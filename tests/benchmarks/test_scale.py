@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.published_runs import calibrated, read
-from benchmarks.scale_page import LEVERS, decides, feasible, page
+from benchmarks.scale import LEVERS, decides, feasible, page
 from mdcs.sizes import GIB
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

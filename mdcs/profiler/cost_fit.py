@@ -269,12 +269,12 @@ def _link_costs(profile: Profile, runs: Sequence[_Evidence]) -> Estimates:
     known |= {f"beta of {name}": link.beta_of(kind) for name, kind in kinds.items()}
     rates = _estimate(terms, [*behind, *(row for row in alone if row.kinds.keys() & never_behind)], known)
     known |= rates.values
-    terms = [
-        Term(f"alpha of {name}", link.alpha_of(kind),
-             is_known=link.emulated or sum(name in row.kinds for row in alone) < _MANY)
-        for name, kind in kinds.items()
-    ] + [Term("skew_seconds", profile.contention.skew_seconds)]  # fmt: skip
-    waits = _estimate(terms, alone, {key: value for key, value in known.items() if not key.startswith("gap")})
+    known = {key: value for key, value in known.items() if not key.startswith("gap")}
+    known |= {f"alpha of {name}": link.alpha_of(kind) for name, kind in kinds.items()}
+    often = [] if link.emulated else [n for n in kinds if sum(n in row.kinds for row in alone) >= _MANY]
+    terms = [Term(f"alpha of {name}", known[f"alpha of {name}"]) for name in often]
+    terms.append(Term("skew_seconds", profile.contention.skew_seconds))
+    waits = _estimate(terms, alone, known)
     return Estimates(rates.values | waits.values, rates.errors | waits.errors)
 
 

@@ -39,13 +39,11 @@ class Term:
 
     - ``prior``: its value where the rows do not determine it.
     - ``is_effect``: a coefficient that is not significantly above 0 is 0. Otherwise it then stays at its prior.
-    - ``is_known``: the coefficient is its prior.
     """
 
     name: str
     prior: float = 0.0
     is_effect: bool = True
-    is_known: bool = False
 
 
 def estimate(terms: Sequence[Term], x: np.ndarray, y: np.ndarray, means: int = 0) -> Estimates:
@@ -58,7 +56,7 @@ def estimate(terms: Sequence[Term], x: np.ndarray, y: np.ndarray, means: int = 0
     - ``means``: means that were subtracted from rows.
     """
     values, errors = {term.name: term.prior for term in terms}, dict[str, float]()
-    free = [j for j, term in enumerate(terms) if not term.is_known and np.abs(x[:, j]).max(initial=0.0) > 0]
+    free = [j for j in range(len(terms)) if np.abs(x[:, j]).max(initial=0.0) > 0]
     del free[: max(0, len(free) + means + 1 - len(y))]
     while (tied := _tied(x[:, free])) is not None:
         del free[tied]

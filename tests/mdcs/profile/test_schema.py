@@ -110,9 +110,10 @@ def test_json_without_a_field_is_no_profile(missing: str) -> None:
 def test_contention_is_stored_and_never_negative() -> None:
     profile = replace(
         chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, skew_seconds=5e-4), spread={"slot 0": (0.5, 1.5)},
-        calibration_runs={"zero2 dear": (1.0, 1.1)},
+        calibration_runs={"zero2 dear": (1.0, 1.25)}, errors={"gap of all_gather": 1e-5},
     )
     assert Profile.from_json(profile.to_json()) == profile
+    assert profile.prediction_error == pytest.approx(0.2) and chain(10).prediction_error is None
     with pytest.raises(ValueError, match="contention message_seconds must be >= 0, got -1"):
         Contention(message_seconds=-1)
 

@@ -62,8 +62,6 @@ def test_what_the_rows_do_not_tell_stays_at_its_prior() -> None:
     for each in (same, nothing):
         found = estimate(TERMS, each, each @ [2, 0, 0.5])
         assert found.values["a"] == 7.0 and "a" not in found.errors
-    known = estimate([replace(TERMS[0], is_known=True), *TERMS[1:]], x, y)
-    assert known.values["a"] == 7.0 and "a" not in known.errors
     rate = estimate([TERMS[0], replace(TERMS[1], is_effect=False), TERMS[2]], x, y)
     assert rate.values["b"] == 7.0 and "b" not in rate.errors  # a rate is never 0
     assert estimate(TERMS, x[:0], y[:0]).values == estimate(TERMS, x[:2], y[:2], means=2).values == dict.fromkeys("abc", 7.0)

@@ -69,20 +69,15 @@ def both(ported: str, was: str) -> tuple[list[float], list[float]]:
 
 
 TRIED = [
-    (PROGRAMS / "vae.py", 3, 0.0),
     (PROGRAMS / "imagenet.py", 6, 0.0),
-    (PROGRAMS / "siamese.py", 4, 0.0),
     (PROGRAMS / "word_language_model.py", 7, 1e-5),
     (PROGRAMS / "wav2vec2.py", 3, 0.0),
     (PROGRAMS / "vit_ema.py", 9, 0.0),
     (PROGRAMS / "dcgan.py", 4, 1e-4),
-    (PROGRAMS / "muon.py", 2, 0.0),
     (PROGRAMS / "dino.py", 8, 0.0),
     (PROGRAMS / "nanochat.py", 6, 0.0),
     (PROGRAMS / "finetune.py", 2, 0.0),
     (PROGRAMS / "ddpm.py", 2, 0.0),
-    (PROGRAMS / "hifigan.py", 4, 0.0),
-    (PROGRAMS / "vqvae.py", 2, 0.0),
     (PROGRAMS / "moco.py", 5, 0.0),
     (EXAMPLES / "accelerate_loop.py", 3, 0.0),
 ]

@@ -150,6 +150,24 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
+class OnTwo(list[Any]):
+    """Functions that two ranks run, each with rows of arguments, and that return what is wrong: an empty list.
+
+    A module has one, decorates its functions with it (one argument, a tuple of several, or ``pytest.param``, for each row),
+    and parametrizes one test of (function, arguments) by it.
+    """
+
+    def __call__(self, *rows: Any) -> Callable[..., Any]:
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            for row in rows or ((),):
+                marks, row = getattr(row, "marks", ()), getattr(row, "values", row)
+                row = row if isinstance(row, tuple) else (row,)
+                self.append(pytest.param(function, row, marks=marks, id="-".join(map(str, (function.__name__, *row)))))
+            return function
+
+        return add
+
+
 def _serve(pipe: Connection, output: Path, is_hasty: bool) -> None:
     os.setsid()
     with output.open("wb") as file:

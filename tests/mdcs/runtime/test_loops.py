@@ -1,6 +1,6 @@
 """Habits of others' loops: each works as with DistributedDataParallel, or is refused in a sentence that says what to do.
 
-One test per line of docs/dev/loop-behaviours.md.
+Each is a line of docs/dev/loop-behaviours.md. Most are functions that both ranks run, and that return what is wrong.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Uniform
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.communicator import backend_of
-from tests.mdcs.runtime.ranks import ROOT, Ranks
+from tests.mdcs.runtime.ranks import ROOT, OnTwo, Ranks
 from tests.mdcs.runtime.training import (
     How,
     Job,
     Setup,
+    Twin,
     differing,
+    measured,
     optimizer_for,
     parallel_for,
     plan_for,
+    planned,
     profile_of,
     reference,
     setup,
     train,
 )
 
-SHARDED = ("zero2", "sdp", "fsdp")
-STRATEGIES = ("dp", *SHARDED, "random")
+STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random")
+on_two = OnTwo()
 
 
 def how(strategy: str, **options: Any) -> How:
@@ -62,6 +64,11 @@ def said(function: Callable[[], object]) -> str:
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return ""
+
+
+def lacking(message: str, *parts: str) -> list[str]:
+    """The message, unless all parts are in it."""
+    return [] if all(part in message for part in parts) else [message]
 
 
 # ---- weights outside of forward
@@ -95,87 +102,72 @@ def check_alike(parameters: list[nn.Parameter]) -> None:
         assert all(t.shape == p.shape and t.untyped_storage().nbytes() for t in made[5:])
 
 
-def read_everywhere(strategy: str) -> dict[str, str]:
+REMEDIES = {
+    "state_dict": "state = parallel.state_dict(rank0_only=True, cpu=True)",
+    "load": "parallel.load_state_dict(state)",
+    "init": "full_parameters(writeback=True)",
+    "data": "full_parameters(writeback=True)",
+    "to": "close() first",
+}
+"""What an error names in the place of ``with parallel.full_parameters(): …``."""
+
+
+@on_two(*STRATEGIES)
+def a_weight_that_is_not_whole_says_so(strategy: str) -> list[str]:
     with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
         one_step(made, parallel)
-        found = {what: said(lambda read=read: read(made.model)) for what, read in READINGS.items()}  # type: ignore[misc]
-        found["metadata"] = said(lambda: [(p.shape, p.numel(), p.dtype, p.grad, repr(p)) for p in made.model.parameters()])
-        found["alike"] = said(lambda: check_alike(list(made.model.parameters())))
+        wrong = []
+        for what, read in READINGS.items():
+            remedy = REMEDIES.get(what, "with parallel.full_parameters(): …")
+            wrong += lacking(said(lambda: read(made.model)), f"rank {dist.get_rank()}, step 2: ", remedy)  # noqa: B023
         p = made.model.norm.weight
-        found["new_tensor of a value"] = said(lambda: p.new_tensor(p))
+        wrong += lacking(said(lambda: p.new_tensor(p)), "norm.weight cannot be used here")
+        assert [(p.shape, p.numel(), p.dtype, p.grad, repr(p)) for p in made.model.parameters()]
+        check_alike(list(made.model.parameters()))
         one_step(made, parallel, 1)
-    return found
+    return wrong
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_weight_that_is_not_whole_says_so(two: Ranks, strategy):
-    for rank, found in enumerate(two.run(read_everywhere, strategy)):
-        assert found.pop("metadata") == found.pop("alike") == ""
-        for what, message in found.items():
-            assert f"rank {rank}, step 2: " in message, (what, message)
-            if what == "state_dict":
-                assert "on every rank, not on rank 0 alone: state = parallel.state_dict(rank0_only=True, cpu=True)" in message
-            else:
-                assert "weight cannot be used here" in message, (what, message)
-                assert ("with parallel.full_parameters(): …" in message) == (what not in ("load", "init")), (what, message)
-                assert ("full_parameters(writeback=True)" in message) == (what in ("load", "init", "data")), (what, message)
-                assert ("or parallel.load_state_dict(state)" in message) == (what == "load"), (what, message)
-                assert ("To move or convert the model, close() first" in message) == (what == "to"), (what, message)
-
-
-def read_after_drain(strategy: str) -> list[str]:
+@on_two()
+def weights_that_every_rank_has_can_be_read_after_a_drain() -> list[str]:
     job = Job("tied", steps=2)
-    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+    with parallel_for(job, how("dp")) as (made, parallel, optimizer):
         train(job, made, parallel, optimizer)
         parallel.drain()
         return differing(made.model.state_dict(), reference(job).state)
 
 
-def test_weights_that_every_rank_has_can_be_read_after_a_drain(two: Ranks):
-    assert two.run(read_after_drain, "dp") == [[], []]
-
-
-def move_after_drain() -> str:
+@on_two()
+def weights_that_were_moved_are_not_trained_in_silence() -> list[str]:
     with parallel_for(Job("tied"), how("dp")) as (made, parallel, _):
         one_step(made, parallel)
         parallel.drain()
         made.model.norm.weight.data = made.model.norm.weight.detach().clone()
-        return said(lambda: one_step(made, parallel, 1))
-
-
-def test_weights_that_were_moved_are_not_trained_in_silence(two: Ranks):
-    for message in two.run(move_after_drain):
-        assert "norm.weight was given other memory" in message
+        return lacking(said(lambda: one_step(made, parallel, 1)), "norm.weight was given other memory")
 
 
 # ---- weights on purpose
 
 
-def look(strategy: str, options: dict[str, bool]) -> dict[str, Any]:
+@on_two(*((strategy, options) for strategy in STRATEGIES for options in ({}, {"rank0_only": True}, {"cpu": True})))
+def whole_parameters_are_lent(strategy: str, options: dict[str, bool]) -> list[str]:
     job = Job("tied", steps=3)
     halfway, wanted = reference(dataclasses.replace(job, steps=2)).state, reference(job).state
     with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
         train(job, made, parallel, optimizer, 2)
         with parallel.full_parameters(**options):
-            seen = said(lambda: copy.deepcopy(made.model)) or differing(copy.deepcopy(made.model).state_dict(), halfway)
-            if not seen:
+            if options.get("rank0_only") and dist.get_rank():
+                wrong = lacking(said(lambda: copy.deepcopy(made.model)), "cannot be used here")
+            else:
+                wrong = differing(copy.deepcopy(made.model).state_dict(), halfway)
                 for p in made.model.parameters():
                     p.data.zero_()
         one_step(made, parallel, 2)
-        state = parallel.state_dict()
-    return {"seen": seen, "kept": differing(state, wanted)}
+        return wrong + differing(parallel.state_dict(), wanted)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("options", [{}, {"rank0_only": True}, {"cpu": True}], ids=str)
-def test_whole_parameters_are_lent(two: Ranks, strategy, options):
-    first, second = two.run(look, strategy, options)
-    assert first == {"seen": [], "kept": []}
-    assert second["kept"] == []
-    assert ("cannot be used here" in second["seen"]) if options.get("rank0_only") else second["seen"] == []
-
-
-def change(strategy: str, rank0_only: bool) -> list[str]:
+@on_two(*((strategy, rank0_only) for strategy in STRATEGIES for rank0_only in (False, True)))
+def what_rank_zero_changes_is_written_back(strategy: str, rank0_only: bool) -> list[str]:
     job = Job("tied", optimizer="plain sgd", steps=2)
     target = {n: torch.full_like(v, 0.01) for n, v in setup("tied").model.state_dict().items()}
     with parallel_for(job, how(strategy)) as (made, parallel, _):
@@ -186,28 +178,18 @@ def change(strategy: str, rank0_only: bool) -> list[str]:
         return differing(parallel.state_dict(), target)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_what_rank_zero_changes_is_written_back(two: Ranks, strategy, rank0_only):
-    assert two.run(change, strategy, rank0_only) == [[], []]
-
-
-def save_on_rank_zero(strategy: str) -> tuple[int, list[str]]:
+@on_two(*STRATEGIES)
+def a_state_dict_for_rank_zero(strategy: str) -> list[str]:
     job = Job("tied", steps=2)
     wanted = reference(job).state
     with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
         train(job, made, parallel, optimizer)
         state = parallel.state_dict(rank0_only=True, cpu=True)
-    return len(state), differing(state, wanted) if state else []
+    return list(state) if dist.get_rank() else differing(state, wanted)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_dict_for_rank_zero(two: Ranks, strategy):
-    (size, changed), empty = two.run(save_on_rank_zero, strategy)
-    assert size > 0 and changed == [] and empty == (0, [])
-
-
-def average(strategy: str) -> list[str]:
+@on_two("zero2", "fsdp")
+def a_moving_average(strategy: str) -> list[str]:
     """An exponential moving average, as fine-tuning loops keep."""
     job = Job("tied", steps=3)
     alone = setup("tied").model
@@ -225,29 +207,23 @@ def average(strategy: str) -> list[str]:
     return differing(mine.state_dict(), wanted.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-def test_a_moving_average(two: Ranks, strategy):
-    assert two.run(average, strategy) == [[], []]
-
-
 AVERAGED = [
     How("dp", "wfbp"), How("zero2", "dear"), How("sdp", "priority"), How("fsdp", "priority"),
     How("fsdp", "sequential", budget=1.0), How("random", "random", seed=4),
 ]  # fmt: skip
 
 
-def averaged_on_shards(way: How) -> list[Any]:
+@on_two(*AVERAGED)
+def a_moving_average_on_shards(way: How) -> list[Any]:
     """An average that is the optimizer's state is evaluated, lent and saved as the one that a loop with DDP keeps."""
     job, found = Job("tied", optimizer="averaged", steps=4), list[Any]()
     plain = setup("tied")
-    ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
-    wanted, theirs, batch = copy.deepcopy(plain.model), optimizer_for("adam", plain.model), plain.batch(9, 0, dist.get_rank())
+    twin = Twin(plain.model, optimizer_for("adam", plain.model))
+    wanted, batch = copy.deepcopy(plain.model), plain.batch(9, 0, dist.get_rank())
     with parallel_for(job, way) as (made, parallel, optimizer):
         for step in range(job.steps):
             one_step(made, parallel, step)
-            made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
-            theirs.step()
-            theirs.zero_grad()
+            twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
             for mine, weights in zip(wanted.parameters(), plain.model.parameters(), strict=True):
                 mine.data.lerp_(weights.detach(), 1 - 0.9)
             if step % 2:
@@ -258,44 +234,37 @@ def averaged_on_shards(way: How) -> list[Any]:
                 with parallel.full_parameters(weights="average"):
                     found += differing(made.model.state_dict(), wanted.state_dict())
         found += [said(lambda: parallel.evaluate(weights="averages").__enter__()).partition(":")[0] != "ValueError"]
-        found += differing(parallel.state_dict(), plain.model.state_dict())
-        tensors = {"optimizer": 3 * sum(p.numel() for p in optimizer.param_groups[0]["params"]) * 4}
-        share = parallel.memory()["predicted"]["optimizer"] / tensors["optimizer"]
+        found += twin.differing(parallel.state_dict())
+        whole = 3 * 4 * sum(p.numel() for p in optimizer.param_groups[0]["params"])
+        share = parallel.memory()["predicted"]["optimizer"] / whole
         found += [share] if way.strategy in ("fsdp", "sdp", "zero2") and not 0.5 <= share < 0.6 else []
     averages = {p: optimizer.state[p]["average"] for p in optimizer.param_groups[0]["params"]}
     trained = [(p, w) for p, w in zip(made.model.parameters(), wanted.parameters(), strict=True) if p.requires_grad]
     return [item for item in found if item] + [p.shape for p, w in trained if not torch.equal(averages[p], w)]
 
 
-def all_averaged() -> list[Any]:
-    return [(way, found) for way in AVERAGED if (found := averaged_on_shards(way))]
-
-
-def test_a_moving_average_on_shards(two: Ranks):
-    assert two.run(all_averaged, timeout_s=120) == [[], []]
-
-
-def open_one(strategy: str) -> list[str]:
-    found = []
+@on_two("dp", "fsdp")
+def the_units_of_one_parameter_are_opened(strategy: str) -> list[str]:
     with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
         with parallel.full_parameters("norm.weight", writeback=True), torch.no_grad():
-            open_units = [s.name for s in parallel._engine.storages if type(s.parameters[0]) is nn.Parameter]
+            others = said(lambda: made.model.blocks[0][0].weight.norm())
             made.model.norm.weight.fill_(0.5)
-        found += [] if strategy == "dp" or len(open_units) == 1 else open_units
+        found = [] if strategy == "dp" else lacking(others, "cannot be used here")
         found += [] if parallel.state_dict()["norm.weight"].tolist() == [0.5] * 6 else ["lost"]
-        message = said(lambda: parallel.full_parameters("norm.wieght"))
-        return found + ([] if message.startswith("ValueError") and "'norm.weight' is" in message else [message])
-
-
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_the_units_of_one_parameter_are_opened(two: Ranks, strategy):
-    assert two.run(open_one, strategy) == [[], []]
+        return found + lacking(said(lambda: parallel.full_parameters("norm.wieght")), "ValueError", "'norm.weight' is")
 
 
 # ---- after close()
 
 
-def close_and_train_on(first: str, second: str, optimizer_name: str) -> dict[str, Any]:
+CLOSED = [
+    ("fsdp", "zero2", "adam"), ("sdp", "dp", "sgd"), ("random", "fsdp", "adamw"), ("zero2", "random", "adam"),
+    ("dp", "sdp", "adam"), ("fsdp", "fsdp", "plain sgd"), ("zero2", "sdp", "sgd"),
+]  # fmt: skip
+
+
+@on_two(*CLOSED)
+def after_close_the_model_is_plain_and_whole(first: str, second: str, optimizer_name: str) -> list[str]:
     """Two steps with a plan, two in a plain loop (with DDP), two with another plan: as six of DDP."""
     job = Job("tied", optimizer=optimizer_name, steps=6)
     made = setup("tied")
@@ -304,9 +273,8 @@ def close_and_train_on(first: str, second: str, optimizer_name: str) -> dict[str
     schedule = job.scheduler(optimizer)
     units = mdcs.partition(made.model, made.policy)
     profile = profile_of(job, How(), made, units, optimizer)
-    rank = dist.get_rank()
 
-    def planned(strategy: str, steps: range) -> None:
+    def with_plan(strategy: str, steps: range) -> None:
         parallel = mdcs.parallelize(made.model, optimizer, plan_for(job, how(strategy), profile), units, timeout_s=20)
         for step in steps:
             one_step(made, parallel, step)
@@ -314,30 +282,17 @@ def close_and_train_on(first: str, second: str, optimizer_name: str) -> dict[str
         parallel.close()
         parallel.close()
 
-    planned(first, range(2))
-    plain = {type(p) for p in made.model.parameters()} == {nn.Parameter}
-    own = len({p.untyped_storage().data_ptr() for p in made.model.parameters()}) == len(list(made.model.parameters()))
-    group = dist.new_group()
-    ddp = nn.parallel.DistributedDataParallel(made.model, process_group=group)
+    with_plan(first, range(2))
+    parameters = list(made.model.parameters())
+    assert {type(p) for p in parameters} == {nn.Parameter}
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
+    twin = Twin(made.model, optimizer)
     for step in (2, 3):
-        made.loss(ddp, made.batch(step, 0, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
         schedule.step()
-    del ddp
-    planned(second, range(4, 6))
-    return {"plain": plain, "own": own, "weights": differing(made.model.state_dict(), wanted)}
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "optimizer"),
-    [
-        ("fsdp", "zero2", "adam"), ("sdp", "dp", "sgd"), ("random", "fsdp", "adamw"), ("zero2", "random", "adam"),
-        ("dp", "sdp", "adam"), ("fsdp", "fsdp", "plain sgd"), ("zero2", "sdp", "sgd"),
-    ],
-)  # fmt: skip
-def test_after_close_model_and_optimizer_are_plain_and_whole(two: Ranks, first, second, optimizer):
-    assert two.run(close_and_train_on, first, second, optimizer) == [{"plain": True, "own": True, "weights": []}] * 2
+    del twin
+    with_plan(second, range(4, 6))
+    return differing(made.model.state_dict(), wanted)
 
 
 def close_alone() -> str:
@@ -357,58 +312,21 @@ def test_close_does_not_wait_for_a_rank_that_is_gone(two: Ranks):
     two.stop()
 
 
-def thaw(strategy: str) -> str:
-    with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
-        one_step(made, parallel)
-
-        def unfreeze_and_train() -> None:
-            made.model.norm.requires_grad_(False) if strategy == "zero2" else made.model.blocks[1].requires_grad_(True)
-            one_step(made, parallel, 1)
-
-        return said(unfreeze_and_train)
-
-
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
-def test_what_is_trained_is_fixed_in_a_run(two: Ranks, strategy):
-    for message in two.run(thaw, strategy):
-        assert "weight: requires_grad changed while a plan runs" in message
-
-
-def unfreeze(strategy: str) -> list[str]:
+@on_two("dp", "fsdp")
+def frozen_layers_are_unfrozen_between_runs(strategy: str) -> list[str]:
     """Frozen layers are trained in a second run, as fine-tuning loops do."""
-    job = Job("tied", optimizer="plain sgd", steps=2)
-    made, twin = setup("tied"), setup("tied")
-    group = dist.new_group()
+    made, plain = setup("tied"), setup("tied")
     for round_ in range(2):
-        for model in (made.model, twin.model):
+        for model in (made.model, plain.model):
             if round_:
                 model.blocks[1][0].weight.requires_grad_(True)
-        ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=group)
-        theirs, ours = (optimizer_for(job.optimizer, m.model) for m in (twin, made))
-        units = mdcs.partition(made.model, made.policy)
-        profile = measure_profile(
-            made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), ours, world=2,
-            link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
-        )  # fmt: skip
-        with mdcs.parallelize(made.model, ours, plan_for(job, how(strategy), _agreed(profile)), units, timeout_s=20) as parallel:
+        twin, ours = Twin(plain.model, optimizer_for("plain sgd", plain.model)), optimizer_for("plain sgd", made.model)
+        first = made.batch(0, 0, 0)
+        with planned(made.model, ours, lambda: made.loss(made.model, first), strategy, made.policy) as parallel:  # noqa: B023
             for step in range(2):
                 one_step(made, parallel, step)
-                made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
-                theirs.step()
-                theirs.zero_grad()
-        del ddp
-    return differing(made.model.state_dict(), twin.model.state_dict())
-
-
-def _agreed(profile: mdcs.Profile) -> mdcs.Profile:
-    from mdcs.profiler.consensus import merge_profiles
-
-    return merge_profiles(profile)
-
-
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_frozen_layers_are_unfrozen_between_runs(two: Ranks, strategy):
-    assert two.run(unfreeze, strategy) == [[], []]
+                twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
+    return twin.differing(made.model.state_dict())
 
 
 # ---- the optimizer's side
@@ -428,11 +346,7 @@ def untrained(what: str) -> str:
     model, head = Headed(), nn.Linear(2, 2)
     units = mdcs.partition(model, mdcs.ByLeaf())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    profile = _agreed(
-        measure_profile(
-            model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0)
-        )
-    )
+    profile = measured(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer)
     plan = mdcs.make_plan(profile, Uniform("zero2"), SCHEDULERS["wfbp"]())
     if what == "a head of its own":
         optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -455,7 +369,7 @@ def untrained(what: str) -> str:
     ("what", "message"),
     [
         ("a head of its own", "parameter 4 of the optimizer, of shape (2, 2): is in the optimizer and in no unit"),
-        ("added later", "extra.weight: is in no unit, so it was added after partition(): call mdcs.partition(model) again"),
+        ("added later", "extra.weight: is in no unit, as if it was added since: call mdcs.partition(model) again"),
         ("tied since", "head.bias: is another parameter than body.bias and shares a part of its memory"),
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
         ("a hook on step", "SGD has hooks on step()"),
@@ -470,7 +384,8 @@ def test_what_would_not_be_trained_is_named_before_step_1(two: Ranks, what, mess
         two.stop()
 
 
-def keep_a_view(strategy: str, anew: bool) -> str:
+@on_two(("dp", False), ("dp", True), ("fsdp", False), ("fsdp", True))
+def a_view_of_a_weight_that_the_model_keeps_is_named_in_step_1(strategy: str, anew: bool) -> list[str]:
     """A view of a weight, since it was profiled; or in every forward ``anew``, which is another's affair."""
     job = Job("tied", steps=1)
     with parallel_for(job, how(strategy)) as (made, parallel, _):
@@ -479,14 +394,8 @@ def keep_a_view(strategy: str, anew: bool) -> str:
     if anew:
         made.model.register_forward_pre_hook(lambda model, args: setattr(model, "kept", None))
     with parallel_for(job, how(strategy), made) as (_, parallel, _):
-        return said(lambda: one_step(made, parallel))
-
-
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_a_view_of_a_weight_that_the_model_keeps_is_named_in_step_1(two: Ranks, strategy):
-    for rank, message in enumerate(two.run(keep_a_view, strategy, False)):
-        assert message.startswith(f"RunError: rank {rank}, step 1: kept: shares memory with the parameter norm.weight")
-    assert two.run(keep_a_view, strategy, True) == ["", ""]
+        message = said(lambda: one_step(made, parallel))
+    return [message] * (message != "") if anew else lacking(message, "step 1: kept: shares memory with", "norm.weight")
 
 
 def test_sparse_embedding_bags_are_refused():
@@ -495,74 +404,30 @@ def test_sparse_embedding_bags_are_refused():
         mdcs.partition(model, mdcs.ByLeaf())
 
 
-def habits(strategy: str) -> dict[str, str]:
-    """Between backward and step(): each is refused, and leaves training as it was."""
-    found = {}
-    with parallel_for(Job("tied"), how(strategy)) as (made, parallel, optimizer):
-        parameters = list(made.model.parameters())
-        made.loss(made.model, made.batch(0, 0, dist.get_rank())).backward()
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(1))
-        for what, habit in {
-            "clip": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
-            "clip value": lambda: nn.utils.clip_grad_value_(parameters, 1.0),
-            "unscale": lambda: scaler.unscale_(optimizer),
-            "zero": optimizer.zero_grad,
-        }.items():
-            found[what] = said(habit)
-        parallel.step()
-        optimizer.zero_grad()
-        found["zero after step"] = str([p.grad for p in parameters if p.grad is not None])
-        made.loss(made.model, made.batch(1, 0, dist.get_rank())).backward()
-        optimizer.param_groups[0]["lr"] *= 2
-        found["lr"] = said(parallel.step)
-        optimizer.param_groups[0]["lr"] /= 2
-        parallel.step()
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
-def test_habits_between_backward_and_step(two: Ranks, strategy):
-    for found in two.run(habits, strategy):
-        for what in ("clip", "clip value", "unscale", "zero"):
-            assert "weight.grad does not hold the gradient between backward and step()" in found[what], (what, found)
-            assert "Clip with parallelize(…, clip_norm=1.0)" in found[what], (what, found)
-        assert found["zero after step"] == "[]"
-        assert "lr of the optimizer's group 0 was changed between backward and step()" in found["lr"]
-
-
-def tensor_rate(strategy: str) -> list[str]:
+@on_two("zero2", "random")
+def a_rate_in_a_tensor(strategy: str) -> list[str]:
     """A rate in a tensor that a schedule changes in place: late updates must have the former one."""
-    job = Job("tied", optimizer="plain sgd", steps=4)
-    wanted, made = setup("tied"), setup("tied")
-    rank = dist.get_rank()
-    ddp = nn.parallel.DistributedDataParallel(wanted.model, process_group=dist.new_group())
+    job, (wanted, made) = Job("tied", optimizer="plain sgd"), (setup("tied"), setup("tied"))
     theirs, ours = (
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=torch.tensor(0.1), foreach=False)
         for m in (wanted.model, made.model)
     )
-    units = mdcs.partition(made.model, made.policy)
+    twin, units = Twin(wanted.model, theirs), mdcs.partition(made.model, made.policy)
     plan = plan_for(job, How(strategy, "dear"), profile_of(job, How(), made, units, ours))
     with mdcs.parallelize(made.model, ours, plan, units, timeout_s=20) as parallel:
-        for step in range(job.steps):
+        for step in range(4):
             one_step(made, parallel, step)
-            wanted.loss(ddp, wanted.batch(step, 0, rank)).backward()
-            theirs.step()
-            theirs.zero_grad()
+            twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
             for optimizer in (ours, theirs):
                 optimizer.param_groups[0]["lr"].mul_(0.1)
-        return differing(parallel.state_dict(), wanted.model.state_dict())
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "random"])
-def test_a_rate_in_a_tensor(two: Ranks, strategy):
-    assert two.run(tensor_rate, strategy) == [[], []]
+        return twin.differing(parallel.state_dict())
 
 
 # ---- evaluation
 
 
-def evaluate_in_inference_mode(strategy: str) -> list[str]:
+@on_two(*STRATEGIES)
+def inference_mode_around_evaluate(strategy: str) -> list[str]:
     job = Job("tied", steps=4)
     with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
         schedule = job.scheduler(optimizer)
@@ -577,26 +442,17 @@ def evaluate_in_inference_mode(strategy: str) -> list[str]:
         return differing(parallel.state_dict(), reference(job).state)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inference_mode_around_evaluate(two: Ranks, strategy):
-    assert two.run(evaluate_in_inference_mode, strategy) == [[], []]
-
-
-def evaluate_without_gradients(strategy: str, budget: float | None) -> list[Any]:
+@on_two(("dp", None), ("fsdp", 1.0))
+def an_evaluation_has_no_gradients(strategy: str, budget: float | None) -> list[Any]:
     job = Job("tied", steps=2)
-    with parallel_for(job, dataclasses.replace(how(strategy), budget=budget)) as (made, parallel, optimizer):
+    with parallel_for(job, how(strategy, budget=budget)) as (made, parallel, optimizer):
         schedule = job.scheduler(optimizer)
         for step in range(job.steps):
             with parallel.evaluate():
-                has_graph = made.loss(made.model, made.batch(9, 0, 0)).requires_grad
+                assert not made.loss(made.model, made.batch(9, 0, 0)).requires_grad
             one_step(made, parallel, step)  # with gradients again
             schedule.step()
-        return [has_graph, differing(parallel.state_dict(), reference(job).state)]
-
-
-@pytest.mark.parametrize(("strategy", "budget"), [("dp", None), ("fsdp", 1.0)])
-def test_an_evaluation_has_no_gradients(two: Ranks, strategy, budget):
-    assert two.run(evaluate_without_gradients, strategy, budget) == [[False, []]] * 2
+        return differing(parallel.state_dict(), reference(job).state)
 
 
 def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any]:
@@ -639,7 +495,11 @@ def _break(*_: object) -> None:
     raise Broken
 
 
-def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -> dict[str, Any]:
+PLACES = (1, "norm", "norm"), (1, "blocks.0", "norm"), (2, "norm", "blocks.1")
+
+
+@on_two(*((strategy, *places) for strategy in STRATEGIES for places in PLACES))
+def an_iteration_that_raised_is_given_up(strategy: str, micro_steps: int, *places: str) -> list[Any]:
     """Batches that fail on all ranks, each where it says, are left out; the others train as ever."""
     job = Job("tied", micro_steps, steps=4)
     with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
@@ -647,95 +507,62 @@ def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -
         losses = []
         for step in range(job.steps):
             if step in (0, 2):
-                module = made.model.get_submodule(places[dist.get_rank()])
-                handle = module.register_forward_hook(_break)
                 if micro_steps > 1:
-                    handle.remove()
                     made.loss(made.model, made.batch(77, 0, 0)).backward()
-                    handle = module.register_forward_hook(_break)
-                try:
+                handle = made.model.get_submodule(places[dist.get_rank()]).register_forward_hook(_break)
+                with contextlib.suppress(Broken):
                     made.loss(made.model, made.batch(78, 1, 0)).backward()
-                except Broken:
-                    handle.remove()
-                    if step == 0 and micro_steps == 1:
-                        made.loss(made.model, made.batch(0, 0, 0))  # one more forward pass is no harm
-                    parallel.abandon()
+                handle.remove()
+                if step == 0 and micro_steps == 1:
+                    made.loss(made.model, made.batch(0, 0, 0))  # one more forward pass is no harm
+                parallel.abandon()
             for micro in range(micro_steps):
                 loss = made.loss(made.model, made.batch(step, micro, dist.get_rank())) / micro_steps
                 loss.backward()
                 losses.append(loss.item())
             parallel.step()
             schedule.step()
-        wanted = reference(job)
-        return {
-            "losses": losses == list(wanted.losses), "weights": differing(parallel.state_dict(), wanted.state),
-            "records": len(parallel.records(flush=True)),
-        }  # fmt: skip
+        wanted, records = reference(job), len(parallel.records(flush=True))
+        wrong = [losses] * (losses != list(wanted.losses)) + [records] * (records != job.steps)
+        return wrong + differing(parallel.state_dict(), wanted.state)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("micro_steps", "places"), [(1, ("norm", "norm")), (1, ("blocks.0", "norm")), (2, ("norm", "blocks.1"))])
-def test_an_iteration_that_raised_is_given_up(two: Ranks, strategy, micro_steps, places):
-    for found in two.run(catch_in_forward, strategy, micro_steps, places):
-        assert found["losses"] and found["weights"] == [] and found["records"] == 4
-
-
-def catch_in_backward(cross_iteration: bool) -> dict[str, Any]:
+@on_two(False, True)
+def a_backward_pass_that_raised(cross_iteration: bool) -> list[str]:
+    """It can be given up as long as no update has begun, which a barrier between backward and updates sees to."""
     job = Job("tied", steps=3)
     with parallel_for(job, how("random", cross_iteration=cross_iteration)) as (made, parallel, optimizer):
         schedule = job.scheduler(optimizer)
-        message = ""
         for step in range(job.steps):
             if step == 1:
                 handle = made.model.embedding.weight.register_hook(_break)  # the last gradient of all
-                message = said(lambda: made.loss(made.model, made.batch(77, 0, 0)).backward())
+                with pytest.raises(Broken):
+                    made.loss(made.model, made.batch(77, 0, 0)).backward()
                 handle.remove()
-                message += said(parallel.abandon)
-            if message != "Broken: ":
-                break_message = said(lambda: one_step(made, parallel, step)) if message else ""  # noqa: B023
-                if message:
-                    return {"message": message, "next": break_message}
+                refusal = said(parallel.abandon)
+                if cross_iteration:
+                    return lacking(refusal, "updates of step 2 have begun", "start again from a checkpoint")
             one_step(made, parallel, step)
             schedule.step()
-        return {"weights": differing(parallel.state_dict(), reference(job).state)}
-
-
-def test_a_backward_pass_that_raised(two: Ranks):
-    """It can be given up as long as no update has begun, which a barrier between backward and updates sees to."""
-    assert two.run(catch_in_backward, False) == [{"weights": []}] * 2
-    for found in two.run(catch_in_backward, True):
-        assert "the iteration cannot be given up: updates of step 2 have begun" in found["message"]
-        assert "start again from a checkpoint" in found["message"]
+        return differing(parallel.state_dict(), reference(job).state)
 
 
 # ---- fewer micro-steps than planned
 
 
-def short_accumulation(strategy: str, micro_steps: int, cross: bool) -> dict[str, Any]:
+@on_two(*((strategy, n, cross) for strategy in STRATEGIES for n in (2, 3) for cross in (True, False)))
+def the_last_accumulation_may_be_short(strategy: str, micro_steps: int, cross: bool) -> list[str]:
     """The last batches of an epoch are fewer than an accumulation takes."""
-    rank, job = dist.get_rank(), Job("tied", micro_steps, steps=1)
-    made, twin = setup("tied"), setup("tied")
-    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
-    theirs = optimizer_for(job.optimizer, twin.model)
-    counts = [micro_steps, 1, micro_steps, micro_steps - 1, micro_steps]
+    job, made, plain = Job("tied", micro_steps), setup("tied"), setup("tied")
+    twin = Twin(plain.model, optimizer_for(job.optimizer, plain.model))
     with parallel_for(job, how(strategy, cross_iteration=cross), made) as (_, parallel, _):
-        for step, count in enumerate(counts):
-            for micro in range(count):
-                made.loss(made.model, made.batch(step, micro, rank)).backward()
+        for step, count in enumerate((micro_steps, 1, micro_steps, micro_steps - 1, micro_steps)):
+            batches = [made.batch(step, micro, dist.get_rank()) for micro in range(count)]
+            for batch in batches:
+                made.loss(made.model, batch).backward()
             parallel.step()
-            for micro in range(count):
-                with ddp.no_sync() if micro < count - 1 else torch.enable_grad():
-                    made.loss(ddp, made.batch(step, micro, rank)).backward()
-            theirs.step()
-            theirs.zero_grad()
-        return {"weights": differing(parallel.state_dict(), twin.model.state_dict())}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro_steps", [2, 3])
-@pytest.mark.parametrize("cross", [True, False])
-def test_the_last_accumulation_may_be_short(two: Ranks, strategy, micro_steps, cross):
-    assert two.run(short_accumulation, strategy, micro_steps, cross) == [{"weights": []}] * 2
+            twin.step(*(lambda model, batch=batch: made.loss(model, batch) for batch in batches))  # type: ignore[misc]
+        return twin.differing(parallel.state_dict())
 
 
 # ---- models
@@ -755,41 +582,6 @@ class Codebook(nn.Module):
         self.codes.lerp_(hidden.detach().mean(0), 0.5)
         out: Tensor = hidden * self.mask - self.codes
         return out
-
-
-def codebooks(option: bool | None) -> Any:
-    rank = dist.get_rank()
-
-    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Codebook()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
-
-    (wanted, theirs), (mine, ours) = built(), built()
-    ddp = nn.parallel.DistributedDataParallel(wanted, process_group=dist.new_group(), broadcast_buffers=option is not False)
-    units = mdcs.partition(mine, mdcs.ByLeaf())
-    profile = _agreed(measure_profile(mine, units, lambda: loss(mine, 0), ours, world=2, link=mdcs.Link.uniform(1.0, 50.0)))
-    plan = mdcs.make_plan(profile, Uniform("zero2"), SCHEDULERS["wfbp"]())
-    with mdcs.parallelize(mine, ours, plan, units, timeout_s=10, broadcast_buffers=option) as parallel:
-        for step in range(4):
-            loss(mine, step).backward()
-            message = said(parallel.step)
-            if message:
-                return message
-            loss(ddp, step).backward()
-            theirs.step()
-            theirs.zero_grad()
-        state = parallel.state_dict()
-    # DDP gives rank 0's at the beginning of the next forward.
-    return [n for n in state if not torch.equal(state[n], wanted.state_dict()[n]) and (n != "codes" or rank == 0 or not option)]
-
-
-@pytest.mark.parametrize("option", [True, False])
-def test_buffers_that_forward_reads_are_ddps(two: Ranks, option):
-    assert two.run(codebooks, option) == [[], []]
 
 
 class Lazy(nn.Module):
@@ -814,76 +606,72 @@ class Lazy(nn.Module):
         return out
 
 
-def made_in_forward(kind: str, strategy: str, option: bool | None) -> Any:
-    rank = dist.get_rank()
+def with_buffers(kind: str, strategy: str, option: bool | None) -> Any:
+    """Names of what differs from DDP after four steps, or the error of a step."""
 
-    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), Lazy(kind))
+        model = nn.Sequential(nn.Linear(4, 4), Codebook() if kind == "codes" else Lazy(kind))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model: nn.Module, step: int) -> Tensor:
-        return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        return model(torch.randn(3, 4, generator=generator)).square().mean()
 
-    (wanted, theirs), (mine, ours) = built(), built()
-    if kind == "expanded":
-        wanted[1].mean = wanted[1].mean.contiguous()  # DDP cannot broadcast it
-    ddp = nn.parallel.DistributedDataParallel(wanted, process_group=dist.new_group())
-    units = mdcs.partition(mine, mdcs.ByClass(("Lazy",)))
-    profile = _agreed(measure_profile(mine, units, lambda: loss(mine, 9), ours, world=2, link=mdcs.Link.uniform(1.0, 50.0)))
-    plan = mdcs.make_plan(profile, Uniform(strategy), SCHEDULERS["wfbp"]())
-    with mdcs.parallelize(mine, ours, plan, units, timeout_s=10, broadcast_buffers=option) as parallel:
+    (mine, ours), (plain, theirs) = build(), build()
+    for name, buffer in plain[1].named_buffers():  # type: ignore[index]
+        setattr(plain[1], name, buffer.contiguous())  # type: ignore[index]  # DDP cannot broadcast one that is expanded
+    twin = Twin(plain, theirs, broadcast_buffers=option is not False)
+    policy = mdcs.ByClass(("Lazy", "Codebook"))
+    with planned(mine, ours, lambda: loss(mine, 9), strategy, policy, broadcast_buffers=option) as parallel:
         for step in range(4):
             loss(mine, step).backward()
-            message = said(parallel.step)
-            if message:
+            if message := said(parallel.step):
                 return message
-            loss(ddp, step).backward()
-            theirs.step()
-            theirs.zero_grad()
+            twin.step(lambda model: loss(model, step))  # noqa: B023
         state = parallel.state_dict()
         parallel.load_state_dict(state)
-    return differing(state, wanted.state_dict())
+    # DDP gives rank 0's at the beginning of the next forward.
+    return [n for n in twin.differing(state) if n != "1.codes" or dist.get_rank() == 0 or not option]
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy", "option"),
-    [("lazy", "fsdp", None), ("lazy", "dp", True), ("none", "zero2", None), ("expanded", "fsdp", None)],
-)
-def test_buffers_that_the_first_forward_makes_are_ddps(two: Ranks, kind, strategy, option):
-    assert two.run(made_in_forward, kind, strategy, option) == [[], []]
+@on_two(("codes", "zero2", True), ("codes", "zero2", False))
+def buffers_that_forward_reads_are_ddps(*case: Any) -> Any:
+    return with_buffers(*case)
 
 
-def test_a_buffer_that_a_later_forward_makes_is_refused_by_name(two: Ranks):
-    for message in two.run(made_in_forward, "later", "dp", None):
-        assert "step 2: buffer 1.second changes in forward" in message and "broadcast_buffers=True" in message
+@on_two(("lazy", "fsdp", None), ("lazy", "dp", True), ("none", "zero2", None), ("expanded", "fsdp", None))
+def buffers_that_the_first_forward_makes_are_ddps(*case: Any) -> Any:
+    return with_buffers(*case)
 
 
-def test_buffers_that_differ_are_not_left_to_differ(two: Ranks):
-    for message in two.run(codebooks, None):
-        assert "buffer codes changes in forward" in message and "broadcast_buffers=True" in message
+@on_two()
+def a_buffer_that_a_later_forward_makes_is_refused_by_name() -> list[str]:
+    return lacking(with_buffers("later", "dp", None), "step 2: buffer 1.second changes in forward", "broadcast_buffers=True")
 
 
-def adversaries(strategies: tuple[str, str]) -> dict[str, list[str]]:
+@on_two()
+def buffers_that_differ_are_not_left_to_differ() -> list[str]:
+    return lacking(with_buffers("codes", "zero2", None), "buffer 1.codes changes in forward", "broadcast_buffers=True")
+
+
+@on_two(("fsdp", "zero2"), ("dp", "random"))
+def several_models_in_one_process(*strategies: str) -> list[str]:
     """Two models and two optimizers that train in turns in one process, as a GAN's do."""
-    job = Job("tied", steps=4)
-    other = Job("tied", steps=4, optimizer="adamw")
-    wanted = reference(job).state, reference(other).state
-    with parallel_for(job, how(strategies[0])) as one, parallel_for(other, how(strategies[1])) as two:
-        schedules = [job.scheduler(optimizer) for _, _, optimizer in (one, two)]
-        for step in range(job.steps):
-            for (made, parallel, _), schedule in zip((one, two), schedules, strict=True):
+    jobs = Job("tied", steps=4), Job("tied", steps=4, optimizer="adamw")
+    wanted, found = [reference(job).state for job in jobs], []
+    with parallel_for(jobs[0], how(strategies[0])) as one, parallel_for(jobs[1], how(strategies[1])) as other:
+        schedules = [job.scheduler(optimizer) for job, (_, _, optimizer) in zip(jobs, (one, other), strict=True)]
+        for step in range(4):
+            for (made, parallel, _), schedule in zip((one, other), schedules, strict=True):
                 one_step(made, parallel, step)
                 schedule.step()
-        states = [parallel.state_dict() for _, parallel, _ in (one, two)]
-    return {"first": differing(states[0], wanted[0]), "second": differing(states[1], wanted[1])}
+        for (_, parallel, _), state in zip((one, other), wanted, strict=True):
+            found += differing(parallel.state_dict(), state)
+    return found
 
 
-@pytest.mark.parametrize("strategies", [("fsdp", "zero2"), ("dp", "random")])
-def test_several_models_in_one_process(two: Ranks, strategies):
-    assert two.run(adversaries, strategies) == [{"first": [], "second": []}] * 2
-
-
+@on_two("dp", "fsdp", "random")
 def idioms(strategy: str) -> list[str]:
     """Other things that a loop may do: named parameters, hooks on gradients, train and eval, zero_grad, progress in metadata."""
     job = Job("tied", steps=3)
@@ -910,12 +698,8 @@ def idioms(strategy: str) -> list[str]:
     return differing(state, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
-def test_idioms(two: Ranks, strategy):
-    assert two.run(idioms, strategy) == [[], []]
-
-
-def copies(strategy: str, pickled: bool) -> dict[str, Any]:
+@on_two(("dp", False), ("fsdp", False), ("fsdp", True))
+def copies_are_plain_models(strategy: str, pickled: bool) -> list[str]:
     """A copy made while a plan runs is a model of its own: its forward drives no plan."""
     job = Job("tied", steps=2)
     wanted = reference(job).state
@@ -931,14 +715,8 @@ def copies(strategy: str, pickled: bool) -> dict[str, Any]:
         with torch.no_grad():
             made.loss(twin, made.batch(5, 0, 0))
         one_step(made, parallel, 1)
-        return {"weights": differing(parallel.state_dict(), wanted), "grads": all(
-            p.grad is not None for p in twin.parameters() if p.requires_grad
-        )}  # fmt: skip
-
-
-@pytest.mark.parametrize(("strategy", "pickled"), [("dp", False), ("fsdp", False), ("fsdp", True)])
-def test_copies_are_plain_models(two: Ranks, strategy, pickled):
-    assert two.run(copies, strategy, pickled) == [{"weights": [], "grads": True}] * 2
+        assert all(p.grad is not None for p in twin.parameters() if p.requires_grad)
+        return differing(parallel.state_dict(), wanted)
 
 
 ELSEWHERE = """
@@ -955,11 +733,7 @@ def saved_whole(strategy: str, path: str, when: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model[1].register_forward_hook(contextlib.nullcontext().__exit__)  # it can be pickled, and does nothing
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    units = mdcs.partition(model, mdcs.ByLeaf())
-    link = mdcs.Link.uniform(1.0, 50.0)
-    profile = _agreed(measure_profile(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=link))
-    plan = mdcs.make_plan(profile, Uniform(strategy), SCHEDULERS["wfbp"]())
-    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=10) as parallel:
+    with planned(model, optimizer, lambda: model(torch.ones(1, 4)).sum(), strategy) as parallel:
         model(torch.ones(1, 4)).sum().backward()
         parallel.step()
         with parallel.full_parameters() if when == "lent" else contextlib.nullcontext(parallel.drain()):
@@ -992,47 +766,37 @@ def test_the_backend_is_that_of_the_models_device(tmp_path, backend):
         dist.destroy_process_group()
 
 
-def watch(strategy: str) -> list[str]:
-    job = Job("tied", steps=1)
-    made, twin = setup("tied"), setup("tied")
-    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
-    with parallel_for(job, how(strategy), made) as (_, parallel, _):
+@on_two(*STRATEGIES)
+def gradients_on_purpose(strategy: str) -> list[str]:
+    made, plain = setup("tied"), setup("tied")
+    twin = Twin(plain.model, optimizer_for("adam", plain.model))
+    with parallel_for(Job("tied"), how(strategy), made) as (_, parallel, _):
         parallel.watch_gradients("blocks.0", "embedding+head")
         one_step(made, parallel)
-        made.loss(ddp, made.batch(0, 0, dist.get_rank())).backward()
+        made.loss(twin.ddp, made.batch(0, 0, dist.get_rank())).backward()
         found = parallel.gradients("blocks.0") | parallel.gradients("embedding+head")
         assert "watch_gradients('norm')" in said(lambda: parallel.gradients("norm"))
         one_step(made, parallel, 1)
-    wanted = dict(twin.model.named_parameters())
-    return [n for n, g in found.items() if not torch.equal(g, wanted[n].grad)] + ([] if len(found) == 5 else [str(found.keys())])
+    wanted = dict(plain.model.named_parameters())
+    return [n for n, g in found.items() if not torch.equal(g, wanted[n].grad)] + ([] if len(found) == 5 else [*found])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_on_purpose(two: Ranks, strategy):
-    assert two.run(watch, strategy) == [[], []]
-
-
-def compiled(strategy: str, what: str) -> list[str]:
-    job = Job("tied", optimizer="plain sgd", steps=2)
-    made, twin = setup("tied"), setup("tied")
-    for model in (made.model, twin.model):
+@on_two(pytest.param("dp", "blocks", marks=pytest.mark.slow), ("fsdp", "blocks"), ("fsdp", "model"))
+def compiled_blocks_and_models(strategy: str, what: str) -> list[str]:
+    job, made, plain = Job("tied", optimizer="plain sgd"), setup("tied"), setup("tied")
+    for model in (made.model, plain.model):
         for module in (model.blocks if what == "blocks" else [model]):
             module.compile(backend="eager")
-    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
-    theirs = optimizer_for(job.optimizer, twin.model)
+    twin = Twin(plain.model, optimizer_for(job.optimizer, plain.model))
     with parallel_for(job, how(strategy), made) as (_, parallel, _):
-        for step in range(job.steps):
+        for step in range(2):
             one_step(made, parallel, step)
-            made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
-            theirs.step()
-            theirs.zero_grad()
+            twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
         with parallel.evaluate(), torch.no_grad():
             made.loss(made.model, made.batch(0, 0, 0))
-        return differing(parallel.state_dict(), twin.model.state_dict())
+        return twin.differing(parallel.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "what"), [pytest.param("dp", "blocks", marks=pytest.mark.slow), ("fsdp", "blocks"), ("fsdp", "model")]
-)
-def test_compiled_blocks_and_models(two: Ranks, strategy, what):
-    assert two.run(compiled, strategy, what) == [[], []]
+@pytest.mark.parametrize(("function", "arguments"), on_two)
+def test_loops_train_as_with_ddp_or_say_why_not(two: Ranks, function: Callable[..., Any], arguments: tuple[Any, ...]):
+    assert two.run(function, *arguments) == [[], []]

@@ -327,6 +327,24 @@ def judge_another(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     one_step(made, parallel, 1)  # the discriminator's
 
 
+def unscale_gradients(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
+    made.loss(made.model, made.batch(1, 0, 0)).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+
+
+def change_a_rate(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
+    made.loss(made.model, made.batch(1, 0, 0)).backward()
+    optimizer.param_groups[0]["lr"] *= 2
+    parallel.step()
+
+
+def unfreeze(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
+    made.model.blocks[1].requires_grad_(True)
+    one_step(made, parallel, 1)
+
+
 def freeze(made: Setup, parallel: mdcs.Session, optimizer: Any) -> None:
     parallel.drain()
     made.model.norm.requires_grad_(False)
@@ -408,7 +426,10 @@ REFUSED: dict[Callable[[Setup, mdcs.Session, Any], None], tuple[str, ...]] = {
     zero_gradients: (TAKEN, "call zero_grad() after step()"),
     clip_gradients: (TAKEN, "parallelize(…, clip_norm=1.0)"),
     clip_each: (TAKEN, "each parameter by its own norm in step() of a subclass of the optimizer", "p.detach() in forward"),
+    unscale_gradients: (TAKEN,),
+    change_a_rate: ("lr of the optimizer's group 0 was changed between backward and step()",),
     judge_another: ("the model ran again before optimizer.step()", "with parallel.no_sync()"),
+    unfreeze: ("weight: requires_grad changed while a plan runs",),
     freeze: ("norm.weight: requires_grad changed while a plan runs",),
     replace_a_weight: ("norm.weight was replaced or removed while a plan runs",),
     replace_a_layer: ("was replaced or removed while a plan runs",),
@@ -446,7 +467,8 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
 )
 def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
     late = {
-        two_backwards, two_forwards, judge_another, freeze, replace_a_weight, replace_a_layer, add_a_group, hook_the_optimizer,
+        change_a_rate, two_backwards, two_forwards, judge_another, unfreeze, freeze, replace_a_weight, replace_a_layer,
+        add_a_group, hook_the_optimizer,
     }  # fmt: skip
     for found in two.run(misuse_all, strategy, micro_steps, timeout_s=120):
         for habit, parts in REFUSED.items():

@@ -5,9 +5,11 @@ Every group below is a line of docs/dev/loop-behaviours.md, and runs in one call
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,15 +21,18 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.plan.ledger import min_feasible_budget
+from mdcs.planner.registry import SCHEDULERS, STRATEGIES
 from mdcs.planner.strategies import RandomMix, Uniform
+from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.validation import keeps_order
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import recomputing
 
-WIDTH, STEPS = 6, 3
+WIDTH, STEPS = 6, 4
 BLOCKS = mdcs.ByClass(("Block", "Aside", "Remembers", "Named", "Lora", "Nested", "Changes", "Marked", "Sequential"))
 LEAVES = mdcs.ByLeaf()
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -68,12 +73,17 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass
 class Case:
-    """A model and its loss; trained in float64 unless not ``double``."""
+    """A model and its loss; trained in float64 unless not ``double``.
+
+    ``departs``: its steps are not the profiled one. ``broadcast``: ranks have rank 0's buffers.
+    """
 
     model: Callable[[], nn.Module]
     loss: Loss = square
     policy: Any = BLOCKS
     double: bool = True
+    departs: bool = False
+    broadcast: bool = True
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -176,6 +186,11 @@ def in_place(block: nn.Module, x: Tensor) -> Tensor:
     return view.squeeze(0).tanh_()
 
 
+def frozen_and_changed() -> nn.Module:
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), frozen, nn.SiLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+
+
 def of_an_object(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).hidden.square().mean()
 
@@ -200,6 +215,9 @@ OUTPUTS = {
     "changed in place": Case(lambda: Stack(join=in_place)),
     "changed in place, leaves": Case(lambda: Stack(join=in_place), policy=LEAVES),
     "kept for the loss": Case(lambda: Stack(Remembers), of_what_is_kept),
+    "a closure, of the last unit": Case(lambda: Wrapped(lambda y: lambda: y), lambda model, x: model(x)().square().mean()),
+    "a view": returning(lambda y: y.view(-1), lambda out: out.view(4, WIDTH)),
+    "in place behind a frozen layer": Case(frozen_and_changed, policy=LEAVES),
 }
 
 # ---- how a loss is made
@@ -365,11 +383,21 @@ class Reentrant(Stack):
         return super().body(x.clone().requires_grad_())  # else there are no gradients
 
 
+class LossInside(Stack):
+    """The loss, too, is computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward = super().forward
+        out: Tensor = checkpoint(lambda x: forward(x).square().mean(), x, use_reentrant=False)
+        return out
+
+
 CHECKPOINTS = {
     what: Case(lambda what=what: Checkpointed(what), seeded)
     for what in ("each block", "parts of blocks", "several blocks at once")
 } | {
     "reentrant": Case(Reentrant),
+    "the loss, too": Case(LossInside, lambda model, x: model(x)),
     "leaves": Case(lambda: Checkpointed("several blocks at once"), policy=LEAVES),
 }
 
@@ -514,6 +542,16 @@ class WithEmpty(Stack):
         return super().forward(x + self.lone(x[:, :0]))
 
 
+class Grows(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.detach().mean(0, keepdim=True)])
+        return super().forward(x) + self.seen.mean()
+
+
 def normed(norm: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Stack()
@@ -550,67 +588,90 @@ MODELS = {
     "attention": Case(encoder, policy=mdcs.ByClass(("TransformerEncoderLayer",))),
     "channels_last": Case(Images, policy=LEAVES),
     "units in units": Case(lambda: Stack(Nested)),
+    "a buffer that grows": Case(Grows, broadcast=False),
 }
 
 
-def plan_of(case: Case, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: Any, strategy: str) -> mdcs.Plan:
+def plan_of(case: Case, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: Any, how: str) -> mdcs.Plan:
+    """``how``: a strategy, "tight" for the smallest budget that its plan keeps, and what units compute again, or "mixed"."""
     profile = measure_profile(
         model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
     )
-    mixed = RandomMix(seed=3) if strategy == "random" else Uniform(strategy)
-    agreed = merge_profiles(profile)
-    return on_rank_zero(lambda: mdcs.make_plan(agreed, mixed, SCHEDULERS["priority"](block_mib=1e-4)))
+    job, rng, (strategy, *more) = mdcs.Job(merge_profiles(profile)), random.Random(3), how.split()
+    for again in {*more} - {"tight"}:
+        job = recomputing(job, model, units, [again if again != "mixed" else rng.choice(CHOICES) for _ in units])
+
+    def make() -> mdcs.Plan:
+        if strategy == "joint":
+            plan = mdcs.make_plan(job, STRATEGIES["joint"](seconds=1.0), None)
+        else:
+            mixed = RandomMix(seed=3) if strategy == "random" else Uniform(strategy)
+            plan = mdcs.make_plan(job, mixed, SCHEDULERS["priority"](block_mib=1e-4))
+        return replace(plan, budget=min_feasible_budget(plan)) if "tight" in more else plan
+
+    return on_rank_zero(make)
 
 
-def trained_with_ddp(case: Case) -> dict[str, Tensor]:
-    """State after DDP, without its wrapper, for it knows no call but forward: gradients are averaged, buffers rank 0's."""
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def trained_with_ddp(case: Case) -> Trained:
+    """Losses and state with DDP's averages, without its wrapper, for it knows no call but forward."""
     model, optimizer = case.build()
-    group = dist.new_group()
+    group, losses = dist.new_group(), []
     for step in range(STEPS):
-        case.loss(model, case.batch(step)).backward()
+        loss = case.loss(model, case.batch(step))
+        loss.backward()
+        losses.append(loss.item())
         for p in model.parameters():
             if p.grad is not None:
                 dist.all_reduce(p.grad.div_(2), group=group)
         optimizer.step()
         optimizer.zero_grad()
-        for buffer in model.buffers():
+        for buffer in model.buffers() if case.broadcast else ():
             dist.broadcast(buffer, 0, group=group)
-    return model.state_dict()
+    return losses, model.state_dict()
 
 
-def trained(case: Case, strategy: str) -> dict[str, Tensor]:
+def trained(case: Case, how: str) -> tuple[Trained, list[Any]]:
+    """With a plan, and steps that departed from it."""
     model, optimizer = case.build()
-    units = mdcs.partition(model, case.policy)
-    plan = plan_of(case, model, units, optimizer, strategy)
-    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=15, broadcast_buffers=True) as parallel:
+    units, losses = mdcs.partition(model, case.policy), []
+    plan = plan_of(case, model, units, optimizer, how)
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=15, broadcast_buffers=case.broadcast) as parallel:
         for step in range(STEPS):
-            case.loss(model, case.batch(step)).backward()
+            loss = case.loss(model, case.batch(step))
+            loss.backward()
+            losses.append(loss.item())
             parallel.step()
-            model.eval()
-            with parallel.evaluate(), torch.no_grad():
-                case.loss(model, case.batch(step))
-            model.train()
-        return parallel.state_dict()
+            if case.broadcast:  # else an evaluation changes buffers
+                model.eval()
+                with parallel.evaluate(), torch.no_grad():
+                    case.loss(model, case.batch(step))
+                model.train()
+        return (losses, parallel.state_dict()), [r.departures for r in parallel.records(flush=True) if r.departures]
 
 
-def as_with_ddp(group: str, strategy: str) -> dict[str, str]:
-    """By case: what differs, or the error that it comes to."""
+def as_with_ddp(module: str, group: str, how: str) -> dict[str, str]:
+    """By case of a module's group: what differs, or the error that it comes to."""
     found = {}
-    for name, case in globals()[group].items():
+    for name, case in getattr(import_module(module), group).items():
         try:
-            state, wanted = trained(case, strategy), trained_with_ddp(case)
-            found[name] = str([n for n in wanted if not torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-9)])
+            ((losses, state), departures), (theirs, wanted) = trained(case, how), trained_with_ddp(case)
+            wrong = [n for n in wanted if not torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-9)]
+            wrong += [] if losses == pytest.approx(theirs, rel=1e-9) else [f"losses {losses} {theirs}"]
+            wrong += [] if case.departs else map(str, departures)
+            found[name] = ", ".join(wrong)
         except Exception as e:
             found[name] = f"{type(e).__name__}: {e}"
     return found
 
 
 @pytest.mark.parametrize("group", few(["HOOKS", "OUTPUTS", "LOSSES", "CHECKPOINTS", "MODELS"]))
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("random", marks=pytest.mark.slow)])
-def test_models_of_others_train_as_with_ddp(two: Ranks, group, strategy):
-    for found in two.run(as_with_ddp, group, strategy, timeout_s=120):
-        assert {name: what for name, what in found.items() if what != "[]"} == {}
-        assert len(found) == len(globals()[group])
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("random", marks=pytest.mark.slow)])
+def test_models_of_others_train_as_with_ddp(two: Ranks, group, how):
+    for found in two.run(as_with_ddp, __name__, group, how, timeout_s=120):
+        assert found == dict.fromkeys(globals()[group], "")
 
 
 # ---- refused when profiled, or when partitioned

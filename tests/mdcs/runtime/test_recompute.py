@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.strategies import RandomMix, Uniform
+from mdcs.planner.strategies import Uniform
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.profiles import few
-from tests.mdcs.runtime import test_loops_models as models
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_loops_models import STEPS, Case
-from tests.mdcs.runtime.training import How, Job, compare, optimizer_for, plan_for, profile_of, recomputing, setup, train
+from tests.mdcs.runtime.test_loops_models import as_with_ddp
+from tests.mdcs.runtime.training import How, Job, compare, optimizer_for, plan_for, profile_of, setup, train
 
 REFUSED = {
     "spectral_norm": "its forward changes a buffer, so it cannot be computed again with the same result",
@@ -33,50 +30,14 @@ REFUSED = {
 """Cases in which a unit cannot; where it is measured it has no option."""
 
 
-def trained(case: Case, choice: str) -> dict[str, Tensor]:
-    model, optimizer = case.build()
-    units = mdcs.partition(model, case.policy)
-    profile = merge_profiles(
-        measure_profile(
-            model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0),
-            iterations=1,
-        )
-    )  # fmt: skip
-    rng = random.Random(3)
-    job = recomputing(mdcs.Job(profile), model, units, [choice if choice != "random" else rng.choice(CHOICES) for _ in units])
-    mixed = RandomMix(seed=3) if choice == "random" else Uniform("fsdp")
-    plan = on_rank_zero(lambda: mdcs.make_plan(job, mixed, SCHEDULERS["priority"](block_mib=1e-4)))
-    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=15, broadcast_buffers=True) as parallel:
-        for step in range(STEPS):
-            case.loss(model, case.batch(step)).backward()
-            parallel.step()
-            model.eval()
-            with parallel.evaluate(), torch.no_grad():
-                case.loss(model, case.batch(step))
-            model.train()
-        return parallel.state_dict()
-
-
-def as_with_ddp(group: str, choice: str) -> dict[str, str]:
-    """By case: what differs, or the error that it comes to."""
-    found = {}
-    for name, case in getattr(models, group).items():
-        try:
-            state, wanted = trained(case, choice), models.trained_with_ddp(case)
-            found[name] = str([n for n in wanted if not torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-9)])
-        except Exception as e:
-            found[name] = f"{type(e).__name__}: {e}"
-    return found
-
-
 @pytest.mark.parametrize(
-    ("group", "choice"),
-    few([(g, c) for c in ("full", "selective", "random") for g in ("LOSSES", "CHECKPOINTS", "HOOKS", "OUTPUTS", "MODELS")], 2),
+    ("how", "group"),
+    few(product(("fsdp full", "fsdp selective", "random mixed"), ("LOSSES", "CHECKPOINTS", "HOOKS", "OUTPUTS", "MODELS")), 2),
 )
-def test_models_of_others_train_as_with_ddp(two: Ranks, group, choice):
+def test_models_of_others_train_as_with_ddp(two: Ranks, group, how):
     """Dropout, autocast, several forward passes, adapters and frozen weights, checkpoints of the model's own, hooks of others."""
-    for found in two.run(as_with_ddp, group, choice, timeout_s=200):
-        differing = {name: what for name, what in found.items() if what != "[]"}
+    for found in two.run(as_with_ddp, "tests.mdcs.runtime.test_loops_models", group, how, timeout_s=200):
+        differing = {name: what for name, what in found.items() if what}
         assert [name for name, what in differing.items() if REFUSED.get(name, what + "!") not in what] == []
 
 

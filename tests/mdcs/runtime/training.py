@@ -405,6 +405,12 @@ def reference(job: Job) -> Reference:
     return Reference(tuple(losses), state)
 
 
+def measured(model: nn.Module, units: list[mdcs.ModelUnit], loss: Callable[[], Any], optimizer: Any, **options: Any) -> Profile:
+    """The ranks' profile of one iteration, with a link that is made up."""
+    options = {"world": dist.get_world_size(), "link": mdcs.Link.uniform(1.0, 50.0), "iterations": 1} | options
+    return merge_profiles(measure_profile(model, units, loss, optimizer, **options))
+
+
 _PROFILES: dict[tuple[Any, ...], Profile] = {}
 
 
@@ -413,12 +419,8 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
     key = (job.model, job.optimizer, job.double, job.half, job.wide_gradients)
     world, rank = dist.get_world_size(), dist.get_rank()
     if key not in _PROFILES:
-        _PROFILES[key] = merge_profiles(
-            measure_profile(
-                made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), model_optimizer,
-                world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=1, **job.mixed,
-            )
-        )  # fmt: skip
+        loss = lambda: made.loss(made.model, made.batch(0, 0, rank))  # noqa: E731
+        _PROFILES[key] = measured(made.model, units, loss, model_optimizer, **job.mixed)
     link = mdcs.Link.uniform(1.0, 50.0, how.depth, how.emulated)
     if how.per_node:
         link = in_nodes(link, world, how.per_node, 0.1, how.collectives)
@@ -466,6 +468,37 @@ def parallel_for(
         made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=timeout_s
     ) as parallel:
         yield made, parallel, optimizer
+
+
+@contextmanager
+def planned(
+    model: nn.Module, optimizer: Any, loss: Callable[[], object], strategy: str, policy: Any = mdcs.ByLeaf(), **options: Any  # noqa: B008
+) -> Iterator[mdcs.Session]:
+    """Measure, plan and run a model that no :class:`Job` names."""
+    units = mdcs.partition(model, policy)
+    profile = measured(model, units, loss, optimizer)
+    plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(How(strategy)), SCHEDULERS["wfbp"]()))
+    with mdcs.parallelize(model, optimizer, plan, units, **{"timeout_s": 20.0} | options) as parallel:
+        yield parallel
+
+
+class Twin:
+    """A model with DDP, to be compared with one that has a plan."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.ddp = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group(), **options)
+
+    def step(self, *losses: Callable[[nn.Module], Tensor]) -> None:
+        """Update once, after a backward pass of each loss."""
+        for i, loss in enumerate(losses):
+            with nullcontext() if i == len(losses) - 1 else self.ddp.no_sync():
+                loss(self.ddp).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def differing(self, state: dict[str, Tensor]) -> list[str]:
+        return differing(state, self.model.state_dict())
 
 
 def train(job: Job, made: Setup, parallel: mdcs.Session, optimizer: Any, steps: int | None = None) -> list[float]:

@@ -15,6 +15,7 @@ help: ## list the targets
 	@echo
 	@echo "  PYTHON=python3.12   which Python makes the virtual environment (3.11 or newer)"
 	@echo "  OUT=results/sweep   where make sweep writes"
+	@echo "  SHARD=2/3           the second third of make test-slow"
 
 install: $(STAMP) ## make .venv with everything in it; the other targets do so when needed
 
@@ -54,13 +55,14 @@ gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSD
 
 # The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
-TWO := -n 2 --dist worksteal  # half each; who has ended takes over of the other's
+STEAL := --dist worksteal  # a share each; who has ended takes over of the others'
+SHARD ?= 1/1
 
 test: $(STAMP) ## run the tests (minutes)
-	$(RUN) -m pytest $(TWO) -m 'not (slow or hypothesis or gpu)'
+	$(RUN) -m pytest -n 2 $(STEAL) -m 'not (slow or hypothesis or gpu)'
 
 test-slow: $(STAMP) ## run the other tests: random plans, more ranks, other engines, shaped and emulated clusters (minutes)
-	$(RUN) -m pytest $(TWO) -m 'slow or hypothesis'
+	$(RUN) -m pytest -n 3 $(STEAL) --shard $(SHARD) -m 'slow or hypothesis'
 
 docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors
 	$(RUN) -m sphinx -W --keep-going -q docs docs/_build/html

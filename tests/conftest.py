@@ -2,6 +2,7 @@
 
 import datetime
 import signal
+import zlib
 
 import pytest
 from hypothesis import settings
@@ -13,10 +14,21 @@ settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="a part of the test files: 2/3 is the second of three")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Draw new examples each day; every run of a day, on every machine, draws the same."""
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the tests that start a SLURM: they wait most of their minutes, while others have the cores."""
+    part, parts = map(int, config.option.shard.split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.partition("::")[0].encode()) % parts == part - 1]
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -29,6 +29,13 @@ def test_a_worker_that_dies_fails_one_test_and_the_others_run(tmp_path):
     assert "1 failed, 8 passed" in said, said
 
 
+def test_shards_are_all_tests_once(tmp_path):
+    for name in "abcdefgh":
+        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\n")
+    parts = [run(tmp_path, "-v", f"--shard={part}/2").count(" PASSED") for part in (1, 2)]
+    assert sum(parts) == 8 and all(parts)
+
+
 def test_the_seed_of_a_day_is_printed_and_draws_its_examples_again(tmp_path):
     (tmp_path / "test_drawn.py").write_text(DRAWN)
     today = run(tmp_path, "-s")

@@ -239,7 +239,7 @@ def test_joint_goes_on_from_its_plan_without_recomputation_and_is_never_slower(m
     """Where the solver gives nothing and searches find nothing, too."""
     monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
     budget = floor_bytes(DEEP) + 2000
-    two = make_plan(DEEP, Joint(seconds=2), budget=budget)
+    two = make_plan(DEEP, Greedy(), Priority(), budget=budget)
     monkeypatch.setattr(joint, "race", lambda *_, **__: [])
     seconds, solved = list[float](), Joint.solved
 

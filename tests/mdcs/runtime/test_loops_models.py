@@ -286,8 +286,8 @@ def labelled(model: nn.Module, x: Tensor) -> Tensor:
 
 
 LOSSES = {
-    "with a gradient penalty": Case(Stack, penalty),
-    "of labels by the model itself": Case(Stack, labelled),
+    "with a gradient penalty": Case(Stack, penalty, departs=True),
+    "of labels by the model itself": Case(Stack, labelled, departs=True),
     "of several forward passes": Case(Stack, siamese),
     "of the model's parts": Case(Stack, of_parts),
     "by functional_call": Case(Stack, functional),

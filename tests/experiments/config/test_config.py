@@ -76,218 +76,96 @@ def test_a_strategy_that_decides_the_schedule_leaves_no_scheduler_and_no_share()
     assert joint == composed("strategy=joint", "scheduler=dear", "budget=1GiB", "budget.schedule_share=0.5")
 
 
-NO_BUDGET = """\
-budget must be a size, such as 40GiB, a part of what DDP needs, such as 75% of ddp, a part above the smallest possible, such as \
-floor+10%, or none; got """
-WRONG = {
-    "budget.limit=-5": f"budget.limit: {NO_BUDGET}'-5'",
-    "budget.limit=0": f"budget.limit: {NO_BUDGET}'0'",
-    "budget.limit=inf": f"budget.limit: {NO_BUDGET}'inf'",
-    "budget.limit=abc": f"budget.limit: {NO_BUDGET}'abc'",
-    "budget.limit=": f"budget.limit: {NO_BUDGET}''",
-    "budget.limit=null": "budget.limit: must be text, got null",
-    "budget.limit=1,2": "budget.limit: is one value, got 1,2: mdcs train -m runs one job for each",
-    "budget.limt=5": "budget.limt: no such key; did you mean budget.limit?",
-    "+budget.limt=5": "budget.limt: no such key; did you mean budget.limit?",
-    "+anything=5": "anything: no such key",
-    "~budget.limit": "budget.limit: cannot be deleted; set it to null where that is allowed",
-    "budget=5": "budget: no such limit 5; a limit is 40GiB, '75% of ddp', floor+10% or none",
-    "strategy=zero3": f"strategy: no such option zero3; options: {', '.join(files.groups()['strategy'])}; did you mean fsdp?",
-    "batch_size=8": "batch_size: no such key; did you mean data.batch_size?",
-    "lr=0.1": "lr: no such key; did you mean optimizer.lr?",
-    "budget.exceeded=stop": "budget.exceeded: must be one of warn, raise; got stop",
-    "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
-    "budget=1GiB budget.reserve_mib=1024": "budget.reserve_mib: must be below the budget of 1GiB, got 1024",
-    "budget=1GiB budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
-    "budget=1GiB budget.schedule_share=-0.1": "budget.schedule_share: must be >= 0, got -0.1",
-    "budget.schedule_share=0.5": (
-        "budget.schedule_share: needs a budget to divide: add budget=40GiB or budget=floor+10%"
-    ),
-    "strategy=foo": f"strategy: no such option foo; options: {', '.join(files.groups()['strategy'])}",
-    "experiment=none": f"experiment: no such option none; options: {', '.join(files.groups()['experiment'])}",
-    "strategy=joint scheduler=joint": (
-        "scheduler: no such option joint; options: dear, fusion, memory_aware, mg_wfbp, partitioning, priority, random,"
-        " sequential, wfbp"
-    ),
-    "~scheduler": "scheduler: is needed with strategy=dp, got null",
-    "strategy=joint strategy.seconds=50": "strategy.seconds: must be at most half of cluster.timeout_s=60, got 50",
-    "scheduler=memory_aware scheduler.seconds=50": (
-        "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
-    ),
-    "stratgy=dp": "stratgy: no such key; did you mean strategy?",
-    "strategy.each=zero9": "strategy.each: must be one of dp, zero2, sdp, fsdp, hsdp_no_reshard, hsdp; got zero9",
-    "strategy.each=null": "strategy.each: must be text, got null",
-    "strategy.seed=3": "strategy.seed: no such key of strategy=dp; its keys: each",
-    "strategy=greedy strategy.seed=3": "strategy.seed: no such key of strategy=greedy; it has none",
-    "strategy=random strategy.sed=3": "strategy.sed: no such key of strategy=random; did you mean strategy.seed?",
-    "strategy=random +strategy.sed=3": "strategy.sed: no such key of strategy=random; did you mean strategy.seed?",
-    "strategy=random +strategy.seed=3": "strategy.seed: is set already: leave out the +",
-    "strategy=random strategy.seed=null": "strategy.seed: must be an integer, got null",
-    "strategy=random strategy.seed=-1": "strategy.seed: must be >= 0, got -1",
-    "strategy=null": f"strategy: no such option null; options: {', '.join(files.groups()['strategy'])}",
-    "strategy._target_=mine.Best": "strategy._target_: mine.Best: no module mine; is it installed, or on PYTHONPATH?",
-    "strategy._target_=mdcs.options.option": "strategy._target_: mdcs.options.option is no dataclass",
-    "strategy._target_=mdcs.options.Best": "strategy._target_: mdcs.options.Best: mdcs.options has no Best",
-    "scheduler._target_=mdcs.planner.strategies.Greedy": (
-        "scheduler._target_: mdcs.planner.strategies.Greedy has no method schedule"
-    ),
-    "scheduler=fusion scheduler.bucket_mib=0": "scheduler.bucket_mib: must be > 0, got 0",
-    "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
-    "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
-    "link.depth=0": "link.depth: must be >= 1, got 0",
-    "link=emulated link.depth=null": "link.depth: is needed with link.name=emulated, got null",
-    "run.precision=fp8": "run.precision: must be one of fp32, fp64, bf16, fp16; got fp8",
-    "run.grad_precision=fp32": "run.grad_precision: has no effect with run.precision=fp32, got fp32",
-    "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine=ddp, got bf16",
-    "collectives=tree": (
-        "collectives: no such option tree; options: auto, native, ring"
-    ),
-    "collectives.algorithm=direct": "collectives.algorithm: must be one of auto, native, ring; got direct",
-    "collectives.algorithm=null": "collectives.algorithm: must be text, got null",
-    "collectives=ring cluster=cuda": "collectives.algorithm: must be native with cluster.device=cuda, got ring",
-    "cluster.ranks=0": "cluster.ranks: must be >= 1, got 0",
-    "cluster.threads=0": "cluster.threads: must be >= 1, got 0",
-    "cluster.timeout_s=0": "cluster.timeout_s: must be > 0, got 0",
-    "cluster.backend=nccl": "cluster.backend: nccl needs cluster.device=cuda, got cpu",
-    "cluster.rate_gbit=1": "cluster.rate_gbit: has no effect with cluster.name=local, got 1",
-    "cluster=shaped cluster.rate_gbit=0": "cluster.rate_gbit: must be >= 0.001, got 0",
-    "cluster=shaped cluster.rate_gbit=null": "cluster.rate_gbit: is needed with cluster.name=shaped, got null",
-    "cluster=shaped cluster.device=cuda": "cluster.device: must be cpu with cluster.name=shaped, got cuda",
-    "cluster=shaped cluster.ranks=4 cluster.nodes=3": "cluster.nodes: must divide cluster.ranks=4, got 3",
-    "cluster.nodes=2": "cluster.nodes: has no effect with cluster.name=local, got 2",
-    "cluster.name=joined cluster.nodes=2 link=emulated":
-        "link.name: must be real: the ranks of 2 hosts have no common clock to pace by",
-    "cluster=shaped link=emulated": "link.name: must be real with cluster.name=shaped, got emulated",
-    "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped; did you mean shaped?",
-    "+cluster=shaped": "cluster: is set already: leave out the +",
-    "hydra/launcher=mdcs_slrm":
-        "hydra/launcher: no such option mdcs_slrm; options: basic, mdcs_slurm; did you mean mdcs_slurm?",
-    "hydra.run.dri=x": "hydra.run.dri: no such key; did you mean hydra.run.dir?",
-    "hydra.launcher.x=1": "hydra.launcher.x: no such key",
-    "run.name=${oc.env:NOPE}":
-        "run.name: KeyError raised while resolving interpolation: \"Environment variable 'NOPE' not found\"",
-    "run.steps=0": "run.steps: must be >= 1, got 0",
-    "run.steps=2.5": "run.steps: must be an integer, got 2.5",
-    "run.steps=true": "run.steps: must be an integer, got true",
-    "run.steps=null": "run.steps: must be an integer, got null",
-    "run.steps=5 run.warmup_steps=5": "run.warmup_steps: must be < run.steps=5, got 5",
-    "run=null": "run: must hold keys and values",
-    "steps=3": "steps: no such key; did you mean run.steps?",
-    "optimizer.fused=maybe": "optimizer.fused: must be true or false or null, got maybe",
-    "optimizer.betas=[a,1]": "optimizer.betas: must be a list, each value a number, got [a,1]",
-    "optimizer.betas=[0.9]": "optimizer.betas: must have 2 values, got [0.9]",
-    "optimizer.betas=[0.9,1]": "optimizer.betas: must be < 1, got 1",
-    "optimizer.momentum=0.9": (
-        "optimizer.momentum: no such key of optimizer=adam; its keys: schedule, warmup_steps, clip_norm, lr, weight_decay,"
-        " fused, foreach, betas, eps"
-    ),
-    "optimizer.fused=true optimizer.foreach=true": "optimizer.foreach: and fused exclude each other, got both",
-    "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
-    "model=own": "model._target_: has no default: give it a value",
-    "model=own model._target_=": "model._target_: must be package.module.name, got nothing",
-    "model=own model._target_=torch.nn": "model._target_: torch.nn is a module, not a class or a function",
-    "optimizer._target_=torch.optim.RMSprop":
-        "optimizer._target_: torch.optim.RMSprop does not take the keys of optimizer=adam: add optimizer=own",
-    "++model._target_=torch.nn.Linear":
-        "model._target_: torch.nn.Linear does not take the keys of model=gpt2-tiny: add model=own",
-    "model._target_=mdcs.gone.Vit":
-        "model._target_: mdcs.gone.Vit: no module mdcs.gone; did you mean experiments.tasks.library.Vit?",
-    "budget.limit=???": "budget.limit: has no default: give it a value",
-    "data=own data._target_=builtins.list data.collate=3": "data.collate: must be null or a mapping with _target_, got 3",
-    "model.layers=0": "model.layers: must be >= 1, got 0",
-    "model.depth=2": (
-        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, sequence,"
-        " vocab, tie, weights, layers, width, heads, dropout, checkpointing"
-    ),
-    "model.checkpointing=auto": "model.checkpointing: must be true or false, got auto",
-    "batch.find=most": "batch.find: must be one of largest, fastest; got most",
-    "batch.find=largest": "batch.find: largest needs a budget in bytes, such as budget=40GiB; got budget=none",
-    "batch.find=largest budget=floor+10%":
-        "batch.find: largest needs a budget in bytes, such as budget=40GiB; got budget=floor+10%",
-    "batch.at_most=8": "batch.at_most: has no effect without batch.find, got 8",
-    "batch.find=fastest budget=1GiB batch.profiles=[0]": "batch.profiles: must be >= 1, got 0",
-    "batch.find=fastest budget=1GiB batch.profiles=[2] profile=gpt3-1024":
-        "batch.profiles: are measured, and the profile is another one; got [2]",
-    "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
-    "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
-    "model.weights=/no/such/folder": "model.weights: must be a folder with a model's config.json, or a name on the hub, got "
-    "/no/such/folder",
-    "model=llama-tiny model.kv_heads=3": "model.kv_heads: must divide heads=4, got 3",
-    "model=vit-tiny model.patch=5 data=synthetic": "model.patch: must divide image=32, got 5",
-    "model=bert-tiny-pairs data=stdlib_bytes":
-        "data: stdlib_bytes gives tokens, the model reads pairs of sentences; use another source, or synthetic",
-    "data=nli": "data: nli gives pairs of sentences, the model reads tokens; use another source, or synthetic",
-    "model=bert-tiny-pairs data=nli model.vocab=256": "data: nli needs a vocabulary of 259, the model has 256",
-    "model=bert-tiny-pairs data=nli model.classes=2": "data: nli has 3 classes, the model has 2",
-    "model=bert-tiny-pairs data=nli data.path=none.jsonl": "data.path: no such file or folder: none.jsonl",
-    "model=bert-tiny-pairs data=nli data.tokenizer=./none": "data.tokenizer: no such file or folder: ./none",
-    "model=gpt2-tiny data=text": "data.path: is needed: a name on the hub, or a file or folder here",
-    "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
-    "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
-    "model=mlp data=stdlib_bytes": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
-    "model=timed data=stdlib_bytes": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
-    "data=digits": "data: digits gives images, the model reads tokens; use another source, or synthetic",
-    "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
-    "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",
-    "profile.path=/no/such/file": "profile.path: no such file: /no/such/file",
-    "profile.path=x profile.refresh=true": "profile.refresh: measures a profile, and profile.path=x is one",
-    "profile.layers=2": "profile.layers: has no effect with profile.name=measured, got 2",
-    "profile.group=node": "profile.group: has no effect with profile.name=measured, got node",
-    "profile=gpt3-1024 profile.group=rack": "profile.group: must be one of node, world; got rack",
-    "profile=gpt3-1024 profile.efficiency=2": "profile.efficiency: must be <= 1, got 2",
-    "profile=gpt3-1024 profile.nodes=null": "profile.nodes: is needed with profile.name=analytic, got null",
-    "engine=horovod": (
-        "engine: no such option horovod; options: dataparallel, ddp, deepspeed, fairscale, fairscale_fsdp, fsdp2, mdcs"
-    ),
-    "engine=fairscale_fsdp": "engine: fairscale_fsdp needs cluster.device=cuda, got cpu",
-    "engine=dataparallel": "engine: dataparallel needs cluster.device=cuda, got cpu",
-    "engine=dataparallel cluster=cuda": (
-        "cluster.ranks: must be 1 with engine=dataparallel: one process, all devices; got 2"
-    ),
-    "engine=ddp engine.bucket_mib=0": "engine.bucket_mib: must be > 0, got 0",
-    "engine=ddp engine.bucket_mib=null": "engine.bucket_mib: must be a number, got null",
-    "engine.bucket_mib=4": "engine.bucket_mib: no such key of engine=mdcs; it has none",
-    "engine=deepspeed engine.stage=4": "engine.stage: must be <= 3, got 4",
-    "engine=fsdp2 engine.reshard=group": (
-        "engine.reshard_group: goes with reshard=group and no other; got group with null"
-    ),
-    "engine=fsdp2 engine.reshard_group=2": (
-        "engine.reshard_group: goes with reshard=group and no other; got always with 2"
-    ),
-    "engine=fsdp2 engine.reshard=group engine.reshard_group=3": "engine.reshard_group: must divide cluster.ranks=2, got 3",
-    "engine=fsdp2 engine.plan=/no/such engine.prefetch=1": (
-        "engine.plan: says what to reshard and prefetch itself; got reshard=always, prefetch=1"
-    ),
-    "engine=fsdp2 engine.plan=/no/such": (
-        "engine.plan: is not a file of mdcs export: [Errno 2] No such file or directory: '/no/such'"
-    ),
-    "engine=ddp strategy=fsdp": "strategy: has no effect with engine=ddp, got fsdp",
-    "engine=ddp strategy=joint": "strategy: has no effect with engine=ddp, got joint",
-    "engine=fsdp2 scheduler=dear": "scheduler: has no effect with engine=fsdp2, got dear",
-    "engine=fsdp2 collectives=ring": "collectives.algorithm: has no effect with engine=fsdp2, got ring",
-    "engine=ddp run.cross_iteration=false": "run.cross_iteration: has no effect with engine=ddp, got false",
-    "engine=ddp run.save_every=5": "run.save_every: must be null with engine=ddp, which writes no checkpoints; got 5",
-    "run.save_every=0": "run.save_every: must be >= 1, got 0",
-    "run.keep=0": "run.keep: must be >= 1, got 0",
-    "engine=ddp link.depth=3": "link.depth: has no effect with engine=ddp, got 3",
-    "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got true",
-    "engine=ddp budget=floor+10%": "budget.limit: has no effect with engine=ddp, got floor+10%",
-    "engine=ddp budget=1GiB budget.reserve_mib=1": "budget.reserve_mib: has no effect with engine=ddp, got 1",
-    "engine=fairscale link=emulated": (
-        "link.name: an emulated link paces mdcs alone, not the messages of engine=fairscale"
-    ),
-    "nothing": "nothing: is not KEY=VALUE, without spaces around the =",
-    "model.frozen=[a": "model.frozen: cannot be read (no viable alternative at input '[a'), got model.frozen=[a",
-    "runs.steps=3": "runs.steps: no such key; did you mean run.steps?",
+WRONG = """
+budget.limit=-5 | budget.limit=0 | budget.limit=inf | budget.limit=abc | budget.limit= | budget.limit=null
+budget.limit=1,2 | budget.limt=5 | +budget.limt=5 | +anything=5 | ~budget.limit | budget=5 | strategy=zero3
+batch_size=8 | lr=0.1 | budget.exceeded=stop | budget.reserve_mib=-1 | budget=1GiB budget.reserve_mib=1024
+budget=1GiB budget.schedule_share=1.5 | budget=1GiB budget.schedule_share=-0.1 | budget.schedule_share=0.5
+strategy=foo | experiment=none | strategy=joint scheduler=joint | ~scheduler
+strategy=joint strategy.seconds=50 | scheduler=memory_aware scheduler.seconds=50 | stratgy=dp
+strategy.each=zero9 | strategy.each=null | strategy.seed=3 | strategy=greedy strategy.seed=3
+strategy=random strategy.sed=3 | strategy=random +strategy.sed=3 | strategy=random +strategy.seed=3
+strategy=random strategy.seed=null | strategy=random strategy.seed=-1 | strategy=null
+strategy._target_=mine.Best | strategy._target_=mdcs.options.option | strategy._target_=mdcs.options.Best
+scheduler._target_=mdcs.planner.strategies.Greedy | scheduler=fusion scheduler.bucket_mib=0
+link=emulated link.rate_gbit=0 | link=emulated link.latency_us=-1 | link.depth=0 | link=emulated link.depth=null
+run.precision=fp8 | run.grad_precision=fp32 | run.precision=bf16 engine=ddp -> run.precision | collectives=tree
+collectives.algorithm=direct | collectives.algorithm=null
+collectives=ring cluster=cuda -> collectives.algorithm | cluster.ranks=0 | cluster.threads=0
+cluster.timeout_s=0 | cluster.backend=nccl | cluster.rate_gbit=1 | cluster=shaped cluster.rate_gbit=0
+cluster=shaped cluster.rate_gbit=null | cluster=shaped cluster.device=cuda
+cluster=shaped cluster.ranks=4 cluster.nodes=3 | cluster.nodes=2
+cluster.name=joined cluster.nodes=2 link=emulated -> link.name | cluster=shaped link=emulated -> link.name
+cluster=shapd | +cluster=shaped | hydra/launcher=mdcs_slrm | hydra.run.dri=x | hydra.launcher.x=1
+run.name=${oc.env:NOPE} | run.steps=0 | run.steps=2.5 | run.steps=true | run.steps=null
+run.steps=5 run.warmup_steps=5 | run=null | steps=3 | optimizer.fused=maybe | optimizer.betas=[a,1]
+optimizer.betas=[0.9] | optimizer.betas=[0.9,1] | optimizer.momentum=0.9
+optimizer.fused=true optimizer.foreach=true | optimizer.clip_norm=0 | model=own -> model._target_
+model=own model._target_= | model=own model._target_=torch.nn | optimizer._target_=torch.optim.RMSprop
+++model._target_=torch.nn.Linear | model._target_=mdcs.gone.Vit | budget.limit=???
+data=own data._target_=builtins.list data.collate=3 | model.layers=0 | model.depth=2 | model.checkpointing=auto
+batch.find=most | batch.find=largest | batch.find=largest budget=floor+10% -> batch.find | batch.at_most=8
+batch.find=fastest budget=1GiB batch.profiles=[0]
+batch.find=fastest budget=1GiB batch.profiles=[2] profile=gpt3-1024 -> batch.profiles
+model.width=10 model.heads=3 | model.vocab=100 -> data | model.weights=/no/such/folder
+model=llama-tiny model.kv_heads=3 | model=vit-tiny model.patch=5 data=synthetic -> model.patch
+model=bert-tiny-pairs data=stdlib_bytes | data=nli | model=bert-tiny-pairs data=nli model.vocab=256 -> data
+model=bert-tiny-pairs data=nli model.classes=2 -> data | model=bert-tiny-pairs data=nli data.path=none.jsonl
+model=bert-tiny-pairs data=nli data.tokenizer=./none | model=gpt2-tiny data=text -> data.path
+model.norms_fp32=true | model.frozen=5 | model=mlp data=stdlib_bytes | model=timed data=stdlib_bytes
+data=digits | data.batch_size=0 | tracker.project=x | profile.path=/no/such/file
+profile.path=x profile.refresh=true | profile.layers=2 | profile.group=node
+profile=gpt3-1024 profile.group=rack | profile=gpt3-1024 profile.efficiency=2
+profile=gpt3-1024 profile.nodes=null | engine=horovod | engine=fairscale_fsdp | engine=dataparallel
+engine=dataparallel cluster=cuda -> cluster.ranks | engine=ddp engine.bucket_mib=0
+engine=ddp engine.bucket_mib=null | engine.bucket_mib=4 | engine=deepspeed engine.stage=4
+engine=fsdp2 engine.reshard=group -> engine.reshard_group | engine=fsdp2 engine.reshard_group=2
+engine=fsdp2 engine.reshard=group engine.reshard_group=3
+engine=fsdp2 engine.plan=/no/such engine.prefetch=1 -> engine.plan | engine=fsdp2 engine.plan=/no/such
+engine=ddp strategy=fsdp | engine=ddp strategy=joint | engine=fsdp2 scheduler=dear
+engine=fsdp2 collectives=ring -> collectives.algorithm | engine=ddp run.cross_iteration=false
+engine=ddp run.save_every=5 | run.save_every=0 | run.keep=0 | engine=ddp link.depth=3
+engine=ddp profile.refresh=true | engine=ddp budget=floor+10% -> budget.limit
+engine=ddp budget=1GiB budget.reserve_mib=1 | engine=fairscale link=emulated -> link.name | nothing
+model.frozen=[a | runs.steps=3
+"""
+"""Overrides, apart by | or lines; the key that is wrong is that of the last, but where -> names another."""
+
+
+def rows() -> list[tuple[str, str]]:
+    every = [row.strip().partition(" -> ") for line in WRONG.strip().splitlines() for row in line.split(" | ")]
+    return [(asked, key or asked.split()[-1].partition("=")[0].lstrip("+~")) for asked, _, key in every]
+
+
+@pytest.mark.parametrize(("overrides", "key"), a_third(rows()), ids=lambda value: value)
+def test_a_wrong_value_is_one_line_with_its_key(overrides, key):
+    with pytest.raises(ConfigError) as caught:
+        composed(*overrides.split())
+    assert caught.value.key == key and str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
+
+
+HINTS = {
+    "budget.limt=5": "budget.limit",
+    "+budget.limt=5": "budget.limit",
+    "strategy=zero3": "fsdp",
+    "batch_size=8": "data.batch_size",
+    "lr=0.1": "optimizer.lr",
+    "stratgy=dp": "strategy",
+    "strategy=random strategy.sed=3": "strategy.seed",
+    "strategy=random +strategy.sed=3": "strategy.seed",
+    "cluster=shapd": "shaped",
+    "hydra/launcher=mdcs_slrm": "mdcs_slurm",
+    "hydra.run.dri=x": "hydra.run.dir",
+    "steps=3": "run.steps",
+    "model._target_=mdcs.gone.Vit": "experiments.tasks.library.Vit",
+    "runs.steps=3": "run.steps",
 }
 
 
-@pytest.mark.parametrize(("overrides", "message"), a_third(WRONG.items()), ids=WRONG)
-def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("overrides", "meant"), HINTS.items(), ids=HINTS)
+def test_what_was_meant_is_said(overrides, meant):
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
         composed(*overrides.split())
-    assert str(caught.value) == message
-    assert caught.value.key == message.partition(":")[0]
 
 
 def test_no_limit_is_left_unchecked():

@@ -644,7 +644,7 @@ def trained(case: Case, how: str) -> tuple[Trained, list[Any]]:
             loss.backward()
             losses.append(loss.item())
             parallel.step()
-            if case.broadcast:  # else an evaluation changes buffers
+            if case.broadcast and (step == 1 or not case.departs):  # else an evaluation changes buffers
                 model.eval()
                 with parallel.evaluate(), torch.no_grad():
                     case.loss(model, case.batch(step))

@@ -16,9 +16,27 @@ from torch.utils.checkpoint import checkpoint
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime import test_loops_models
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_loops_models import LEAVES, WIDTH, Block, Loss, Stack, as_with_ddp
+from tests.mdcs.runtime.test_loops_models import LEAVES, WIDTH, Loss, as_with_ddp
 
 Case = partial(test_loops_models.Case, policy=None)  # units are chosen
+
+
+class Block(nn.Module):
+    """The gradients of its norm come last of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.two(torch.tanh(self.one(self.norm(x))))
+        return out
+
+
+class Stack(test_loops_models.Stack):
+    def __init__(self) -> None:
+        super().__init__(Block)
+
 
 # ---- parameters outside of their module's forward
 
@@ -245,7 +263,7 @@ def parts_again(model: Stack, x: Tensor) -> Tensor:
 
 def changing(*what: str) -> Loss:
     """The loss of a model that is checkpointed otherwise in each step."""
-    batches = test_loops_models.Case(Stack).batch
+    batches = Case(Stack).batch
 
     def loss(model: Reentrant, x: Tensor) -> Tensor:
         model.what = next(each for i, each in enumerate(what) if torch.equal(x, batches(i)))

@@ -797,6 +797,37 @@ def compiled_blocks_and_models(strategy: str, what: str) -> list[str]:
         return twin.differing(parallel.state_dict())
 
 
+@on_two()
+def an_example_batch_of_a_loader() -> list[Any]:
+    """Taken apart from the loop's random numbers it leaves shuffling and dropout as they are with DDP; else they are others."""
+    found = []
+    for how in ("ddp", "apart", "drawn"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        rows = torch.randn(24, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+        trained: nn.Module = model
+        context: Any = contextlib.nullcontext(optimizer)
+        if how == "ddp":
+            trained = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
+        else:
+            with torch.random.fork_rng() if how == "apart" else contextlib.nullcontext():
+                example = next(iter(loader))
+            context = planned(model, optimizer, lambda: model(example).square().mean(), "random")  # noqa: B023
+        losses = []
+        with context as runs:
+            for batch in loader:
+                optimizer.zero_grad()
+                loss = trained(batch).square().mean()
+                loss.backward()
+                runs.step()
+                losses.append(loss.item())
+        found.append(losses)
+    ddp, apart, drawn = found
+    return [apart] * (apart != ddp) + [drawn] * (drawn == ddp)
+
+
 @pytest.mark.parametrize(("function", "arguments"), on_two)
 def test_loops_train_as_with_ddp_or_say_why_not(two: Ranks, function: Callable[..., Any], arguments: tuple[Any, ...]):
     assert two.run(function, *arguments) == [[], []]

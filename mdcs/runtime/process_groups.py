@@ -50,68 +50,54 @@ class ProcessGroups:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        timeout_s: float,
-        needs_control: bool,
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool,
         per_node: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._own: list[dist.ProcessGroup] = []
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.message_group = self.norm_group = self.host_group = self.node_group = self.replica_group = None
         if self.world == 1:
             return
-        timeout = timedelta(seconds=timeout_s)
-        backend = backend_of(group, device)
+        timeout, backend = self._timeout, backend_of(group, device)
         # NCCL's watchdog counts from the enqueue, some steps ahead of the device, and kills the process. With more time
         # for it, our own error, which names the step, comes first.
         of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
         if backend == "nccl" and nccl_keeps_buffers():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
-        self.message_group = self._new(group, of_messages, backend)
+        self.message_group = self._new(of_messages, backend)
         if needs_control:
-            self.norm_group = self.message_group if backend == "nccl" else self._new(group, timeout)
-        self.host_group = self._new(group, timeout)
+            self.norm_group = self.message_group if backend == "nccl" else self._new(timeout)
+        self.host_group = self._new(timeout)
         if per_node:
             nodes = [list(range(first, first + per_node)) for first in range(0, self.world, per_node)]
-            self.node_group = self._one_of(nodes, of_messages, backend)
-            self.replica_group = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], of_messages, backend)
+            self.node_group = self._new(of_messages, backend, nodes)
+            self.replica_group = self._new(of_messages, backend, list(zip(*nodes, strict=True)))
         # Connect now: otherwise the first messages would, on NCCL for seconds, inside of a forward pass.
         for made in (self.message_group, self.node_group, self.replica_group):
             if made is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=made)
 
-    def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
-        """Make a group of each part of the ranks; return the group of the part that has this rank."""
-        ranks = dist.get_process_group_ranks(self._group)
-        mine, chosen = dist.get_rank(self._group), None
-        everyone = self.world == dist.get_world_size()  # see _new
-        for part in parts:
+    def _new(
+        self, timeout: timedelta, backend: str = "gloo", parts: Sequence[Sequence[int]] | None = None
+    ) -> dist.ProcessGroup:
+        """Make a group of each part of the ranks (None: of all); return the group of the part that has this rank."""
+        ranks, mine = dist.get_process_group_ranks(self._group), dist.get_rank(self._group)
+        everyone, chosen = self.world == dist.get_world_size(), list[dist.ProcessGroup]()
+        for part in [range(self.world)] if parts is None else parts:
             if mine in part or everyone:
                 group = dist.new_group(
                     [ranks[r] for r in part], timeout=timeout, backend=backend, use_local_synchronization=not everyone
                 )
-                chosen = group if mine in part else chosen
-        if everyone and chosen is not None:
-            self._own.append(chosen)
-        return chosen
-
-    def _new(self, group: dist.ProcessGroup | None, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
-        if self.world == dist.get_world_size():
-            new = dist.new_group(timeout=timeout, backend=backend)
-            self._own.append(new)
-        else:
-            # Other ranks do not take part. torch names such a group after its ranks: if it were destroyed, the next one
-            # would find its old addresses in the store and connect to nobody. So it is never destroyed.
-            ranks = dist.get_process_group_ranks(group)
-            new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        return new
+                chosen += [group] if mine in part else []
+        # Where other ranks do not take part, torch names a group after its ranks: if it were destroyed, the next one
+        # would find its old addresses in the store and connect to nobody. So it is never destroyed.
+        self._own += chosen if everyone else []
+        return chosen[0]
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Return one more group, on gloo, for a thread of its own; None without torch.distributed. Collective."""
-        return self._new(self._group, self._timeout) if dist.is_initialized() else None
+        return self._new(self._timeout) if dist.is_initialized() else None
 
     @without_autograd()
     def agree_on_call(self, call: str, *numbers: int) -> list[tuple[int, ...]]:

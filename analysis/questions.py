@@ -205,9 +205,20 @@ def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
     if pd.notna(best["step_s_p10"]):
         spread = f"95 % of {best['runs']:.0f} runs" if best.get("runs", 1) > 1 else "p10 to p90"
         words += f" ({spread}: {milliseconds(best['step_s_p10'])} to {milliseconds(best['step_s_p90'])})"
-    within = int((points[time] <= best["step_s_p90"]).sum()) - 1
-    noise = f"; {within} of {len(points) - 1} others within that: noise decides" if within > 0 else ""
+    others = points[points[time] != best[time]]  # runs of one plan have one time
+    within = int((others[time] <= best["step_s_p90"]).sum())
+    noise = f"; {within} of {len(others)} others within that: noise decides" if within > 0 else ""
     return best, f"fastest: {words}{noise}"
+
+
+def ends(points: pd.DataFrame, best: pd.Series, time: str) -> str:
+    """How much longer both ends of the curve of the fastest take, in words; empty where the fastest is an end."""
+    curve = points[points["label"] == best["label"]].sort_values("schedule_share")
+    first, last = curve.iloc[0], curve.iloc[-1]
+    if best["schedule_share"] in (first["schedule_share"], last["schedule_share"]):
+        return ""
+    words = [f"share {end['schedule_share']:g} takes {end[time] / best[time]:.2f} ×" for end in (first, last)]
+    return " and ".join(words)
 
 
 def on_front(points: pd.DataFrame, time: str) -> pd.DataFrame:

@@ -200,7 +200,8 @@ def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, i
     words = _draw(top, shown.assign(at=shown["schedule_share"]), points, looks, compute=False)
     top.margins(y=0.14)
     top.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
-    style.set_title(top, f"{PANELS[0][1]}{about}\n{words}", inches)
+    ends = ask.ends(points, ask.fastest(points, time)[0], time)
+    style.set_title(top, "\n".join(filter(None, [f"{PANELS[0][1]}{about}", words, ends])), inches)
     for label, missing in ask.series(ask.not_measured(curve)).items():
         at = missing["schedule_share"]
         top.plot(at, [0.04] * len(at), "x", c=looks[label]["color"], mew=1.6, transform=top.get_xaxis_transform())

@@ -100,6 +100,16 @@ def test_noise_decides_where_another_is_within_the_steps_of_the_fastest():
     assert "noise" not in fastest(points[points["label"] != "b"], "step_s")[1]
 
 
+def test_the_title_of_a_curve_says_how_much_longer_its_ends_take(run_writer):
+    for share, step_s in ((0.0, 1.5), (0.5, 1.0), (1.0, 1.2)):
+        run_writer(f"{share}", share=share, times={"step_s": step_s})
+    frame = analysis.runs(run_writer.sweep)
+    first, best, last = frame["step_s"]
+    words = f"share 0 takes {first / best:.2f} × and share 1 takes {last / best:.2f} ×"
+    assert tradeoff_curve(frame).axes[0].get_title("left").split("\n")[-1] == words
+    assert "takes" not in tradeoff_curve(frame[frame["schedule_share"] < 1]).axes[0].get_title("left")
+
+
 def test_one_share_alone_is_no_curve_and_has_no_stop_point(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share)

@@ -45,8 +45,10 @@ scale: ## predict what mdcs gains for Llama 3 on large clusters, and write docs/
 shares: ## predict where memory is best divided between strategies and schedule, and write docs/shares.md (minutes)
 planners: ## compare joint with heuristics and its proven bound on seeded instances (minutes)
 replays: ## measure how many plans the simulator replays in a second
-published scale shares planners replays:
+published scale shares planners:
 	$(RUN) -m benchmarks.$@
+replays:
+	$(RUN) -m benchmarks.planners --replays
 
 gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, overlap (under ten minutes)
 	$(RUN) -m torch.utils.collect_env

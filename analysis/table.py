@@ -146,10 +146,8 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
     console.print(table)
     for name, runs in ask.repeated(rows):
         steps = runs["step_s"]
-        _note(
-            console,
-            f"{len(runs)} runs of {name}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}",
-        )
+        times = f"median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}"
+        _note(console, f"{len(runs)} runs of {name}: {times}")
     for runs in ask.alike(rows):
         steps, told = runs["step_s"], ", ".join(dict.fromkeys(ask.settings(runs)))
         if ask.settings(runs).nunique() > 1:  # else they are repetitions, which have a line

@@ -1,9 +1,14 @@
 """Compare joint with heuristics and with its proven bound on seeded instances, as judged by the simulator.
 
     python -m benchmarks.planners [--units 24 48 96] [--recompute]
+    python -m benchmarks.planners --replays     # how many plans the simulator replays in a second of one core
 
 The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass. With --recompute
 layers may recompute their activations, and the plan decides which do. No ranks, no measurement.
+
+With --replays units are zero2, sdp and fsdp in turn, the scheduler is wfbp. "Again" replays a plan whose ledger and
+course exist already. "New" makes, checks and prepares a new plan every time, as a local search does. Rates are of CPU
+time, the best of several rounds.
 """
 
 from __future__ import annotations
@@ -16,21 +21,27 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterable
+import timeit
+from collections.abc import Callable, Iterable
 
 from analysis.table import new_console, new_table
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.plan import PlanError
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned
 from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
+from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
+from mdcs.simulator.simulate import replay
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEURISTIC_SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")
@@ -56,12 +67,9 @@ def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: 
     beta = ratio * sum(forward) / (sum(sizes) * 4 * (world - 1) / world)
     return Profile(
         tuple(Unit(f"layer{u}", (n,), True, (u, u), (units - 1 - u,) * 2) for u, n in enumerate(sizes)),
-        tuple(slots),
-        world,
-        Link((2e-5,) * 4, (beta,) * 4, depth=2, block=1 << 18),
-        Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2),
-        interference=interference,
-    )
+        tuple(slots), world, Link((2e-5,) * 4, (beta,) * 4, depth=2, block=1 << 18),
+        Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2), interference=interference,
+    )  # fmt: skip
 
 
 def recomputable(profile: Profile) -> Profile:
@@ -132,12 +140,38 @@ def gaps(units: list[int], recompute: bool) -> None:
     console.print(table)
 
 
+def replays(units: int) -> None:
+    """Measure replays of a plan, with one message per unit and kind, and print the table."""
+    job = Job(chain(units, 0, ratio=1.0))
+    mix = (Strategy.zero2, Strategy.sdp, Strategy.fsdp) * units
+    plan = Wfbp().schedule(StrategyAssignment(job, mix[:units]))
+    title = f"{units} units, {len(plan.messages)} messages: replays per second"
+    table = new_table(title, ("what is asked for", "again", "new"), left=("what is asked for",))
+    bounded = dataclasses.replace(plan, budget=min_feasible_budget(plan))
+    for what, of in (("period", plan), ("period, with a tight budget", bounded)):
+        again = rate(lambda plan=of: replay(plan).period_s)  # type: ignore[misc]
+        new = rate(lambda plan=of: replay(dataclasses.replace(plan)).period_s)  # type: ignore[misc]
+        table.add_row(what, f"{again:,.0f}", f"{new:,.0f}")
+    new_console().print(table)
+
+
+def rate(work: Callable[[], object], rounds: int = 15, round_s: float = 0.02) -> float:
+    """Calls per second of CPU time, in the best of several rounds."""
+    timer = timeit.Timer(work, timer=time.process_time)
+    calls = max(1, round(round_s / timer.timeit(1)))
+    return calls / min(timer.repeat(rounds, calls))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     parser.add_argument("--recompute", action="store_true", help="let plans decide what is recomputed")
+    parser.add_argument("--replays", action="store_true", help="measure replays instead, of 48 units")
     asked = parser.parse_args()
-    gaps(asked.units, asked.recompute)
+    if asked.replays:
+        replays(48)
+    else:
+        gaps(asked.units, asked.recompute)
     return 0
 
 

@@ -203,9 +203,7 @@ def _flags(results: Sequence[Result]) -> str:
 
 def _left_out(results: Sequence[Result]) -> str:
     left: dict[str, list[str]] = {}
-    for name, why in {
-        name: why for result in results for name, why in result["comparison"]["left_out"].items()
-    }.items():
+    for name, why in dict(pair for result in results for pair in result["comparison"]["left_out"].items()).items():
         left.setdefault(why, []).append(name)
     return "".join(f"\nNot measured: {', '.join(names)} ({why}).\n" for why, names in left.items())
 
@@ -218,10 +216,8 @@ def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
     yield "parameters", [f"{each['parameters'] / 1e6:.1f} M" if each["parameters"] else "–" for each in of]
     yield "ranks, batch of each", [f"{each['world']}, {each['batch_size']}" for each in of]
     yield "link", [each["shaped_link"] or "as it is" for each in of]
-    yield (
-        "rounds, measured steps of each",
-        [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)],
-    )
+    rounds = [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)]
+    yield "rounds, measured steps of each", rounds
     yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
     yield "date", [each["date"] for each in results]
     yield "commit", [each["commit"] for each in results]

@@ -28,7 +28,7 @@ class Started:
 
 
 here: Started | None = None
-"""Set on rank 0 of ranks that torchrun or srun has started, while its program runs (`experiments.job.member`)."""
+"""Set on rank 0 of ranks that torchrun or srun has started, while its program runs (`experiments.job.spmd`)."""
 
 
 def adapted(config: Config, overrides: Sequence[str]) -> Config:

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,11 +40,11 @@ from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
 from experiments.job.arguments import require_one_job, require_own, submits, unused_of
 from experiments.job.run import Infeasible
+from experiments.job.spmd import on_rank_zero
 from experiments.job.submission import config_of, freeze, launcher_of, settled, starts_its_ranks
 from experiments.job.sweep import JobResult, Session, decides, sweep_name, varied
 from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
 from launch import preemption
-from launch.place import NoPlace, place
 
 _FULL = "HYDRA_FULL_ERROR"
 _IN_NAMES = (
@@ -94,20 +95,6 @@ def run(program: Program) -> int:
     return on_rank_zero(_Call(program).run)
 
 
-def on_rank_zero(program: Callable[[], int]) -> int:
-    """Run the program, which starts jobs, on one rank; the others serve it until its end. Return its exit code."""
-    try:
-        joined = place()
-    except NoPlace as error:
-        print(error, file=sys.stderr)
-        return 2
-    if joined is None:
-        return program()
-    from experiments.job import member  # needs torch
-
-    return member.take_part(joined, program)
-
-
 class _Call:
     """One call of a program. Hydra calls `_begin` and `_judge` before a sweep, and `_task` for each job."""
 
@@ -119,7 +106,8 @@ class _Call:
         """Run the program. Return the exit code."""
         register()
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-        signal.signal(signal.SIGTERM, preemption.terminate)
+        if threading.current_thread() is threading.main_thread():  # else `launch.spmd` hears it
+            signal.signal(signal.SIGTERM, preemption.terminate)
         Plugins.instance()  # executes the modules of the plugins, maybe again: their classes are those from here on
         mdcs_slurm.MdcsLauncher.prepares, mdcs_slurm.MdcsLauncher.resumes = True, self.program.freezes
         mdcs_slurm.MdcsLauncher.objective = self.program.objective and staticmethod(self.program.objective)

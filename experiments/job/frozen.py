@@ -1,7 +1,7 @@
 """Program of a submitted job: `python -m experiments.job.frozen FOLDER train|profile PROGRAM ARGUMENT…`, on every rank.
 
 Rank 0's folder is FOLDER, with the config in frozen.yaml (`experiments.job.submission`). Other ranks have temporary
-folders (`experiments.job.member`). The rest is the command line that has submitted the job: its records name that one.
+folders (`experiments.job.spmd`). The rest is the command line that has submitted the job: its records name that one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from experiments.config.schema import Config, ConfigError
 from experiments.config.started import adapted
 from experiments.job import checkpoints, profiles, record
 from experiments.job import run as jobs
-from experiments.job.app import on_rank_zero
 from experiments.job.profiles import Profiles
+from experiments.job.spmd import on_rank_zero
 from experiments.job.submission import BUDGETS, CONFIG, MEASURE, TRAIN, fail, why_no_profile
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption

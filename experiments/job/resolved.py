@@ -20,7 +20,8 @@ _CROWD, _MOST = 4, 16
 _RANK_BYTES = 128 * MIB
 """Memory that a rank takes whatever its model: above all its torch."""
 
-_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
+MMAP_BYTES, TRIM_BYTES = 32 * MIB, 2 * GIB - 1
+_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES), "MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES)}
 """Keep freed buffers in the process.
 
 By default glibc returns large blocks to the system at every free, and faults each page in again. Buffers that are

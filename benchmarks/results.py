@@ -29,7 +29,7 @@ from mdcs.profile.cache import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [name.removeprefix("results_") for name in groups()["experiment"] if name.startswith("results_")]
-QUICK = ("compare.rounds=1", "run.steps=3", "run.warmup_steps=1")
+QUICK = ("compare.rounds=1", "run.steps=3", "run.unmeasured_steps=1")
 PACKAGES = ("torch", "numpy", "fairscale", "deepspeed")
 
 

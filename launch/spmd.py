@@ -41,7 +41,7 @@ from launch.rank import AGENT_PID
 _POLL_SECONDS, _TALK_SECONDS = 0.1, 0.2
 _IDLE_SECONDS = 60.0
 """Seconds that the host of rank 0 may be silent between jobs."""
-_LEAVE_SECONDS, _ARM_SECONDS = 5.0, 5.0
+_LEAVE_SECONDS, _LAST_WORDS_SECONDS, _ARM_SECONDS = 5.0, 2.0, 5.0
 _SEEN = "launch.json"
 
 Prepare = Callable[[Path, str], Mapping[str, str]]
@@ -219,7 +219,7 @@ class Ranks:
     def _leave(self, code: int) -> int:
         """Say that this process ends, or wait for the others to say so."""
         self._left = True
-        deadline = time.monotonic() + (_LEAVE_SECONDS if self._lost is None else 0)
+        deadline = time.monotonic() + (_LEAVE_SECONDS if self._lost is None else _LAST_WORDS_SECONDS)
         last = self.beat.rounds + 2
         while time.monotonic() < deadline:
             others = range(1, self.place.world) if self.place.rank == 0 else ()

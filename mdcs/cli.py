@@ -22,7 +22,7 @@ PROGRAMS = {
     "train": "experiments/train.py",
     "profile": "experiments/profile.py",
     "plan": "experiments/plan.py",
-    "curve": "experiments/tradeoff.py",
+    "curve": "experiments/curve.py",
     "compare": "experiments/compare.py",
     "search": "experiments/search.py",
     "jobs": "experiments/jobs.py",

@@ -1,7 +1,7 @@
 """A model of transformers as a model of the programs: `build_model` returns the module, its arguments are keys.
 
     mdcs train model=own model._target_=examples.own_model.gpt2.build_model model.layers=4
-    mdcs curve model=own model._target_=examples.own_model.gpt2.build_model budget=floor+20% tradeoff.measure=stop
+    mdcs curve model=own model._target_=examples.own_model.gpt2.build_model budget=floor+20% curve.measure=stop
 
 The module reads what `model.reads` says, tokens by default: a batch has `input_ids` and `labels`, the next tokens. The
 loss is the cross-entropy of the logits.

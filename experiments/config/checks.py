@@ -111,8 +111,8 @@ def from_composed(
         raise ConfigError("scheduler", f"is needed with strategy={config.strategy.name}, got null")
     if said is not None:
         config = adapt(config, said)
-        if not any(each.lstrip("+").startswith("run.warmup_steps=") for each in said):
-            config.run.warmup_steps = min(config.run.warmup_steps, config.run.steps - 1)
+        if not any(each.lstrip("+").startswith("run.unmeasured_steps=") for each in said):
+            config.run.unmeasured_steps = min(config.run.unmeasured_steps, config.run.steps - 1)
         check(config)
     return config
 

@@ -30,6 +30,7 @@ from hydra_plugins import mdcs_slurm
 _OF_OTHERS = {
     ("strategy", "ddp"): "dp", ("strategy", "zero3"): "fsdp", ("strategy", "full_shard"): "fsdp",
     ("strategy", "shard_grad_op"): "sdp", ("strategy", "hybrid_shard"): "hsdp",
+    ("cluster", "cuda"): "local cluster.device=cuda",
 }  # fmt: skip
 """Names of options in DDP, FSDP and DeepSpeed, with mdcs's."""
 

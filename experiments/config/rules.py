@@ -40,14 +40,15 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ("budget.reserve_mib",
      lambda c: c.budget.value.size is not None and c.budget.reserve_mib * MIB >= c.budget.value.size,
      "must be below the budget of {c.budget.limit}, got {value}"),
-    ("tradeoff.budgets", lambda c: "none" in c.tradeoff.budgets, "are those of the front, each a limit; got none"),
-    ("tradeoff.plane", lambda c: 0 < c.tradeoff.plane < 3, "must be 0 or >= 3, got {value}"),
+    ("curve.budgets", lambda c: "none" in c.curve.budgets, "are those of the front, each a limit; got none"),
+    ("curve.plane", lambda c: 0 < c.curve.plane < 3, "must be 0 or >= 3, got {value}"),
     # the other ranks wait for the solver, at most timeout_s
     ("strategy.seconds", lambda c: getattr(c.strategy, "seconds", 0) > c.cluster.timeout_s / 2,
      "must be at most half of cluster.timeout_s={c.cluster.timeout_s:g}, got {value}"),
     ("scheduler.seconds", lambda c: getattr(c.scheduler, "seconds", 0) > c.cluster.timeout_s / 2,
      "must be at most half of cluster.timeout_s={c.cluster.timeout_s:g}, got {value}"),
-    ("run.warmup_steps", lambda c: c.run.warmup_steps >= c.run.steps, "must be < run.steps={c.run.steps}, got {value}"),
+    ("run.unmeasured_steps", lambda c: c.run.unmeasured_steps >= c.run.steps,
+     "must be < run.steps={c.run.steps}, got {value}"),
     ("run.grad_precision", lambda c: c.run.grad_precision != "same" and c.run.precision not in HALF,
      "has no effect with run.precision={c.run.precision}, got {value}"),
     ("model.norms_fp32", lambda c: c.model.norms_fp32 and c.run.precision not in HALF,
@@ -112,7 +113,7 @@ def check(config: Config) -> None:
         if wrong(config):
             value: Any = functools.reduce(getattr, key.split("."), config)
             raise ConfigError(key, words.format(c=config, value=shown(value)))
-    for key, asked in (("tradeoff.budgets", config.tradeoff.budgets), ("compare.budgets", config.compare.budgets)):
+    for key, asked in (("curve.budgets", config.curve.budgets), ("compare.budgets", config.compare.budgets)):
         try:
             for each in asked:
                 Budget.of(each)

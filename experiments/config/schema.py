@@ -227,7 +227,7 @@ class RunConfig:
     varied: str | None = option(None, "its name among the jobs of its sweep; null: the keys that vary")
     sweep: str | None = option(None, "the sweep it belongs to; null: the sweep's folder, if any")
     steps: int = option(30, "training steps in all", at_least=1)
-    warmup_steps: int = option(5, "the first of them, left out of the summary", at_least=0)
+    unmeasured_steps: int = option(5, "the first of them, left out of the summary", at_least=0)
     accumulation: int = option(1, "micro-steps per step", at_least=1)
     seed: int = option(0, "seed of the weights", at_least=0)
     precision: str = option(
@@ -274,7 +274,7 @@ class SweepConfig:
 
 
 @dataclass
-class TradeoffConfig:
+class CurveConfig:
     """Settings of mdcs curve."""
 
     strategies: list[str] = option([], "options of strategy to compare; none: the job's own")
@@ -399,7 +399,7 @@ class Config:
     tracker: Tracker = MISSING
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
+    curve: CurveConfig = field(default_factory=CurveConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
@@ -407,9 +407,9 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-OWN = {"tradeoff": "curve", "compare": "compare", "search": "search", "plan": "plan"}
+OWN = {"curve": "curve", "compare": "compare", "search": "search", "plan": "plan"}
 """Groups that only one program has, with its name."""
-NOT_OF_A_JOB = {*OWN} - {"tradeoff"}  # identities of older runs have tradeoff
+NOT_OF_A_JOB = {*OWN}
 
 
 def schema() -> DictConfig:

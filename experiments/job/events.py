@@ -94,7 +94,7 @@ def provenance() -> dict[str, str | None]:
 
 
 _NOT_SETTINGS = (
-    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.", "tradeoff.",
+    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.",
     "run.name",
     "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path",
     "profile.cache",

@@ -52,7 +52,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         schedule = make_schedule(config, engine.optimizer)
         checkpoints = Checkpoints(config, folder, engine, schedule, metrics)
         done = checkpoints.resume()
-        warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
+        warmup = min(done + run.unmeasured_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
 
         def tell(*, flush: bool) -> list[Record]:
             """Write the events of steps that have ended on the device, one step later than compute. Return the records.

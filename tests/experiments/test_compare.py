@@ -27,7 +27,7 @@ from tests.mdcs.profiles import recomputable
 PROFILE = Path(__file__).with_name("profile.json")
 MIB = 2**20
 BOUNDS = Bounds(0.05, 0.08, None)
-COMMON = ("model=mlp", "data=digits", "run.steps=3", "run.warmup_steps=1")
+COMMON = ("model=mlp", "data=digits", "run.steps=3", "run.unmeasured_steps=1")
 STEP_S = {"mdcs": 0.1, "ddp": 0.15, "fsdp2": 0.4, "fairscale": 0.2}
 PEAK_MIB = {"mdcs": 1, "ddp": 8, "fsdp2": 1, "fairscale": 8}
 

@@ -22,7 +22,7 @@ from tests.experiments.batch import run_all
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("run.steps=5", "run.warmup_steps=2", "run.profile_iterations=2", "cluster.threads=1")
+SMALL = ("run.steps=5", "run.unmeasured_steps=2", "run.profile_iterations=2", "cluster.threads=1")
 EMULATED = ("cluster=emulated", "link=emulated", "link.rate_gbit=10")
 MODEL = ("model=mlp", "data=digits", "data.batch_size=2")
 JOBS = {

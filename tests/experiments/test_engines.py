@@ -33,7 +33,7 @@ from tests.experiments.batch import run_all
 pytestmark = pytest.mark.slow
 
 STEPS, WARMUP = 4, 1
-SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=1", "cluster.threads=1")
+SMALL = (f"run.steps={STEPS}", f"run.unmeasured_steps={WARMUP}", "run.profile_iterations=1", "cluster.threads=1")
 WORKLOADS = {
     "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "optimizer.schedule=linear", "run.eval_every=2"),
     "clipped mlp": ("model=mlp", "data=digits", "optimizer=sgd", "optimizer.clip_norm=0.5", "run.accumulation=2",
@@ -210,7 +210,7 @@ def run_it(folder: Path, *overrides: str, only: str | None = None):
     [
         ("engine=deepspeed", None,
          "engine: deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"),
-        ("engine=dataparallel cluster=cuda cluster.ranks=1", None,
+        ("engine=dataparallel cluster.device=cuda cluster.ranks=1", None,
          "engine: dataparallel needs several CUDA devices, and torch finds 1"),
         ("engine=ddp", "plan", "engine: ddp trains without a plan: there is none to make"),
     ],

@@ -3,7 +3,7 @@
 import csv
 import json
 
-from experiments import compare, plan, tradeoff, train
+from experiments import compare, curve, plan, train
 from experiments.job import record
 from tests.experiments import one_process
 
@@ -31,9 +31,9 @@ def test_a_sweep_has_a_row_for_what_does_not_fit_and_does_not_run_it_again(tmp_p
     assert [each["strategy"] for each in document["plans"]] == ["fsdp"]
     assert ["strategy=dp" in each["overrides"] for each in document["infeasible"]] == [True]
 
-    few = ("tradeoff.shares=3", "tradeoff.budgets=[floor+30%]")
-    assert ran(tradeoff, given, "strategy=dp,fsdp", *few, f"hydra.run.dir={tmp_path}/curve").returncode == 0
-    points = json.loads((tmp_path / "curve/tradeoff.json").read_text())["points"]
+    few = ("curve.shares=3", "curve.budgets=[floor+30%]")
+    assert ran(curve, given, "strategy=dp,fsdp", *few, f"hydra.run.dir={tmp_path}/curve").returncode == 0
+    points = json.loads((tmp_path / "curve/curve.json").read_text())["points"]
     assert {each["strategy"]: each["predicted"] is None for each in points} == {"dp": True, "fsdp": False}
 
     rounds = ("compare.rounds=1", f"hydra.run.dir={tmp_path}/compare")

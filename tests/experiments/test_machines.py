@@ -29,7 +29,7 @@ TORCHRUN = (
     sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--node-rank={node}",
     "--master-addr={address}", "--master-port=29500",
 )  # fmt: skip
-JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "cluster.threads=1", "run.profile_iterations=1", "run.warmup_steps=1")
+JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "cluster.threads=1", "run.profile_iterations=1", "run.unmeasured_steps=1")
 TIMEOUT_S = 15
 SAID = re.compile("^rank 1: .*", re.M)
 
@@ -49,10 +49,10 @@ def test_two_hosts_measure_a_curve_and_compare_as_one_does(tmp_path, warm):
     curve, compare = tmp_path / "curve", tmp_path / "compare"
     for folder in (curve, compare):
         folder.mkdir()
-    few = ("budget=floor+30%", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
+    few = ("budget=floor+30%", "curve.shares=3", "curve.budgets=[]", "curve.measure=stop")
     assert start(curve, 2, "curve", *JOB, *exact, *few).wait(900) == 0, (curve / "host0/log").read_text()
     out = curve / "host0/out"
-    assert [point["measured"] is not None for point in json.loads((out / "tradeoff.json").read_text())["points"]].count(True) == 1
+    assert [point["measured"] is not None for point in json.loads((out / "curve.json").read_text())["points"]].count(True) == 1
     short = (*exact[:1], *JOB[-2:], "cluster.threads=1", "compare.only=[mdcs,ddp]", "compare.rounds=1")
     given = f"profile.path={out / 'profile.json'}"
     assert start(compare, 2, "compare", given, *short).wait(900) == 0, (compare / "host0/log").read_text()

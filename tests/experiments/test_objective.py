@@ -47,11 +47,11 @@ def halving(monkeypatch):
 
 
 def test_a_sweeper_of_others_is_told_the_step_time(tmp_path, halving):
-    asked = ("-m", "hydra/sweeper=halving", "run.warmup_steps=1", "hydra.sweep.dir=out")
+    asked = ("-m", "hydra/sweeper=halving", "run.unmeasured_steps=1", "hydra.sweep.dir=out")
     done = one_process.call(train, tmp_path, *asked, worker="tests.experiments.stub_worker")
     assert pytest.approx([0.1, 0.1, math.inf]) == SEEN, done.stderr
     assert done.returncode == 1 and "rank 1 failed: RuntimeError: the stub fails as told" in done.stderr
-    assert OmegaConf.load(tmp_path / "out/1/.hydra/overrides.yaml") == ["run.warmup_steps=1", "run.steps=4", "run.name=fine"]
+    assert OmegaConf.load(tmp_path / "out/1/.hydra/overrides.yaml") == ["run.unmeasured_steps=1", "run.steps=4", "run.name=fine"]
     assert OmegaConf.load(tmp_path / "out/1/.hydra/config.yaml").run.steps == 4
     assert OmegaConf.load(tmp_path / "out/1/.hydra/hydra.yaml").hydra.mode == "MULTIRUN"
     assert OmegaConf.load(tmp_path / "out/2/.hydra/config.yaml").run.name == "raise"  # of a job that fails, too
@@ -60,7 +60,7 @@ def test_a_sweeper_of_others_is_told_the_step_time(tmp_path, halving):
 
 def test_it_is_told_the_step_time_of_jobs_of_slurm_too_once_they_have_ended(tmp_path, halving, monkeypatch):
     stub_slurm.install(tmp_path / "slurm", monkeypatch)
-    asked = ("-m", "hydra/sweeper=halving", "hydra/launcher=mdcs_slurm", "run.warmup_steps=1", "hydra.sweep.dir=out")
+    asked = ("-m", "hydra/sweeper=halving", "hydra/launcher=mdcs_slurm", "run.unmeasured_steps=1", "hydra.sweep.dir=out")
     done = one_process.call(train, tmp_path, *asked)
     assert [0.25, 0.25, math.inf] == SEEN, done.stderr
     done = one_process.call(train, tmp_path, *asked, "hydra.launcher.wait=false")

@@ -22,7 +22,7 @@ JOBS = {
 def folder(tmp_path_factory, warm):
     """The folders of all jobs, by the names above."""
     own = tmp_path_factory.mktemp("precision")
-    common = ("model=gpt2-tiny", "run.steps=8", "run.warmup_steps=2", "run.profile_iterations=2", "cluster.threads=1")
+    common = ("model=gpt2-tiny", "run.steps=8", "run.unmeasured_steps=2", "run.profile_iterations=2", "cluster.threads=1")
     with checks.composing():
         run_all(own, {name: checks.compose_config([*common, *overrides]) for name, overrides in JOBS.items()}, warm)
     return own

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import analysis
 from analysis import layers
-from experiments import tradeoff, train
+from experiments import curve, train
 from experiments.config import checks
 from launch.elastic import Warm
 from tests.experiments import one_process
@@ -44,25 +44,25 @@ def run(warm: Warm, folder: Path, program: ModuleType, *arguments: str) -> str:
     return done.stdout
 
 
-SHORT = ("run.steps=3", "run.warmup_steps=1", "run.profile_iterations=2", "cluster.threads=1")
+SHORT = ("run.steps=3", "run.unmeasured_steps=1", "run.profile_iterations=2", "cluster.threads=1")
 TINY_RESNET = ("model.depths=[1,1,1,1]", "model.width_divisor=16", "model.image=32", "data.batch_size=2")
 
 
 @pytest.mark.slow
-def test_a_tiny_tradeoff(tmp_path, warm):
-    small = (*TINY_RESNET, "scheduler.seconds=1", *SHORT, "tradeoff.shares=3", "tradeoff.budgets=[floor+0%]")
-    said = run(warm, tmp_path, tradeoff, "experiment=tradeoff_resnet152", *small, "tradeoff.measure=stop", "hydra.run.dir=out")
+def test_a_tiny_curve(tmp_path, warm):
+    small = (*TINY_RESNET, "scheduler.seconds=1", *SHORT, "curve.shares=3", "curve.budgets=[floor+0%]")
+    said = run(warm, tmp_path, curve, "experiment=curve_resnet152", *small, "curve.measure=stop", "hydra.run.dir=out")
     assert "stop point of greedy · memory_aware" in said
-    points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
+    points = json.loads((tmp_path / "out/curve.json").read_text())["points"]
     assert [point["measured"] for point in points if point["stop_point"]] != [None]
 
 
 @pytest.mark.slow
 def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
     small = ("model=gpt2-tiny", "cluster.device=cpu", "data.batch_size=2", *SHORT)
-    front = ("tradeoff.strategies=[greedy]", "tradeoff.budgets=[floor+0%,floor+50%]", "hydra.run.dir=out")
-    run(warm, tmp_path, tradeoff, "experiment=gpu_curve", *small, *front)
-    points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
+    front = ("curve.strategies=[greedy]", "curve.budgets=[floor+0%,floor+50%]", "hydra.run.dir=out")
+    run(warm, tmp_path, curve, "experiment=gpu_curve", *small, *front)
+    points = json.loads((tmp_path / "out/curve.json").read_text())["points"]
     assert [point["measured"]["status"] for point in points] == ["ok", "ok"]
 
 

@@ -95,7 +95,7 @@ def test_axes_of_one_s_own_are_lists_of_the_command_line(tmp_path, ran):
         (["search.over=[link.depth]"], "search.over: an axis is KEY=VALUE,VALUE, KEY=range(…) or KEY=interval(LOW,HIGH); got"),
         (["search.over=['link.depth=1,2','link.depth=3,4']"], "search.over: has link.depth twice"),
         (["budget=-1GiB"], "budget: no such limit -1GiB; a limit is 40GiB, '75% of ddp', floor+10% or none"),
-        (["tradeoff.plane=2"], "tradeoff.plane: is for mdcs curve"),
+        (["curve.plane=2"], "curve.plane: is for mdcs curve"),
         (["budget=[1]"], "budget: takes names of options"),
         (["--trials=3"], "--trials=3: is search.trials=VALUE"),
     ],
@@ -157,7 +157,7 @@ def test_trials_none_of_which_can_be_composed_are_pruned_and_nothing_is_submitte
 @pytest.mark.slow
 def test_real_trials(tmp_path, warm):
     tiny = ("model.layers=3", "model.block_mib=0.25", "model.forward_ms=1", "model.backward_ms=2", "run.steps=4",
-            "run.warmup_steps=1", "run.profile_iterations=2")  # fmt: skip
+            "run.unmeasured_steps=1", "run.profile_iterations=2")  # fmt: skip
     done = search(tmp_path, "experiment=search_timed", *tiny, "search.trials=3", start=warm.run)
     assert done.returncode == 0, done.stderr
     done = [trial for trial in study(tmp_path).trials if trial.value is not None]

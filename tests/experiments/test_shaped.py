@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 RATE = 0.5  # slow enough to be reached on any machine
 JOB = ("cluster=shaped", "model=mlp", "data=synthetic", "cluster.threads=1")
 CARRIED = ("collectives=ring",)
-SMALL = (*CARRIED, "run.steps=4", "run.warmup_steps=2", "run.profile_iterations=2")
+SMALL = (*CARRIED, "run.steps=4", "run.unmeasured_steps=2", "run.profile_iterations=2")
 
 
 def composed(*overrides: str, rate: float | str = RATE) -> Config:

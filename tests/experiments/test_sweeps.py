@@ -15,7 +15,7 @@ from hydra_plugins import _mdcs_jobs
 from tests.experiments import stub_slurm
 from tests.experiments.test_train import start, train
 
-SWEEP = ("-m", "run.steps=3", "run.warmup_steps=1")
+SWEEP = ("-m", "run.steps=3", "run.unmeasured_steps=1")
 
 
 def states(folder):

@@ -14,7 +14,7 @@ from mdcs.plan.plan import Plan
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = Path(__file__).with_name("third_party")
 CHOSEN = ("strategy=every_nth", "scheduler=late", "model=hourglass", "data=digits")
-SMALL = ("run.steps=3", "run.warmup_steps=1", "run.profile_iterations=1", "cluster.threads=1", "hydra.run.dir=out")
+SMALL = ("run.steps=3", "run.unmeasured_steps=1", "run.profile_iterations=1", "cluster.threads=1", "hydra.run.dir=out")
 
 
 def train(folder: Path, *arguments: str, installed: bool = True) -> "subprocess.CompletedProcess[str]":

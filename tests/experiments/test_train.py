@@ -24,7 +24,7 @@ MORE = pytest.mark.slow
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
 WORKER = "tests.experiments.stub_worker"
 STUB = f"import os; os.environ['MDCS_WORKER'] = {WORKER!r}; from experiments import train; sys.exit(train.main())"
-QUICK = ("run.steps=3", "run.warmup_steps=1")
+QUICK = ("run.steps=3", "run.unmeasured_steps=1")
 
 
 def start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
@@ -165,7 +165,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     grid = ("-m", "strategy=dp", "scheduler=wfbp", also, "hydra.sweep.dir=out")
     assert train(tmp_path, *QUICK, *grid, ranks=False).returncode == 0
     jobs = [job["overrides"] for job in json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]]
-    common = ["run.steps=3", "run.warmup_steps=1"]
+    common = ["run.steps=3", "run.unmeasured_steps=1"]
     assert jobs == [
         [*common, "strategy=dp", "scheduler=wfbp"],
         [*common, "strategy=fsdp", "scheduler=sequential"],

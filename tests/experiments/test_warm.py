@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # One message at a time, which compute waits for: what is held at a peak does not depend on when one ends.
 JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "scheduler=sequential", "link=emulated", "cluster.threads=1",
-       "run.steps=6", "run.warmup_steps=2", "run.profile_iterations=1")  # fmt: skip
+       "run.steps=6", "run.unmeasured_steps=2", "run.profile_iterations=1")  # fmt: skip
 
 
 HASTY = "tests.experiments.hasty_worker"

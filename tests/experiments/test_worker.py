@@ -32,7 +32,7 @@ from tests.experiments.batch import run_all
 from tests.launch.processes import wait_until_gone
 
 STEPS, WARMUP = 4, 2
-SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")
+SMALL = (f"run.steps={STEPS}", f"run.unmeasured_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")
 SHARE = ("budget=floor+10%", "budget.schedule_share=0.5")
 
 WORKLOADS = {

@@ -30,7 +30,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=2", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
 ONE_EACH = ("hydra.launcher.ranks_per_node=1",)  # jobs that train
-JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.warmup_steps=1", "profile.cache=false")
+JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.unmeasured_steps=1", "profile.cache=false")
 
 STEPS = 60
 TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
@@ -105,7 +105,7 @@ def test_a_sweep_shares_one_profile_and_the_curve_and_the_comparison_plan_with_i
     shared = (*JOB[1:], *TIMED, *quick)
     short = (*shared, "profile.path=PROFILE")
     train = program("train", *shared, "strategy=dp,fsdp", "hydra.launcher.parallel=2", "hydra.sweep.dir=sweep")
-    points = ("budget=floor+30%", "tradeoff.shares=3", "tradeoff.budgets=[]", "tradeoff.measure=stop")
+    points = ("budget=floor+30%", "curve.shares=3", "curve.budgets=[]", "curve.measure=stop")
     curve = program("curve", *short, *points, "hydra.sweep.dir=curve")
     compare = program("compare", *short, "compare.only=[mdcs,ddp]", "compare.rounds=1", "hydra.sweep.dir=compare")
     assert within(tmp_path, train, curve, compare, stub=False).wait(540) == 0
@@ -121,7 +121,7 @@ def test_a_sweep_shares_one_profile_and_the_curve_and_the_comparison_plan_with_i
     for job in ("sweep/submitted/1", "sweep/submitted/2_0", "sweep/submitted/2_1", "curve/submitted/4", "compare/submitted/5"):
         assert {file.name for file in (tmp_path / job).iterdir()} == {"rank-0.log", "rank-1.log"}
     assert (tmp_path / "sweep/table.csv").read_text().count("\n") == 3
-    points = json.loads((tmp_path / "curve/0/tradeoff.json").read_text())["points"]
+    points = json.loads((tmp_path / "curve/0/curve.json").read_text())["points"]
     assert [point["measured"]["status"] for point in points if point["measured"] is not None] == ["ok"]
     comparison = json.loads((tmp_path / "compare/0/comparison.json").read_text())
     assert comparison["world"] == 2 and [each["name"] for each in comparison["candidates"]] == ["mdcs", "ddp"]

@@ -166,7 +166,7 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(tmp_path, monkeypa
 
 
 def common(folder: Path) -> tuple[str, ...]:
-    each = ("run.warmup_steps=1", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
+    each = ("run.unmeasured_steps=1", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
     return ("-m", *each, f"hydra.sweep.dir={folder / 'sweep'}")
 
 

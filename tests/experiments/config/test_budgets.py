@@ -30,8 +30,8 @@ def test_a_part_of_ddp_is_of_the_job():
 @pytest.mark.parametrize(
     ("typed", "key"),
     [("budget=fast", "budget"), ("budget=40", "budget"), ("budget=-1GiB", "budget"),
-     ("tradeoff.budgets=[floor+10%,x]", "tradeoff.budgets"),
-     ("compare.budgets=[floor+10%,2 apples]", "compare.budgets"), ("tradeoff.budgets=[300MiB,none]", "tradeoff.budgets")],
+     ("curve.budgets=[floor+10%,x]", "curve.budgets"),
+     ("compare.budgets=[floor+10%,2 apples]", "compare.budgets"), ("curve.budgets=[300MiB,none]", "curve.budgets")],
 )  # fmt: skip
 def test_what_is_no_budget_is_said_by_its_key(typed, key):
     with pytest.raises(ConfigError) as refused:

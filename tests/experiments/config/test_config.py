@@ -41,7 +41,7 @@ def test_every_option_of_every_group_composes(group, option, monkeypatch):
     needed += ["data=nli"] if option.endswith("-pairs") else ["model=bert-tiny-pairs"] if option.endswith("nli") else []
     needed += ["data=synthetic"] if option.startswith("timed") else ["data.path=README.md"] if option == "text" else []
     needed += [f"{group}._target_={OWN[group]}"] if option == "own" else []
-    needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
+    needed += ["cluster.device=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
     made = composed(f"{group}={option}", *needed)
     assert isinstance(made, Config)
 
@@ -91,14 +91,14 @@ scheduler._target_=mdcs.planner.strategies.Greedy | scheduler=fusion scheduler.b
 link=emulated link.rate_gbit=0 | link=emulated link.latency_us=-1 | link.depth=0 | link=emulated link.depth=null
 run.precision=fp8 | run.grad_precision=fp32 | run.precision=bf16 engine=ddp -> run.precision | collectives=tree
 collectives.algorithm=direct | collectives.algorithm=null
-collectives=ring cluster=cuda -> collectives.algorithm | cluster.ranks=0 | cluster.threads=0
+collectives=ring cluster.device=cuda -> collectives.algorithm | cluster.ranks=0 | cluster.threads=0
 cluster.timeout_s=0 | cluster.backend=nccl | cluster.rate_gbit=1 | cluster=shaped cluster.rate_gbit=0
 cluster=shaped cluster.rate_gbit=null | cluster=shaped cluster.device=cuda
 cluster=shaped cluster.ranks=4 cluster.nodes=3 | cluster.nodes=2
 cluster.name=joined cluster.nodes=2 link=emulated -> link.name | cluster=shaped link=emulated -> link.name
 cluster=shapd | +cluster=shaped | hydra/launcher=mdcs_slrm | hydra.run.dri=x | hydra.launcher.x=1
 run.name=${oc.env:NOPE} | run.steps=0 | run.steps=2.5 | run.steps=true | run.steps=null
-run.steps=5 run.warmup_steps=5 | run=null | steps=3 | optimizer.fused=maybe | optimizer.betas=[a,1]
+run.steps=5 run.unmeasured_steps=5 | run=null | steps=3 | optimizer.fused=maybe | optimizer.betas=[a,1]
 optimizer.betas=[0.9] | optimizer.betas=[0.9,1] | optimizer.momentum=0.9
 optimizer.fused=true optimizer.foreach=true | optimizer.clip_norm=0 | model=own -> model._target_
 model=own model._target_= | model=own model._target_=torch.nn | optimizer._target_=torch.optim.RMSprop
@@ -117,7 +117,7 @@ data=digits | data.batch_size=0 | tracker.project=x | profile.path=/no/such/file
 profile.path=x profile.refresh=true | profile.layers=2 | profile.group=node
 profile=gpt3-1024 profile.group=rack | profile=gpt3-1024 profile.efficiency=2
 profile=gpt3-1024 profile.nodes=null | engine=horovod | engine=fairscale_fsdp | engine=dataparallel
-engine=dataparallel cluster=cuda -> cluster.ranks | engine=ddp engine.bucket_mib=0
+engine=dataparallel cluster.device=cuda -> cluster.ranks | engine=ddp engine.bucket_mib=0
 engine=ddp engine.bucket_mib=null | engine.bucket_mib=4 | engine=deepspeed engine.stage=4
 engine=fsdp2 engine.reshard=group -> engine.reshard_group | engine=fsdp2 engine.reshard_group=2
 engine=fsdp2 engine.reshard=group engine.reshard_group=3
@@ -258,8 +258,8 @@ def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_a
 
 
 def test_native_collectives_are_for_every_device():
-    assert composed("collectives=native", "cluster=cuda").collectives.named == "native"
-    assert composed("cluster=cuda").collectives.named is None
+    assert composed("collectives=native", "cluster.device=cuda").collectives.named == "native"
+    assert composed("cluster.device=cuda").collectives.named is None
 
 
 def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
@@ -382,4 +382,4 @@ def test_a_model_chooses_its_data_where_the_config_does_not(chosen, name):
 
 
 def test_the_warm_up_that_nobody_asked_for_is_shorter_than_the_run():
-    assert [composed(f"run.steps={steps}").run.warmup_steps for steps in (1, 5, 6)] == [0, 4, 5]
+    assert [composed(f"run.steps={steps}").run.unmeasured_steps for steps in (1, 5, 6)] == [0, 4, 5]

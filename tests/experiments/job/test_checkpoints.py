@@ -19,7 +19,7 @@ from launch.elastic import Warm
 
 JOB = (
     *("model=mlp", "data=synthetic", "optimizer.schedule=linear", "strategy=fsdp", "scheduler=dear", "run.accumulation=2"),
-    *("run.steps=6", "run.warmup_steps=1", "run.profile_iterations=2", "cluster.threads=1"),
+    *("run.steps=6", "run.unmeasured_steps=1", "run.profile_iterations=2", "cluster.threads=1"),
 )
 
 

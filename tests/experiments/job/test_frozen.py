@@ -37,7 +37,7 @@ LOST = Outcome(False, "host n1 has not answered for 60 s", 2, 7, lost=True)
 @pytest.fixture
 def config():
     with checks.composing():
-        return checks.compose_config(["model=mlp", "data=synthetic", "run.steps=3", "run.warmup_steps=1"])
+        return checks.compose_config(["model=mlp", "data=synthetic", "run.steps=3", "run.unmeasured_steps=1"])
 
 
 def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as told")):

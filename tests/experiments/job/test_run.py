@@ -32,7 +32,7 @@ LEFT = ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json")
 
 def composed(*overrides: str) -> Config:
     with checks.composing():
-        return checks.compose_config(["run.steps=3", "run.warmup_steps=1", *overrides])
+        return checks.compose_config(["run.steps=3", "run.unmeasured_steps=1", *overrides])
 
 
 def run(folder: Path, *overrides: str, known: Profiles | None = None):
@@ -116,7 +116,7 @@ def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_chan
         "data.name": "stdlib_bytes", "data.batch_size": 8, "optimizer.name": "adam", "run.seed": 0, "link.depth": 2,
     }  # fmt: skip
     groups = {key.partition(".")[0] for key in settings}
-    assert not groups & {"tracker", "sweep", "tradeoff"} and "run.name" not in settings and "budget.limit" not in settings
+    assert not groups & {"tracker", "sweep", "curve"} and "run.name" not in settings and "budget.limit" not in settings
     peers = job_event(resolve(composed("engine=ddp")))["settings"]
     assert not any(key.startswith(("strategy.", "scheduler.")) for key in peers) and "engine.bucket_mib" in peers
 

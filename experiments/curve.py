@@ -2,13 +2,13 @@
 
     mdcs curve strategy=greedy scheduler=priority budget=floor+20% profile.path=outputs/…/profile.json
     mdcs curve strategy=greedy,zero2 scheduler=dear,priority budget=floor+20%
-    mdcs curve … tradeoff.measure=stop
-    mdcs curve … recompute=planned tradeoff.plane=9 tradeoff.measure=plane
+    mdcs curve … curve.measure=stop
+    mdcs curve … recompute=planned curve.plane=9 curve.measure=plane
 
 With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point; a search finds the
-stop point with a part of the plans. `tradeoff.plane` divides the budget in three, for schedule, activations and
-strategies. For `tradeoff.budgets`, it makes the front of step time over memory. Times are predicted by replay.
-`tradeoff.measure` also trains the jobs of some points.
+stop point with a part of the plans. `curve.plane` divides the budget in three, for schedule, activations and
+strategies. For `curve.budgets`, it makes the front of step time over memory. Times are predicted by replay.
+`curve.measure` also trains the jobs of some points.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from analysis.pictures.style import save
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import budget_words, plateau, workloads
 from analysis.table import milliseconds, new_console, new_table
-from experiments import points as tradeoff
+from experiments import points as on
 from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, planning
@@ -134,7 +134,7 @@ def main() -> int:
             return reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        if is_short(config, profile, *map(Budget.of, config.tradeoff.budgets)) and config.profile.measures:
+        if is_short(config, profile, *map(Budget.of, config.curve.budgets)) and config.profile.measures:
             if reason := jobs.prepare("profile", with_recomputation(config), folder, console):
                 return reason
             profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
@@ -147,12 +147,12 @@ def main() -> int:
         show(entries, console)
         rows = [entry.row() for entry in entries if entry.part != "plane"]
         written = [*analysis.write_report(analysis.table_of(rows), folder), *draw_planes(entries, folder)]
-        names = ", ".join(["tradeoff.json", *(file.name for file in written)])
+        names = ", ".join(["curve.json", *(file.name for file in written)])
         console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
 
-    keys = {"strategy": "tradeoff.strategies", "scheduler": "tradeoff.schedulers"}
-    return app.run(app.Program(trade, own=("tradeoff",), lists=partial(with_lists, keys=keys, keep_first=True)))
+    keys = {"strategy": "curve.strategies", "scheduler": "curve.schedulers"}
+    return app.run(app.Program(trade, own=("curve",), lists=partial(with_lists, keys=keys, keep_first=True)))
 
 
 def compared(config: Config) -> list[Config]:
@@ -160,7 +160,7 @@ def compared(config: Config) -> list[Config]:
     """
     made: list[Config] = []
     for strategy, scheduler in itertools.product(
-        config.tradeoff.strategies or [""], config.tradeoff.schedulers or [""]
+        config.curve.strategies or [""], config.curve.schedulers or [""]
     ):
         chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
         given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
@@ -172,33 +172,33 @@ def compared(config: Config) -> list[Config]:
 
 def _check_plane(config: Config) -> None:
     """Raise ConfigError if a plane is asked for and the job has nothing that can be divided in three."""
-    if not config.tradeoff.plane:
-        if config.tradeoff.measure == "plane":
-            raise ConfigError("tradeoff.measure", "plane needs tradeoff.plane, the number of shares along an edge")
+    if not config.curve.plane:
+        if config.curve.measure == "plane":
+            raise ConfigError("curve.measure", "plane needs curve.plane, the number of shares along an edge")
         if config.budget.activation_share is not None:
-            raise ConfigError("budget.activation_share", "is set by mdcs curve itself: see tradeoff.plane")
+            raise ConfigError("budget.activation_share", "is set by mdcs curve itself: see curve.plane")
         return
     if not config.budget.limited:
-        raise ConfigError("tradeoff.plane", "needs a budget to divide: add budget=40GiB or budget=floor+10%")
+        raise ConfigError("curve.plane", "needs a budget to divide: add budget=40GiB or budget=floor+10%")
     if config.recompute != Planned():
-        raise ConfigError("tradeoff.plane", f"needs recompute=planned, got {config.recompute.name}")
+        raise ConfigError("curve.plane", f"needs recompute=planned, got {config.recompute.name}")
     if config.scheduler is None:
         name = config.strategy.name
-        raise ConfigError("tradeoff.plane", f"has no effect with strategy={name}, which divides the budget itself")
+        raise ConfigError("curve.plane", f"has no effect with strategy={name}, which divides the budget itself")
 
 
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
-    """The curve of the config's budget with its stop point, if it has a budget, and the front over `tradeoff.budgets`.
+    """The curve of the config's budget with its stop point, if it has a budget, and the front over `curve.budgets`.
     """
-    make, asked = cache(planner.make), config.tradeoff
+    make, asked = cache(planner.make), config.curve
     divides = planner.config.scheduler is not None
-    of = tradeoff.shares(asked.shares) if divides else ()
+    of = on.shares(asked.shares) if divides else ()
     budget = planning.budget_bytes(config, planner.floor, planner.planned_for) if divides else None
     out: list[Entry] = []
     if budget is not None:
-        searched = tradeoff.search(make, budget, of)
-        points = tradeoff.curve(make, budget, of) if asked.sweep else searched
-        stop, by_search = tradeoff.best(points), tradeoff.best(searched)
+        searched = on.search(make, budget, of)
+        points = on.curve(make, budget, of) if asked.sweep else searched
+        stop, by_search = on.best(points), on.best(searched)
         words = f"the search takes {len(searched)} of {len(of)} plans"
         if by_search.step_s > stop.step_s:
             words += f" and stops at {by_search.share:.3g}, {by_search.step_s / stop.step_s - 1:.1%} slower"
@@ -206,20 +206,20 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
             is_stop = p is stop and p.plan is not None
             out.append(Entry(planner, p, "curve", is_stop, words if is_stop else ""))
         if asked.plane:
-            points = tradeoff.plane(make, budget, asked.plane)
-            stop = tradeoff.best(points)
+            points = on.plane(make, budget, asked.plane)
+            stop = on.best(points)
             out += [Entry(planner, p, "plane", p is stop and p.plan is not None) for p in points]
     whole = partial(unsharded_bytes, planner.planned_for)
     budgets = [Budget.of(budget).bytes(whole, lambda: planner.floor) for budget in asked.budgets]
-    return out + [Entry(planner, p, "front") for p in tradeoff.front(make, filter(None, budgets), of)]
+    return out + [Entry(planner, p, "front") for p in on.front(make, filter(None, budgets), of)]
 
 
 def measure(entries: list[Entry], profile: Path, folder: Path, console: Console) -> list[str]:
-    """Train the jobs of the points that `tradeoff.measure` names. Return the failures.
+    """Train the jobs of the points that `curve.measure` names. Return the failures.
 
-    Writes tradeoff.json after each job, and puts the runs into `entries`. After a failure the other jobs are still run.
+    Writes curve.json after each job, and puts the runs into `entries`. After a failure the other jobs are still run.
     """
-    what = entries[0].planner.config.tradeoff.measure if entries else "none"
+    what = entries[0].planner.config.curve.measure if entries else "none"
     runs: dict[tuple[Any, ...], Path] = {}
     failed = []
     for entry in shown(entries):
@@ -262,7 +262,7 @@ def shown(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def write(entries: Sequence[Entry], folder: Path) -> None:
-    """Write tradeoff.json: every point with its prediction and, if there was a run, its measurements."""
+    """Write curve.json: every point with its prediction and, if there was a run, its measurements."""
     points = []
     for entry in entries:
         row, point = entry.row(), entry.point
@@ -284,7 +284,7 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
         of = planner.profile
         about = {"floor_bytes": planner.floor, "world": of.world, "emulated": of.link.emulated, "profile": of.about}
     document = {"schema": SCHEMA, **about, "points": points}
-    (folder / "tradeoff.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    (folder / "curve.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`tradeoff.py` from a user's side: what is predicted, what is measured, and what is left when a job fails."""
+"""`mdcs curve` from a user's side: what is predicted, what is measured, and what is left when a job fails."""
 
 import json
 import subprocess
@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from experiments import tradeoff as program
+from experiments import curve as program
 from experiments.config.checks import compose_config, composing
 from experiments.config.schema import BudgetConfig
 from tests.experiments import one_process
 
 PROFILE = Path(__file__).with_name("profile.json")
 SMALL = (
-    "hydra.run.dir=out", "budget=floor+30%", "tradeoff.shares=5", "tradeoff.budgets=[floor+0%,floor+30%]", "run.steps=3",
-    "run.warmup_steps=1", "strategy=greedy", "scheduler=dear", f"profile.path={PROFILE}",
+    "hydra.run.dir=out", "budget=floor+30%", "curve.shares=5", "curve.budgets=[floor+0%,floor+30%]", "run.steps=3",
+    "run.unmeasured_steps=1", "strategy=greedy", "scheduler=dear", f"profile.path={PROFILE}",
 )  # fmt: skip
 
 
-def tradeoff(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+def traded(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
     return one_process.call(program, folder, *SMALL, *overrides, worker="tests.experiments.stub_worker")
 
 
 def points(folder: Path, part: str) -> list[dict]:
-    document = json.loads((folder / "out/tradeoff.json").read_text())
+    document = json.loads((folder / "out/curve.json").read_text())
     assert document["schema"] == 2 and document["floor_bytes"] > 0
     return [point for point in document["points"] if point["part"] == part]
 
 
 def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
-    done = tradeoff(tmp_path, "strategy=greedy,dp", "scheduler=wfbp,dear")
+    done = traded(tmp_path, "strategy=greedy,dp", "scheduler=wfbp,dear")
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(tmp_path.rglob("launch.json"))
     curve, front = points(tmp_path, "curve"), points(tmp_path, "front")
@@ -51,21 +51,21 @@ def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
 
 @pytest.mark.slow
 def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path):
-    done = tradeoff(tmp_path, "budget.limit=none")
+    done = traded(tmp_path, "budget.limit=none")
     assert done.returncode == 0
     assert (points(tmp_path, "curve"), len(points(tmp_path, "front"))) == ([], 2)
 
 
 @pytest.mark.slow
 def test_only_what_the_search_asks_for_is_planned_without_the_sweep(tmp_path):
-    done = tradeoff(tmp_path, "tradeoff.sweep=false", "tradeoff.shares=33", "tradeoff.budgets=[]")
+    done = traded(tmp_path, "curve.sweep=false", "curve.shares=33", "curve.budgets=[]")
     assert done.returncode == 0
     assert 9 <= len(points(tmp_path, "curve")) < 33
 
 
 @pytest.mark.slow
 def test_the_stop_point_is_measured(tmp_path):
-    done = tradeoff(tmp_path, "tradeoff.measure=stop")
+    done = traded(tmp_path, "curve.measure=stop")
     assert (done.returncode, done.stderr) == (0, "")
     [measured] = [p for p in points(tmp_path, "curve") if p["measured"]]
     assert measured["stop_point"]
@@ -76,18 +76,18 @@ def test_the_stop_point_is_measured(tmp_path):
 
 def test_every_point_has_the_measurement_of_its_own_plan_and_a_plan_runs_once(tmp_path):
     """In a front, too, where a smaller budget may have been faster; plans of several shares may be equal."""
-    assert tradeoff(tmp_path, "tradeoff.measure=all").returncode == 0
+    assert traded(tmp_path, "curve.measure=all").returncode == 0
     predicted: dict[str, set[float]] = {}
     for point in points(tmp_path, "curve") + points(tmp_path, "front"):
         if point["measured"]:
             predicted.setdefault(point["measured"]["run"], set()).add(point["predicted"]["step_s"])
     assert len(predicted) > 1 and all(len(of_run) == 1 for of_run in predicted.values())
-    assert tradeoff(tmp_path, "tradeoff.measure=curve", "strategy=fsdp", "scheduler=sequential").returncode == 0
+    assert traded(tmp_path, "curve.measure=curve", "strategy=fsdp", "scheduler=sequential").returncode == 0
     assert [point["measured"]["run"] for point in points(tmp_path, "curve")] == ["runs/0"] * 5
 
 
 def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):
-    done = tradeoff(tmp_path, "tradeoff.measure=front", "run.name=raise")
+    done = traded(tmp_path, "curve.measure=front", "run.name=raise")
     assert done.returncode == 1
     assert done.stderr.startswith("failed: ") and "jobs failed: 0 (greedy · dear): " in done.stderr
     assert [p["measured"]["status"] for p in points(tmp_path, "front")][0] == "failed"
@@ -96,10 +96,10 @@ def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):
 
 
 def test_an_unknown_option_is_one_line(tmp_path):
-    done = tradeoff(tmp_path, "tradeoff.schedulers=[dear,deer]")
+    done = traded(tmp_path, "curve.schedulers=[dear,deer]")
     assert done.returncode == 2
     assert done.stderr.startswith("scheduler: no such option deer; options: dear, ")
-    assert not (tmp_path / "out/tradeoff.json").exists()
+    assert not (tmp_path / "out/curve.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_an_unknown_option_is_one_line(tmp_path):
     [
         (["budget.limit=none"], "needs a budget to divide: add budget=40GiB or budget=floor+10%"),
         ([], "needs recompute=planned, got auto"),
-        (["recompute=planned", "tradeoff.strategies=[greedy,joint]"],
+        (["recompute=planned", "curve.strategies=[greedy,joint]"],
          "has no effect with strategy=joint, which divides the budget itself"),
     ],
 )  # fmt: skip
 def test_a_plane_needs_something_to_divide(tmp_path, overrides, why):
-    done = tradeoff(tmp_path, "tradeoff.plane=3", *overrides)
-    assert (done.returncode, done.stderr) == (2, f"tradeoff.plane: {why}\n")
+    done = traded(tmp_path, "curve.plane=3", *overrides)
+    assert (done.returncode, done.stderr) == (2, f"curve.plane: {why}\n")
 
 
 def test_a_point_s_job_keeps_the_rest_of_the_budget():
@@ -128,8 +128,8 @@ def test_of_a_plane_its_corners_middle_and_stop_point_are_measured(tmp_path):
     use = {"forward": 1, "backward": 0, "freed": 90, "seconds": 0.001, "peak": 190}
     profile["recompute"] = [{"unit": 1, "choice": "full", "uses": [use]}]
     (tmp_path / "recomputing.json").write_text(json.dumps(profile))
-    asked = ("recompute=planned", "tradeoff.plane=4", "tradeoff.measure=plane", "tradeoff.budgets=[]", "tradeoff.sweep=false")
-    done = tradeoff(tmp_path, *asked, "profile.path=recomputing.json")
+    asked = ("recompute=planned", "curve.plane=4", "curve.measure=plane", "curve.budgets=[]", "curve.sweep=false")
+    done = traded(tmp_path, *asked, "profile.path=recomputing.json")
     assert (done.returncode, done.stderr) == (0, "")
     plane = points(tmp_path, "plane")
     measured = {(p["schedule_share"], p["activation_share"]): p for p in plane if p["measured"]}

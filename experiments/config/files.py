@@ -23,7 +23,7 @@ def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     out: dict[str, dict[str, str]] = {}
     for folder in [CONF, *added_folders(arguments)]:
         for group in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if group.is_dir():
+            if group.is_dir() and group.name != "hydra":
                 told = {file.stem: _about(file) for file in group.glob("[!_]*.yaml")}
                 out[group.name] = dict(sorted({**told, **out.get(group.name, {})}.items()))
     return out

@@ -224,8 +224,8 @@ class ProfileConfig:
 @dataclass
 class RunConfig:
     name: str | None = option(None, "name in tables and plots; null: made of plan, budget, model and ranks")
-    varied: str | None = option(None, "its name among the jobs of its sweep; null: the keys that vary")
-    sweep: str | None = option(None, "the sweep it belongs to; null: the sweep's folder, if any")
+    varied: str | None = None  # by the program, as what no option declares: its name among the jobs of its sweep
+    sweep: str | None = None  # by the program: the sweep it belongs to
     steps: int = option(30, "training steps in all", at_least=1)
     unmeasured_steps: int = option(5, "the first of them, left out of the summary", at_least=0)
     accumulation: int = option(1, "micro-steps per step", at_least=1)
@@ -431,8 +431,8 @@ def register() -> None:
 
 
 def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
-    """The fields of the groups declared here, by full key."""
-    return {f"{prefix}{leaf.name}": leaf for prefix, _, leaf in leaves(Config())}
+    """The fields of the groups declared here that a command line may set, by full key."""
+    return {f"{prefix}{leaf.name}": leaf for prefix, _, leaf in leaves(Config()) if "about" in leaf.metadata}
 
 
 def leaves(config: Config) -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:

@@ -31,7 +31,7 @@ def submits(arguments: Sequence[str]) -> bool:
         "-sc",
         "--shell-completion",
     }
-    launches = any(each.startswith("hydra/launcher=mdcs_") for each in arguments)
+    launches = any(each.startswith(("hydra/launcher=mdcs_", "hydra/launcher=slurm_")) for each in arguments)
     return launches and not any({each, each.partition("=")[0]} & no for each in arguments)
 
 
@@ -58,7 +58,9 @@ def require_own(argument: str, own: Sequence[str]) -> None:
         raise ConfigError(argument, f"overrides have no dashes: {near or 'KEY'}=VALUE")
     if argument.endswith(",") or argument.startswith(","):
         raise ConfigError(key or argument, f"a list has no spaces: KEY=A,B, or in quotes 'KEY=A, B'; got {argument}")
-    group, dot, _ = key.lstrip("+~").partition(".")
+    group, dot, name = key.lstrip("+~").partition(".")
+    if group == "run" and name in ("varied", "sweep"):  # which the program sets
+        raise unknown_key(key)
     if dot and "=" in argument and group in OWN and group not in own:
         raise ConfigError(key, f"is for mdcs {OWN[group]}")
 

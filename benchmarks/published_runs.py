@@ -3,7 +3,7 @@
 A group of runs shares model, devices and loop. The first run of a group, the smallest, says how fast the device
 computes: the rate of operations with which the predicted step equals the published one. The other runs are predicted
 with this rate. The links come from what the publication says of the network and from constants of NCCL
-(:mod:`experiments.calculated.rings`).
+(:mod:`benchmarks.calculated.rings`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from experiments.calculated.convolutions import inception_v3, resnet, vgg16
-from experiments.calculated.decoder import Decoder
-from experiments.calculated.layers import Layer, Precision, layers_profile
-from experiments.calculated.rings import Cluster
+from benchmarks.calculated.convolutions import inception_v3, resnet, vgg16
+from benchmarks.calculated.decoder import Decoder
+from benchmarks.calculated.layers import Layer, Precision, layers_profile
+from benchmarks.calculated.rings import Cluster
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan

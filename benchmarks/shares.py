@@ -22,9 +22,9 @@ from typing import Any
 import benchmarks
 from analysis.pictures.style import save
 from benchmarks import pictures
-from experiments.calculated.convolutions import resnet
-from experiments.calculated.decoder import Decoder
-from experiments.calculated.layers import Layer, Precision, layers_profile
+from benchmarks.calculated.convolutions import resnet
+from benchmarks.calculated.decoder import Decoder
+from benchmarks.calculated.layers import Layer, Precision, layers_profile
 from experiments.markdown import table
 from mdcs.plan.job import Job
 from mdcs.plan.plan import PlanError

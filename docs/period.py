@@ -18,7 +18,7 @@ import mdcs
 from analysis.pictures import save
 from analysis.pictures.gantt import Panel, draw
 from analysis.questions import count
-from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
+from experiments.job.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.planner.priority import Priority
 from mdcs.planner.strategies import Greedy
 from mdcs.sizes import GIB

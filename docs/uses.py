@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 
 import mdcs
 from docs.period import CLUSTER, GPU, MODEL
-from experiments.calculated.analytic import analytic_profile
+from experiments.job.analytic import analytic_profile
 from mdcs.planner.feasibility import PlanningProblem, min_peak_strategies
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.planner.priority import Priority

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
 from experiments.config.identity import identity, measures_recomputation
 from experiments.config.schema import Config, ProfileConfig
+from experiments.job.analytic import Device, Network, Transformer, analytic_profile
 from experiments.job.planning import job_of
 from mdcs.planner.pipeline import lacks_recomputation
 from mdcs.planner.recompute import AUTO, Planned, is_measured

@@ -4,7 +4,7 @@ import pytest
 
 import mdcs
 from docs.period import CLUSTER, GPU, MODEL, panel
-from experiments.calculated.analytic import analytic_profile
+from experiments.job.analytic import analytic_profile
 
 
 @pytest.mark.slow

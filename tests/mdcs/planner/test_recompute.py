@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.calculated.analytic import Device, Network, Transformer, analytic_profile
+from experiments.job.analytic import Device, Network, Transformer, analytic_profile
 from experiments.points import front
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from experiments.calculated.layers import Layer
+from benchmarks.calculated.layers import Layer
 
 _WIDTH = 2  # bytes of an element of an activation
 

@@ -1,7 +1,7 @@
 """Profiles of a chain of layers that are calculated: parameters, operations and bytes of each layer, without measuring.
 
-The layers come from :mod:`experiments.calculated.decoder` and :mod:`experiments.calculated.convolutions`, the link
-from :mod:`experiments.calculated.rings`. A forward takes operations / rate seconds, a backward twice as many. Between
+The layers come from :mod:`benchmarks.calculated.decoder` and :mod:`benchmarks.calculated.convolutions`, the link
+from :mod:`benchmarks.calculated.rings`. A forward takes operations / rate seconds, a backward twice as many. Between
 its forward and its backward a layer keeps ``kept`` bytes, its input among them. The output of a layer lives until the
 next layer has kept it, and as long as its gradient in backward.
 """

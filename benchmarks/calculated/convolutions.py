@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.calculated.layers import Layer
+from benchmarks.calculated.layers import Layer
 
 _WIDTH = 4  # bytes of an element
 CLASSES = 1000

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.calculated.rings import Cluster
+from benchmarks.calculated.rings import Cluster
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 

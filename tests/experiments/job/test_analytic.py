@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.calculated.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
+from experiments.job.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
 from mdcs.plan.job import recomputing
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,15 +37,3 @@ def kill_groups(leaders: Iterable[int]) -> None:
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
-
-
-def kill_descendants() -> None:
-    """Send SIGKILL to every process that this one has started, and to those that they have started (Linux only)."""
-    left = [os.getpid()]
-    for pid in left:
-        for file in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                left += map(int, file.read_text().split())
-    for pid in left[1:]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

@@ -18,17 +18,13 @@ losses are compared with the base's. comparison.json, comparison.png, step_time.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
-import itertools
 import json
 import math
 import re
-import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,16 +33,14 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from rich.console import Console
 
 import mdcs
 from analysis import load_run, pictures, table_of
 from analysis.comparison import lines, loss_differences
 from experiments.bounds import bounds_of, ideal_ddp_s
+from experiments.candidates import Candidate, candidates, group_of
 from experiments.compare_tables import show
-from experiments.config.checks import compose_config
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
 from experiments.config.targets import plain
@@ -62,44 +56,11 @@ from mdcs.sizes import Budget
 
 SCHEMA = 3
 BOUNDS_S = 20.0  # time limit of each of two solves
-PLANNED = ("strategy", "scheduler", "recompute", "collectives", "profile", "link", "budget", "run.cross_iteration")
-"""Groups and a key of a plan: engines without one are composed without them."""
-USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=auto", "collectives=auto", "profile=measured", "link=real")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One of the jobs that take turns.
-
-    - budget: one of `compare.budgets`; None: whatever the job's own is.
-    - words: its overrides of the job.
-    """
-
-    name: str
-    config: Config
-    budget: Budget | None = None
-    words: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name if self.budget in (None, Budget()) else f"{self.name} @ {self.budget}"
-
-    @property
-    def trains(self) -> tuple[Any, ...]:
-        """Options that the losses depend on. Units and recomputed activations change no loss."""
-        model, run, cluster = self.config.model, self.config.run, self.config.cluster
-        declared = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-        numbers = {name: value for name, value in declared.items() if name not in ("wrap", "checkpointing")}
-        return (
-            type(model), numbers, self.config.data, self.config.optimizer, cluster.ranks,
-            run.seed, run.steps, run.accumulation, run.precision,
-        )  # fmt: skip
-
-
 def main() -> int:
     """Run the comparison of the command line. Return the exit code."""
 
     def compare(config: Config, folder: Path) -> str:
-        given = [o for o in HydraConfig.get().overrides.task if _group(o) != "compare"]
+        given = [o for o in HydraConfig.get().overrides.task if group_of(o) != "compare"]
         return Comparison(config, given, folder).run()
 
     keys = {"engine": "compare.only", "budget": "compare.budgets"}
@@ -116,8 +77,7 @@ class Comparison:
         self.budgets = [Budget.of(str(budget)) for budget in self.asked.budgets]
         self.console = Console(stderr=True)
         self.known = Profiles()
-        self.left_out: dict[str, str] = {}
-        self.candidates = list(self._candidates())
+        self.candidates, self.left_out = candidates(config, given, self.budgets)
         if not self.candidates:
             raise ConfigError("compare.vary", self._nobody())
         over = [str(budget) for budget in self.budgets if budget.size is None and budget.is_limit]
@@ -137,63 +97,6 @@ class Comparison:
         self.infeasible: dict[str, tuple[Candidate, int | None]] = {}  # with the bytes that they need
         self.planned_for: dict[str, mdcs.Job] = {}
         self.rounds = 0  # rounds that have ended
-
-    def _candidates(self) -> Iterator[Candidate]:
-        """Yield all candidates, with each budget. Raises ConfigError for one that was named and cannot run.
-
-        Others that cannot run are left out.
-        """
-        varied, only = dict(expand(self.asked.vary)), self.asked.only
-        if unknown := [name for name in only if name not in varied]:
-            raise ConfigError("compare.only", f"no such candidate {unknown[0]}; candidates: {', '.join(varied)}")
-        if self.asked.over:
-            varied, only = self._combined({name: varied.get(name, []) for name in only or ["mdcs"]}), []
-        if not varied:
-            raise ConfigError("compare.vary", "is empty: nothing to compare")
-        if own := [o for o in self.given if self.budgets and _group(o) == "budget"]:
-            raise ConfigError(own[0].partition("=")[0], "is chosen with compare.budgets here")
-        for name, words in varied.items():
-            if only and name not in only:
-                continue
-            overrides = [*self._base_of(words), *words, f"run.name='{name}'"]
-            try:
-                config = compose_config(overrides, like=self.config.profile.path)
-                if not config.engine.plans and self.config.link.name == "emulated":
-                    raise ConfigError(
-                        "link.name", "an emulated link paces mdcs alone: engines are compared on a real one"
-                    )
-                config.engine.require()
-            except ConfigError as error:
-                if only or error.key != "engine":
-                    raise
-                self.left_out[name] = str(error)
-                continue
-            if not self.budgets or not config.engine.plans or "budget" in map(_group, words):
-                yield Candidate(name, config, None, tuple(words))
-                continue
-            for budget in self.budgets:
-                with_budget = compose_config([*overrides, f"budget='{budget}'"], like=self.config.profile.path)
-                yield Candidate(name, with_budget, budget, tuple(words))
-
-    def _combined(self, varied: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        """These candidates, each plan with every combination of the values of `compare.over`."""
-        combinations = [*expand({"": shlex.join(self.asked.over)})]
-        made = {}
-        for name, words in varied.items():
-            if _is_engine(words):
-                made[name] = words
-                continue
-            for values, overrides in combinations:
-                made[values.strip() if name == "mdcs" else name + values] = [*words, *overrides]
-        return made
-
-    def _base_of(self, words: Sequence[str]) -> list[str]:
-        """The given overrides that hold for a candidate with these overrides, and what is usual for an engine."""
-        if _is_engine(words):
-            return [*(o for o in self.given if not {_group(o), o.partition("=")[0]} & {*PLANNED}), *USUAL]
-        planners = {"strategy", "scheduler"}
-        replaced = planners if planners & {*map(_group, words)} else set()
-        return [o for o in self.given if _group(o) not in replaced]
 
     def run(self) -> str:
         """Run all rounds, show and write the results. Return the reason of a failure, empty if there is none."""
@@ -393,34 +296,6 @@ class Comparison:
             found = bounds_of(plan, BOUNDS_S)
             self.solved[key] = found.traffic_s, found.structural_s
         return self.solved[key]
-
-
-def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    """Yield (name, overrides) of every candidate: an entry with values separated by commas has one for each
-    combination.
-
-    Raises ConfigError for what is no override.
-    """
-    parser = OverridesParser.create()
-    for name, words in vary.items():
-        try:
-            parsed = parser.parse_overrides(shlex.split(words))
-            swept = [[*o.sweep_string_iterator()] if o.is_sweep_override() else [None] for o in parsed]
-        except (HydraException, ValueError) as error:
-            raise ConfigError(f"compare.vary.{name}", f"must be overrides KEY=VALUE …, got {words}") from error
-        for values in itertools.product(*swept):
-            chosen = [str(o.input_line) if value is None else f"{o.get_key_element()}={value}"
-                      for o, value in zip(parsed, values, strict=True)]  # fmt: skip
-            yield " ".join([name, *(value for value in values if value is not None)]), chosen
-
-
-def _is_engine(overrides: Iterable[str]) -> bool:
-    """Whether the overrides choose an engine without a plan."""
-    return any(each.startswith("engine=") and each != "engine=mdcs" for each in overrides)
-
-
-def _group(override: str) -> str:
-    return override.lstrip("+").partition("=")[0].partition(".")[0]
 
 
 def _file_name(name: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import shutil
@@ -157,6 +158,7 @@ class Ranks:
         self.code = rank.main(folder, job.module, [str(folder), *job.arguments])
         if self.code:
             _forget_ranks()
+        gc.collect()  # what a job leaves would be in the peak of the next
         sys.argv = arguments
         for stream, was in enumerate(output, 1):
             os.dup2(was, stream)

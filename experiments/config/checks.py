@@ -20,11 +20,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.config.commands import OWN
 from experiments.config.errors import explain
 from experiments.config.files import CONF
 from experiments.config.measured import with_profile
 from experiments.config.rules import check
-from experiments.config.schema import NOT_OF_A_JOB, OPTION_GROUPS, Config, ConfigError, register, schema
+from experiments.config.schema import OPTION_GROUPS, Config, ConfigError, register, schema
 from experiments.config.started import adapted
 from experiments.config.targets import TARGET, make, plain
 from experiments.tasks.auto import Auto
@@ -126,7 +127,7 @@ def as_mapping(config: Config) -> dict[str, Any]:
     return {
         field.name: plain(value) if field.name in OPTION_GROUPS else dataclasses.asdict(value)
         for field in dataclasses.fields(config)
-        if field.name not in NOT_OF_A_JOB
+        if field.name not in OWN
         for value in [getattr(config, field.name)]
     }
 

@@ -10,9 +10,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from experiments.config.commands import OWN
 from experiments.config.errors import unknown_key
 from experiments.config.files import groups
-from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
+from experiments.config.schema import Config, ConfigError, fields_by_key
 from mdcs.planner.registry import decides_schedule
 
 

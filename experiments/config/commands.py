@@ -1,0 +1,68 @@
+"""Keys that one command has beside those of its jobs: a group for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mdcs.options import option
+
+
+@dataclass
+class CurveConfig:
+    """Settings of mdcs curve."""
+
+    strategies: list[str] = option([], "options of strategy to compare; none: the job's own")
+    schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")
+    shares: int = option(17, "values of budget.schedule_share on the curve, from 0 to 1", at_least=3)
+    sweep: bool = option(True, "plan the whole curve; false: only what the search for the stop point asks for")
+    budgets: list[str] = option(
+        [f"floor+{more}%" for more in (0, 5, 10, 20, 40, 80)], "budgets of the front: floor+10%, 75% of ddp, 300MiB"
+    )
+    plane: int = option(
+        0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane",
+        at_least=0,
+    )
+    measure: str = option(
+        "none", "what to train as well; plane: its corners, its middle and its stop point",
+        choices=("none", "stop", "curve", "front", "plane", "all"),
+    )
+
+
+@dataclass
+class CompareConfig:
+    """Settings of mdcs compare."""
+
+    vary: dict[str, str] = option(
+        {}, "who takes turns: names, and overrides of the job; values with commas are several"
+    )
+    base: str | None = option(None, "ratios and losses are compared with it; null: the first")
+    only: list[str] = option([], "names of those to run; none: all that can run here")
+    over: list[str] = option([], "overrides with lists: each plan with every combination (KEY=A,B is the same)")
+    rounds: int = option(3, "how often each runs", at_least=1)
+    budgets: list[str] = option(
+        [], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own"
+    )
+    tolerance: float = option(5e-3, "greatest relative difference of equal losses", at_least=0)
+
+
+@dataclass
+class SearchConfig:
+    """Settings of mdcs search."""
+
+    over: list[str] = option(
+        [], "what is searched, as overrides with Hydra's sweeps, e.g. link.depth=int(interval(1,4)); "
+        "none: bytes, share and depth"
+    )  # fmt: skip
+    trials: int = option(20, "trials in all, those of earlier calls included", at_least=1)
+    seed: int = option(0, "seed of Optuna's sampler", at_least=0)
+
+
+@dataclass
+class PlanConfig:
+    """Settings of mdcs plan."""
+
+    format: str = option("text", "json: one JSON document on stdout and nothing else", choices=("text", "json"))
+
+
+OWN = {"curve": "curve", "compare": "compare", "search": "search", "plan": "plan"}
+"""Groups that only one command has, with its name."""

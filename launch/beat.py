@@ -18,7 +18,7 @@ from launch.elastic import REPORT_SECONDS, Cluster, Outcome
 from launch.rank import reason_of, report_of
 from launch.status import Status
 
-_TALK_SECONDS = 0.2
+_TALK_SECONDS, _CLOSE_SECONDS = 0.2, 2.0
 _STATUS_SECONDS = 1.0
 """Least time between two writes of a running rank's status to the job's folder, whose file system may be shared."""
 LOG_BYTES = 256 << 10
@@ -39,13 +39,13 @@ class Beat(threading.Thread):
         super().__init__(name="beat", daemon=True)
         self.heard: dict[int, dict[str, Any]] = {}
         self.answered = time.monotonic()
-        self.rounds = 0
+        self.rounds, self._closed = 0, False
         self._store, self._own, self._others, self._say = store, own, others, say
         self._changed: dict[int, tuple[str, float]] = {}
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError):  # raised by torch when the store's host is gone; `answered` shows it
-            while True:
+            while not self._closed:
                 self._store.set(f"said/{self._own}", json.dumps({"beat": self.rounds, **self._say()}))
                 for each in self._others:
                     self._read(each)
@@ -58,6 +58,11 @@ class Beat(threading.Thread):
             text = self._store.get(key).decode()
             if text != self._changed.get(other, ("", 0.0))[0]:
                 self._changed[other], self.heard[other] = (text, time.monotonic()), json.loads(text)
+
+    def close(self) -> None:
+        """End the thread: one that is in the store's code when Python ends would abort the process."""
+        self._closed = True
+        self.join(_CLOSE_SECONDS)
 
     def unchanged(self, other: int) -> float:
         """Seconds for which a rank had said nothing new at the store's last answer.

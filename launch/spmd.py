@@ -228,6 +228,7 @@ class Ranks:
             if all(self.beat.heard.get(each, {}).get("left") for each in others) and self.beat.rounds >= last:
                 break
             time.sleep(_TALK_SECONDS)
+        self.beat.close()
         return code
 
     # ---- rank 0

@@ -1,13 +1,15 @@
-"""The plan that is made in the training loop: of its first step, or of steps under a provisional plan."""
+"""The plans that a training loop runs until one is chosen: its own steps are what is measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,34 +20,45 @@ from mdcs.model.optimizers import Optimizers, Updates, by_optimizer
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.pipeline import lacks_recomputation, make_plan
+from mdcs.planner.pipeline import floor_bytes, lacks_recomputation, limit_of, make_plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule
 from mdcs.planner.schedulers import Sequential
-from mdcs.planner.strategies import Uniform
+from mdcs.planner.strategies import Greedy, Uniform
+from mdcs.planner.trials import SuccessiveHalving, proposals
 from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Link
+from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import link_of_rings, needs_rings, used_outside, with_link
-from mdcs.profiler.consensus import merge_profiles, on_all_ranks, on_rank_zero, phase
-from mdcs.profiler.first_step import FirstStep
+from mdcs.profiler.calibration import calibration_plans
+from mdcs.profiler.consensus import all_gather_object, merge_profiles, on_all_ranks, on_rank_zero, phase
+from mdcs.profiler.cost_fit import Run, fit_costs
+from mdcs.profiler.first_passes import FirstPasses
 from mdcs.profiler.job_identity import key_of_job
-from mdcs.profiler.link_timing import measure_link
-from mdcs.profiler.memory_bounds import require_model_fits, whole_bytes
+from mdcs.profiler.link_timing import MeasuredLink, measure_link
+from mdcs.profiler.memory_bounds import require_model_fits, warn_padding, whole_bytes
 from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.progress import tell
-from mdcs.profiler.running_steps import RunningSteps, without_passes
+from mdcs.profiler.recompute_profile import estimated, recomputation
+from mdcs.profiler.running_steps import RunningSteps, TimedSteps, without_passes
 from mdcs.runtime.communicator import backend_of
-from mdcs.runtime.engine import Engine, Trained
+from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.validation import RunOptions
+from mdcs.runtime.step_trace import StepRecord
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import current_meter
 
 logger = logging.getLogger(__name__)
 
 STEPS = 2
-"""Steps that are measured under a provisional plan: the first is watched, the second is timed."""
+"""Steps whose slots are measured: the first is watched operator by operator, the other is timed."""
+TRIED = 3
+"""Steps under a plan whose times are wanted: the first, in which the plan before ends, is left out."""
+TRIALS = 3
+"""Plans that take turns, by default."""
+_MOST_TRIED = 12  # steps of all of them: with those before, the chosen plan runs by step 30
+_SOLVING = 6  # of the time for planning, the part of a solver that proposes another plan
 
 
 def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | None) -> tuple[bool, str]:
@@ -64,94 +77,268 @@ def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | 
     return sharded, f"{said}: {'sharded from the start' if sharded else 'whole in the first step'}"
 
 
+class Listener(Protocol):
+    """Measures steps of a run."""
+
+    def end_step(self) -> None:
+        """End a step."""
+
+    def forget(self) -> None:
+        """Forget the step under way, which the loop gives up."""
+
+    def stop(self) -> None:
+        """Listen no more."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """So many ``steps`` of the loop under one plan, with what ``listen`` makes."""
+
+    plan: Plan
+    steps: int
+    listen: Callable[[Engine], Listener]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A stage that is over: its run, between two steps, what has listened, and the records of its steps."""
+
+    engine: Engine
+    heard: Listener
+    records: list[StepRecord]
+
+
+class Choice:
+    """The plans of a loop, one after the other, until one is chosen.
+
+    ``stage``: the stage under way; None once the plan is chosen. ``plan``: the plan to run now. ``trials``: a line for
+    each plan that was tried.
+    """
+
+    def __init__(self, making: LoopPlan, model: nn.Module, optimizers: Optimizers, device: torch.device) -> None:
+        self.trials = making.trial_table
+        self._stages, self._tells = making.stages(model, optimizers, device), making.progress
+        self.stage: Stage | None = None
+        self.plan: Plan
+        self._go_on(lambda: next(self._stages))
+
+    def end_stage(self, ran: Ran) -> None:
+        """Go on to the next stage, or to the chosen plan. Collective. Raises what planning raises."""
+        self._go_on(lambda: self._stages.send(ran))
+
+    def _go_on(self, stage: Callable[[], Stage]) -> None:
+        with torch.enable_grad(), on_all_ranks(tells=self._tells):
+            try:
+                self.stage = stage()
+                self.plan = self.stage.plan
+            except StopIteration as end:
+                self.stage, self.plan = None, end.value
+
+
+Stages = Generator[Stage, Ran, Plan]
+
+
 @dataclass(frozen=True)
 class LoopPlan:
     """How the plan of a loop is made. :func:`mdcs.parallelize` describes the options.
 
+    - ``sharded``: whether the first steps are, because the model does not fit whole.
     - ``cross_iteration``: whether updates may run in the next iteration.
-    - ``micro_steps``: backward passes of a step; None: as many as the first step has.
+    - ``micro_steps``: backward passes of a step; None: as many as the first step has, or one if it is sharded.
     - ``folder``: the folder of kept profiles; None: none is kept or used.
+    - ``trials``: plans that take turns. ``trial_table``: a line for each of them, once there is a choice.
     """
 
     units: list[ModelUnit]
     budget: Budget
     recompute: RecomputeRule
+    sharded: bool
     cross_iteration: bool
     seconds: float = SECONDS
     progress: bool = True
     micro_steps: int | None = None
     folder: Path | None = None
+    trials: int = TRIALS
+    trial_table: list[str] = field(default_factory=list)
 
-    def begin(self, model: nn.Module, optimizers: Optimizers, options: RunOptions) -> Engine:
-        """Return a run under a provisional plan. Raises InfeasibleBudget. Collective."""
-        device = self.units[0].parameters[0][1].device
-        with on_all_ranks(tells=self.progress):
-            plan = self.provisional(optimizers, options.device if device.type == "meta" else device)
-        return Engine(Trained(model, optimizers, self.units), plan, options)
+    def stages(self, model: nn.Module, optimizers: Optimizers, device: torch.device) -> Stages:
+        """Yield what the loop is to run; return the plan that goes on. Collective.
 
-    def provisional(self, optimizers: Optimizers, device: torch.device) -> Plan:
-        """Return a plan of the fewest bytes for a model that has not run: slots in the order of the units, all of no
-        time.
-
-        Whatever the steps do otherwise is a departure. Raises InfeasibleBudget. Collective.
+        1. Under a provisional plan the passes of the first step are counted, unless it is sharded; a profile that an
+           earlier start has kept may follow from it.
+        2. The slots are measured in the next steps; where the budget needs it, with recomputation, too.
+        3. Plans that tell the costs of messages apart run for a few steps each.
+        4. The plan that is made with all this and a few others that differ take turns; the fastest one goes on.
         """
+        plan = self._provisional(self._unmeasured(optimizers, device), self.micro_steps or 1)
+        path, micro_steps = None, self.micro_steps or 1
+        if not self.sharded:
+            modules = [module for unit in self.units for module in unit.modules]
+            ran = yield Stage(plan, 1, functools.partial(FirstPasses, modules=modules, counts=True))
+            first = ran.heard
+            assert isinstance(first, FirstPasses)
+            micro_steps = self._agreed(first.micro_steps, ran.engine.rank)
+            if self.folder is not None:
+                others = "" if self.recompute in (KEEP, AUTO) else "; recomputation"
+                key = key_of_job(model, self.units, optimizers, first.in_words() + others)
+                path = self.folder / f"{key}.json"
+                known = on_rank_zero(lambda: self._sufficient(cache.read(path), micro_steps))
+                if known is not None:
+                    if ran.engine.rank == 0 and self.progress:
+                        tell(f"profile of an earlier start: {path}", logger)
+                    return (yield from self._chosen(ran.engine, known, micro_steps))
+            if micro_steps != plan.micro_steps:
+                plan = self._provisional(plan.job.profile, micro_steps)
+        ran, profile = yield from self._profiled(plan, micro_steps)
+        torch.compiler.reset()  # what was compiled while operators were watched
+        profile = yield from self._calibrated(profile, micro_steps)
+        if path is not None and ran.engine.rank == 0:
+            cache.keep(profile, path)
+        return (yield from self._chosen(ran.engine, profile, micro_steps))
+
+    # -- the provisional plan
+
+    def _unmeasured(self, optimizers: Optimizers, device: torch.device) -> Profile:
+        """Return a profile of a model that has not run: slots in the order of the units, all of no time. Collective."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         if self.budget.size is not None:
             require_model_fits(self.units, optimizers.members, self.budget.size, world, None)
         backend = backend_of(None, device) if world > 1 else ""
         updates = Updates(optimizers)
         units = by_optimizer(self.units, updates)
-        profile = assembled(
-            units, updates, without_passes(units, current_meter(device), device), device,
-            world=world, link=Link.uniform(1.0, 50.0),
-            collectives=Collectives.default(backend) if backend else Collectives(),
-        )  # fmt: skip
-        job = Job(merge_profiles(profile), self.micro_steps or 1, self.cross_iteration)
-        return on_rank_zero(lambda: make_plan(job, Uniform("fsdp"), Sequential(), budget=self.budget.size))
+        return merge_profiles(
+            assembled(
+                units, updates, without_passes(units, current_meter(device), device), device,
+                world=world, link=Link.uniform(1.0, 50.0),
+                collectives=Collectives.default(backend) if backend else Collectives(),
+            )  # fmt: skip
+        )
 
-    def of_recorded(self, engine: Engine, steps: RunningSteps) -> Plan:
-        """Plan with the profile of the ``steps`` that ``engine`` has run. Collective."""
-        torch.compiler.reset()  # what was compiled while operators were watched
-        with torch.enable_grad(), on_all_ranks(tells=self.progress):
-            profile = self._profile(engine, steps)
-            return self._make(engine.model, engine.optimizers, _no_step, engine.plan.micro_steps, profile)
+    def _provisional(self, profile: Profile, micro_steps: int, recompute: tuple[str, ...] = ()) -> Plan:
+        """Return a plan in which no message runs beside compute: of the fewest bytes, or of no shards. Collective.
 
-    def of_first_step(self, first: FirstStep) -> Plan:
-        """Plan with the profile of an earlier start, if it has kept one, else with one that is measured, and kept.
-        Collective.
-
-        Raises RunError if the step had another number of backward passes than ``micro_steps``.
+        Whatever the steps do otherwise is a departure. Raises InfeasibleBudget for a model that has not run.
         """
-        model, optimizers = first.model, first.optimizers
-        if self.micro_steps not in (None, first.micro_steps):
+        strategy, job = Uniform("fsdp" if self.sharded else "dp"), Job(profile, micro_steps, self.cross_iteration)
+        limit = self.budget.size if self.sharded and not recompute else None
+        job = dataclasses.replace(job, recompute=recompute)
+        return on_rank_zero(lambda: make_plan(job, strategy, Sequential(), budget=limit))
+
+    def _agreed(self, micro_steps: int, rank: int) -> int:
+        """Return the number of backward passes. Raises RunError unless it is that of all ranks, and the one given."""
+        counts = all_gather_object(micro_steps)
+        if len(set(counts)) > 1:
+            raise RunError(f"rank {rank}: ranks had different numbers of backward passes in the first step: {counts}")
+        if self.micro_steps not in (None, micro_steps):
             raise RunError(
-                f"rank {first.rank}: the first step had {first.micro_steps} backward passes, and parallelize was given "
+                f"rank {rank}: the first step had {micro_steps} backward passes, and parallelize was given "
                 f"micro_steps={self.micro_steps}"
             )
-        torch.compiler.reset()  # what was compiled in the first step has no units' hooks in it, and looks for none
-        make = functools.partial(self._make, model, optimizers, first.again, first.micro_steps)
-        with torch.enable_grad():
-            if self.folder is None:
-                return make(None)
-            others = "" if self.recompute in (KEEP, AUTO) else "; recomputation"
-            path = self.folder / f"{key_of_job(model, self.units, optimizers, first.in_words() + others)}.json"
-            known = on_rank_zero(lambda: self._sufficient(cache.read(path), first.micro_steps))
-            if known is not None and first.rank == 0 and self.progress:
-                tell(f"profile of an earlier start: {path}", logger)
-            plan = make(known)
-            if known is None and first.rank == 0:
-                cache.keep(plan.job.profile, path)
-            return plan
+        return micro_steps
 
-    def _make(
-        self, model: nn.Module, optimizers: Optimizers, step: Callable[[], Tensor], micro_steps: int,
-        profile: Profile | None,
-    ) -> Plan:  # fmt: skip
-        return autoplan(
-            model, optimizers.members, self.units, step, budget=self.budget, recompute=self.recompute,
-            micro_steps=micro_steps, cross_iteration=self.cross_iteration, profile=profile, seconds=self.seconds,
-            progress=self.progress,
+    # -- what is measured
+
+    def _profiled(self, plan: Plan, micro_steps: int) -> Generator[Stage, Ran, tuple[Ran, Profile]]:
+        """Return the last run and the profile of slots, bytes and the link, without other costs of messages."""
+        phase(f"measuring the model in {STEPS} steps of training")
+        ran = yield Stage(plan, STEPS, RunningSteps)
+        steps = ran.heard
+        assert isinstance(steps, RunningSteps)
+        updates = ran.engine.updates.updates
+        own = steps.profile(plan.job.profile, updates)
+        phase("measuring the link")
+        link = measure_link(steps.device)
+        profile = merge_profiles(with_link(own, link))
+        job = Job(profile, micro_steps, self.cross_iteration)
+        if rings := link_of_rings(job, self.budget, steps.device):
+            link, job = rings, dataclasses.replace(job, profile=with_link(profile, rings))
+        needed = self.recompute == AUTO and on_rank_zero(lambda: lacks_recomputation(job, self.budget))
+        if needed or self.recompute not in (AUTO, KEEP):
+            phase("measuring the model in steps that recompute activations")
+            ran, profile = yield from self._recomputing(ran, own, job, link)
+        if ran.engine.rank == 0:
+            warn_padding(profile)
+        if line := used_outside(profile):
+            phase(line)
+        return ran, profile
+
+    def _recomputing(
+        self, ran: Ran, own: Profile, job: Job, link: MeasuredLink
+    ) -> Generator[Stage, Ran, tuple[Ran, Profile]]:
+        """Return the last run, and the job's profile with what recomputation frees and costs.
+
+        ``own``: this rank's profile.
+        """
+        steps = ran.heard
+        assert isinstance(steps, RunningSteps)
+        base = steps.recorder
+        asked = recomputation(ran.engine.model, ran.engine.units, base)
+        choice = next(asked)
+        while True:
+            # the same on all ranks: those that took another branch may know of more units
+            of_ranks = all_gather_object(choice)
+            agreed = {u: selective for u, selective in of_ranks[0].items() if all(u in other for other in of_ranks)}
+            profile, recompute = _with_recomputation(job.profile, agreed)
+            plan = self._provisional(profile, job.micro_steps, recompute)
+            ran = yield Stage(plan, STEPS, functools.partial(RunningSteps, like=base))
+            steps = ran.heard
+            assert isinstance(steps, RunningSteps)
+            if not all(all_gather_object(bool(steps.recorder.seconds))):
+                # some rank has run other slots than before: it would have to be compared with itself
+                outputs = {u: max(of.get(u, 0) for of in all_gather_object(base.outputs)) for u in agreed}
+                return ran, dataclasses.replace(job.profile, recompute=estimated(job.profile, [*agreed], outputs))
+            try:
+                choice = asked.send(steps.recorder)
+            except StopIteration as end:
+                options, kept = end.value
+                measured = dataclasses.replace(own, recompute=options, about=own.about | kept)
+                return ran, merge_profiles(with_link(measured, link))
+
+    def _calibrated(self, profile: Profile, micro_steps: int) -> Generator[Stage, Ran, Profile]:
+        """Return the profile with the costs of messages and of compute beside them, from steps under other plans."""
+        if profile.world == 1:
+            return profile
+        job, runs = Job(profile, micro_steps, self.cross_iteration), []
+        for plan in on_rank_zero(lambda: self._calibration_plans(job)):
+            phase(f"measuring messages in {TRIED} steps under {_name(plan)}")
+            ran = yield Stage(plan, TRIED, TimedSteps)
+            own = [trace for step, trace in ran.engine.recorder.traces().items() if step > 1]
+            runs.append(Run(plan, [trace for of_rank in all_gather_object(own) for trace in of_rank]))
+        found = fit_costs(profile, runs)
+        if found.reliability_warning and ran.engine.rank == 0:
+            warnings.warn(found.reliability_warning, stacklevel=2)
+        return found
+
+    def _calibration_plans(self, job: Job) -> list[Plan]:
+        """Return the calibration plans, with the recomputation that the budget needs."""
+        limit = limit_of(self.budget, job, self.recompute)
+        if limit is not None and limit < floor_bytes(job):
+            job = make_plan(job, Greedy(), Sequential(), budget=limit, recompute=self.recompute).job
+        return calibration_plans(job, limit)
+
+    # -- the plan
+
+    def _chosen(self, engine: Engine, profile: Profile, micro_steps: int) -> Generator[Stage, Ran, Plan]:
+        """Return the plan of this profile, or the one of a few others that is measured to be faster."""
+        plan = autoplan(
+            engine.model, engine.optimizers.members, self.units, _no_step, budget=self.budget,
+            recompute=self.recompute, micro_steps=micro_steps, cross_iteration=self.cross_iteration, profile=profile,
+            seconds=self.seconds, progress=self.progress,
         )  # fmt: skip
+        if self.trials == 1 or profile.world == 1:
+            return plan
+        phase("planning others that differ")
+        plans = on_rank_zero(
+            lambda: proposals(plan, self.trials, recompute=self.recompute, seconds=self.seconds / _SOLVING)
+        )
+        halving = SuccessiveHalving(len(plans), steps=_MOST_TRIED)
+        while (turn := halving.turn) > 0:
+            phase(f"training under {_name(plans[halving.current])}")
+            ran = yield Stage(plans[halving.current], turn, TimedSteps)
+            for seconds in map(max, zip(*all_gather_object([r.times.step_s for r in ran.records]), strict=True)):
+                halving.add(seconds)
+        self.trial_table.extend(_in_words(plans, halving))
+        return plans[halving.current]
 
     def _sufficient(self, known: Profile | None, micro_steps: int) -> Profile | None:
         """Return the profile unless the budget needs rings, or recomputation, of which it knows nothing."""
@@ -162,17 +349,39 @@ class LoopPlan:
             return None
         return known
 
-    def _profile(self, engine: Engine, steps: RunningSteps) -> Profile:
-        """Return the profile of what ``steps`` has recorded of this run, with the measured link. Collective."""
-        phase("measuring the link")
-        link = measure_link(steps.device)
-        profile = merge_profiles(with_link(steps.profile(engine.plan.job.profile, engine.updates.updates), link))
-        job = dataclasses.replace(engine.plan.job, profile=profile, recompute=())
-        if rings := link_of_rings(job, self.budget, steps.device):
-            profile = with_link(profile, rings)
-        if line := used_outside(profile):
-            phase(line)
-        return profile
+
+def _name(plan: Plan) -> str:
+    return " ".join(dict.fromkeys((plan.strategy, plan.scheduler)))
+
+
+def _in_words(plans: Sequence[Plan], halving: SuccessiveHalving) -> Iterator[str]:
+    """Yield a line for each candidate: what was predicted and measured."""
+    for plan, own in zip(plans, halving.table(), strict=True):
+        assert plan.prediction is not None
+        words = f"{_name(plan)}, {len(plan.messages)} messages: {own.median_s * 1e3:.1f} ms"
+        if own.candidate == halving.current:
+            words += ", chosen"
+        else:
+            words += f", {own.slower_s * 1e3:+.1f} ± {own.interval_s * 1e3:.1f} ms"
+            words += f", dropped in round {own.dropped}" if own.dropped is not None else ""
+        yield f"{words} ({own.rounds} rounds, {own.steps} steps; {plan.prediction.step_s * 1e3:.1f} ms predicted)"
+
+
+def _with_recomputation(profile: Profile, choice: dict[int, bool]) -> tuple[Profile, tuple[str, ...]]:
+    """Return the profile in which these units may recompute, as far as anybody knows for nothing; the choice of each.
+    """
+    forward = [slot.unit for slot in profile.slots if slot.phase == "F"]
+    backward = [slot.unit for slot in profile.slots if slot.phase == "B"]
+    options = []
+    for u, selective in choice.items():
+        starts = [slot for slot, unit in enumerate(forward) if unit == u]
+        ends = [slot for slot, unit in enumerate(backward) if unit == u][::-1]
+        uses = tuple(RecomputeUse(f, b, 0, 0.0, 0) for f, b in zip(starts, ends, strict=False))
+        options.append(RecomputeOption(u, SELECTIVE if selective else FULL, uses))
+    chosen = {option.unit: option.choice for option in options}
+    return dataclasses.replace(profile, recompute=tuple(options)), tuple(
+        chosen.get(u, "none") for u in range(len(profile.units))
+    )
 
 
 def _no_step() -> Tensor:

@@ -1,4 +1,4 @@
-"""The parameters, the optimizers' state and the checkpoints of a session, with a plan or before there is one."""
+"""The parameters, the optimizers' state and the checkpoints of a session."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
-from mdcs.profiler.first_step import FirstStep
 from mdcs.runtime import loop_calls, state_dict
 from mdcs.runtime.engine import Engine
-from mdcs.runtime.errors import RunError
 from mdcs.runtime.optimizer_state import as_list
 from mdcs.torch_compat import without_autograd
 
@@ -23,33 +21,22 @@ if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import Checkpoints, ResumeInfo, SaveHandle
 
 
-class NoPlanYet(RunError, AttributeError):
-    """A session has no plan in its first step: an AttributeError, so that ``hasattr()`` answers."""
-
-
 class ModelState:
-    """The model and the optimizers of a session. They are whole in its first step if ``begin`` is a FirstStep."""
+    """The model and the optimizers of a session."""
 
-    def __init__(self, begin: Engine | FirstStep, units: list[ModelUnit]) -> None:
-        self.model, self.units, self.rank, self._options = begin.model, units, begin.rank, begin.options
-        self._optimizers = begin.optimizers
+    def __init__(self, run: Engine, units: list[ModelUnit]) -> None:
+        self.model, self.units, self.rank, self._options = run.model, units, run.rank, run.options
+        self._optimizers = run.optimizers
         self.optimizers = self._optimizers.members
         self.optimizer = self.optimizers[0]
-        self._first = begin if isinstance(begin, FirstStep) else None
-        self._run = begin if isinstance(begin, Engine) else None
+        self._engine = run
         self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0  # steps before those of the present plan
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs. Raises NoPlanYet, an AttributeError, before there is one."""
+        """The plan that runs."""
         return self._engine.plan
-
-    @property
-    def _engine(self) -> Engine:
-        if self._run is None:
-            raise NoPlanYet(f"rank {self.rank}: there is no plan before the end of this step, which is measured for it")
-        return self._run
 
     def full_parameters(
         self, *names: str, rank0_only: bool = False, cpu: bool = False, writeback: bool = False,
@@ -63,8 +50,6 @@ class ModelState:
         Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
         Raises ValueError for an unknown name. Collective.
         """
-        if self._first is not None:
-            return self._first.full_parameters(names, writeback, weights)
         keep = self._keeps(rank0_only)
         return loop_calls.full_parameters(
             self._engine, names, keep=keep, cpu=cpu, writeback=writeback, weights=weights
@@ -81,16 +66,11 @@ class ModelState:
         Units are gathered one by one. With ``cpu``, and where the budget has no room for the result, the result is on
         the CPU and the device holds no more than one whole unit. Collective.
         """
-        if self._first is not None:
-            return self._first.state_dict(self._keeps(rank0_only), cpu)
         return loop_calls.full_state_dict(self._engine, keep=self._keeps(rank0_only), cpu=cpu)
 
     @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
-        if self._first is not None:
-            self.model.load_state_dict(full)
-            return
         self._engine.drain("load_state_dict()")
         state_dict.load_full_state_dict(self.model, self._engine.storages, full)
 
@@ -102,10 +82,7 @@ class ModelState:
         ``cpu``. State of masters has their precision. Collective.
         """
         keep = self._keeps(rank0_only)
-        if self._first is not None:
-            dicts = [type(each).state_dict(each) if keep else {} for each in self.optimizers]
-        else:
-            dicts = loop_calls.optimizer_states(self._engine, keep=keep, cpu=cpu)
+        dicts = loop_calls.optimizer_states(self._engine, keep=keep, cpu=cpu)
         return dicts if len(dicts) > 1 else dicts[0]
 
     @without_autograd()
@@ -118,33 +95,23 @@ class ModelState:
         if len(dicts) != len(self.optimizers):
             counts = f"there are {len(self.optimizers)} optimizers, and {len(dicts)} state dicts"
             raise ValueError(f"{counts}: give one for each")
-        self._load(list(zip(self.optimizers, dicts, strict=True)))
-
-    def _load(self, given: loop_calls.Given) -> None:
-        if self._first is None:
-            loop_calls.load_optimizer_states(self._engine, given)
-            return
-        for optimizer, saved in given:
-            type(optimizer).load_state_dict(optimizer, dict(saved))
+        loop_calls.load_optimizer_states(self._engine, list(zip(self.optimizers, dicts, strict=True)))
 
     # Calls of one of the optimizers (:class:`mdcs.runtime.optimizer_calls.Run`).
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RunError if the optimizer's options have changed since the iteration's updates."""
-        if self._first is None:
-            loop_calls.check_options(self._engine, optimizer)
+        loop_calls.check_options(self._engine, optimizer)
 
     @without_autograd()
     def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the ``state_dict()`` that this optimizer has in a plain loop; drains first. Collective."""
-        if self._first is not None:
-            return type(optimizer).state_dict(optimizer)
         return loop_calls.optimizer_state_of(self._engine, optimizer)
 
     @without_autograd()
     def load_state_dict_of(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         """Load a plain loop's ``state_dict()`` of this optimizer. Collective where there are several optimizers."""
-        self._load([(optimizer, saved)])
+        loop_calls.load_optimizer_states(self._engine, [(optimizer, saved)])
 
     def watch_gradients(self, *units: str) -> None:
         """Keep the gradients that these units (by name) are updated with, from now on; no names: keep none. Costs their
@@ -166,7 +133,7 @@ class ModelState:
     @property
     def steps(self) -> int:
         """Iterations done, including those before a resumed checkpoint."""
-        return self._resumed_after + (0 if self._first is not None else self._engine.sequencer.step - 1)
+        return self._resumed_after + self._engine.sequencer.step - 1
 
     @without_autograd()
     def checkpoint(
@@ -198,10 +165,6 @@ class ModelState:
 
     @without_autograd()
     def _resume(self, path: Path) -> ResumeInfo | None:
-        if self._first is not None:
-            resumed = self._first.resume(path)
-            self._resumed_after = 0 if resumed is None else resumed.step
-            return resumed
         self._engine.drain("resume()", needs_ranks=True)
         resumed = self._checkpointing().resume(path)
         if resumed is not None:

@@ -6,24 +6,22 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mdcs.api.loop_plan import STEPS, LoopPlan
+from mdcs.api.loop_plan import Choice, Listener, Ran
 from mdcs.api.model_state import ModelState
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
-from mdcs.profiler.first_step import FirstStep
-from mdcs.profiler.running_steps import RunningSteps
+from mdcs.profiler.first_passes import FirstPasses
 from mdcs.runtime import loop_calls, state_dict
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.gradient_scaling import Scaler
-from mdcs.runtime.initialization import Handover
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.telemetry.timeline import Interval
@@ -41,26 +39,30 @@ class Session(ModelState):
     it as ever; after ``step()`` there is nothing for ``zero_grad()`` to do. ``optimizers`` are all of them, of which
     ``optimizer`` is the first.
 
-    A session is in one of three states. While it *records*, the steps of the loop are measured: with the whole model in
-    the first step, or under a provisional plan in the first two. Then it *runs* under its plan, until it is *closed*.
+    A session is in one of three states. While it *chooses* its plan, some steps of the loop run under one plan after
+    the other, and are measured. Then it *runs* under the chosen plan, until it is *closed*.
     """
 
-    # begin: the run of a given or provisional plan, or a first step with the whole model.
-    # making: makes the plan that follows; None: the plan is given.
+    # run: under a given plan, or under the first of those of ``choice``.
     # was_in_pieces: the model has not been whole before, so it may not fit whole in the end.
 
     def __init__(
-        self, begin: Engine | FirstStep, units: list[ModelUnit], making: LoopPlan | None = None, *,
-        was_in_pieces: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(begin, units)
-        self._making, self._was_in_pieces = making, was_in_pieces
-        self._recorded = None if making is None or self._run is None else RunningSteps(self._run)
+        self, run: Engine, units: list[ModelUnit], choice: Choice | None = None, *, was_in_pieces: bool = False
+    ) -> None:
+        super().__init__(run, units)
+        self._choice, self._was_in_pieces = choice, was_in_pieces
+        self._heard: Listener | None = None
         self._earlier = 0  # steps of this session before the present plan
         self._unread: list[StepRecord] = []  # of plans before
         self._earlier_norm: float | None = None
         self._wants_times = False
         self._calls = OptimizerCalls(self.optimizers, self)
+        self._listen()
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether steps are still measured to choose the plan: it may change at the end of one."""
+        return self._choice is not None and self._choice.stage is not None
 
     def __enter__(self) -> Session:
         return self
@@ -69,8 +71,7 @@ class Session(ModelState):
         if error is None:
             self.close()
         else:  # the state of the other ranks is unknown
-            if self._run is not None:
-                self._run.failures.publish(error)
+            self._engine.failures.publish(error)
             self._end(f"rank {self.rank} left the run with {type(error).__name__}", failed=True)
 
     def step(self) -> None:
@@ -80,63 +81,65 @@ class Session(ModelState):
         RunError if there was no pass, and for changes by the loop that the updates did not see. With
         ``over_budget="raise"`` a step that took more bytes than the budget has ends the run on every rank.
         """
-        if self._first is not None:
-            self._begin(self._first)
-            return
+        if isinstance(self._heard, FirstPasses):
+            self._heard.check()
         try:
             self._engine.end_step()
         except OverBudget as error:
             self.__exit__(OverBudget, error)  # the other ranks would wait for this one
             raise
-        if self._recorded is not None:
-            self._recorded.end_step()
-            if self._recorded.steps == STEPS:
-                self._change_plan(self._recorded)
+        if self._heard is not None:
+            self._heard.end_step()
+            self._left -= 1
+            if not self._left:
+                self._end_stage()
 
-    def _begin(self, first: FirstStep) -> None:
-        """End the first step; plan with its profile; shard the model with the optimizer's state."""
-        assert self._making is not None
-        first.finish()
-        plan = self._making.of_first_step(first)
-        first.forget()
-        self._continue(plan)
-        self._first, self._earlier_norm = None, first.norm
-        self._count(1)
+    def _listen(self) -> None:
+        """Begin the stage of the choice, if there is one."""
+        stage = None if self._choice is None else self._choice.stage
+        self._heard = None
+        if stage is not None:
+            self._heard, self._left = stage.listen(self._engine), stage.steps
 
-    def _change_plan(self, steps: RunningSteps) -> None:
-        """Plan with the profile of the steps so far, and hand the units over to the new plan, one by one."""
-        engine, call = self._engine, "a change of plans"
-        assert self._making is not None
-        self._stop_recording()
+    def _end_stage(self) -> None:
+        """End a stage of the choice; hand the units over to the next plan, one by one, where it is another."""
+        assert self._choice is not None and self._heard is not None
+        engine, heard, call = self._engine, self._heard, "a change of plans"
+        self._stop_listening()
         engine.drain(call)
-        plan = self._making.of_recorded(engine, steps)
+        records = self._records(flush=True)
+        self._unread += records
+        self._choice.end_stage(Ran(engine, heard, records))
+        if self._choice.plan is not engine.plan:
+            self._change_plan(self._choice.plan, call)
+        self._listen()
+
+    def _change_plan(self, plan: Plan, call: str) -> None:
+        engine = self._engine
         watched = [engine.storages[u].name for u in engine.updates.captured_gradients]
-        self._unread += self._records(flush=True)
         if self._checkpoints is not None:
             self._checkpoints.finish()
             self._checkpoints = None
+        self._earlier_norm = loop_calls.grad_norm(engine)
         before = engine.retire(call)
         self._count(engine.sequencer.step - 1)
         try:
-            self._continue(plan, before)
+            options = dataclasses.replace(self._options, has_started=True)
+            self._engine = Engine(Trained(self.model, self._optimizers, self.units), plan, options, None, before)
         except BaseException:
             before.fail()
             raise
-        self.watch_gradients(*watched)
-
-    def _continue(self, plan: Plan, before: Handover | None = None) -> None:
-        options = dataclasses.replace(self._options, has_started=True)
-        self._run = Engine(Trained(self.model, self._optimizers, self.units), plan, options, None, before)
         if self._wants_times:
-            self._run.recorder.begin_timing()
+            self._engine.recorder.begin_timing()
+        self.watch_gradients(*watched)
 
     def _count(self, steps: int) -> None:
         self._earlier, self._resumed_after = self._earlier + steps, self._resumed_after + steps
 
-    def _stop_recording(self) -> None:
-        if self._recorded is not None:
-            self._recorded.stop()
-            self._recorded = None
+    def _stop_listening(self) -> None:
+        if self._heard is not None:
+            self._heard.stop()
+            self._heard = None
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss [scalar] to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
@@ -152,8 +155,7 @@ class Session(ModelState):
 
         Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
         """
-        if self._first is None:
-            self._engine.drain("drain()")
+        self._engine.drain("drain()")
 
     def abandon(self) -> None:
         """Give up the current iteration on every rank, as if its batches did not exist: the response to an exception.
@@ -161,18 +163,15 @@ class Session(ModelState):
         The ranks may be at different places of a forward pass. Raises RunError if updates of the iteration have begun;
         without ``plan.cross_iteration`` none begins before :meth:`step`.
         """
-        if self._first is not None:
-            self._first.forget()
-            return
-        if self._recorded is not None:
-            self._recorded.give_up()
+        if self._heard is not None:
+            self._heard.forget()
         self._engine.abandon()
 
     def drops_gradients(self) -> bool:
         """Give up the iteration for the optimizer's ``zero_grad()``, between two passes; return whether this could be
         done."""
-        if self._first is not None:
-            can_drop = self._first.micro_steps > 0 and self._options.needs_norm
+        if isinstance(self._heard, FirstPasses):
+            can_drop = self._heard.has_gradients and self._options.needs_norm
         else:
             can_drop = loop_calls.can_drop(self._engine)
         if can_drop:
@@ -187,14 +186,13 @@ class Session(ModelState):
         without one, :meth:`step` reduces them. ``zero_grad()`` drops them. Units are whole meanwhile. Every rank enters
         a block at the same place of the step.
         """
-        if self._first is None:
-            self._engine.refuse_if_exported("no_sync()")
-        passes = self._engine.sequencer.side if self._first is None else self._first
-        before, passes.accumulates = passes.accumulates, True
+        self._engine.refuse_if_exported("no_sync()")
+        side = self._engine.sequencer.side
+        before, side.in_block = side.in_block, True
         try:
             yield
         finally:
-            passes.accumulates = before
+            side.in_block = before
 
     def evaluate(self, *, weights: str | None = None) -> AbstractContextManager[None]:
         """Run forward passes without gradients (``torch.no_grad()``), any number per rank; :meth:`drain` included.
@@ -206,8 +204,6 @@ class Session(ModelState):
         Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward.
         In the second case a rank waits at the end for the ranks that have more batches.
         """
-        if self._first is not None:
-            return self._first.evaluate(weights)
         return self._engine.export_params("evaluate()", self._evaluate, weights=weights)
 
     @contextmanager
@@ -221,7 +217,7 @@ class Session(ModelState):
 
         Evaluations, checkpoints and state dicts are left out by themselves, their drain is not.
         """
-        return self._engine.recorder.pause() if self._first is None else nullcontext()
+        return self._engine.recorder.pause()
 
     # -- gradients: updates begin in backward, so their limits are options of the run ------------------------------
 
@@ -240,10 +236,9 @@ class Session(ModelState):
             "clip_grad_norm_", "clip_norm", max_norm, self._options.clip_norm,
             "; a plan= of your own: make it with cross_iteration=False",
         )  # fmt: skip
-        if self._first is not None:
-            self._first.reduce()
-        else:
-            loop_calls.reduce(self._engine)
+        if isinstance(self._heard, FirstPasses):
+            self._heard.check()
+        loop_calls.reduce(self._engine)
         return torch.tensor(self.grad_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -258,21 +253,20 @@ class Session(ModelState):
         """Global gradient norm of the last clipped iteration, before clipping; after :meth:`step` that step's, for
         which the host waits.
         """
-        norm = loop_calls.grad_norm(self._engine) if self._first is None else self._first.norm
+        norm = loop_calls.grad_norm(self._engine)
         return self._earlier_norm if norm is None else norm
 
     # -- what happened ------------------------------------------------------------------------------------------
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
-        """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`. A
-        first step with the whole model has no record.
+        """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`.
 
         Computing and messages are timed from the first call on (on CUDA by four events for each message and two for
         each slot): call it before the first step to have all times. The last 128 unread steps are kept.
         """
         self._wants_times = True
         earlier, self._unread = self._unread, []
-        return earlier + (self._records(flush) if self._first is None else [])
+        return earlier + self._records(flush)
 
     def _records(self, flush: bool) -> list[StepRecord]:
         engine = self._engine
@@ -286,6 +280,14 @@ class Session(ModelState):
         call on, of this method or of :meth:`records`; zeros before there is one.
         """
         return self._engine.recorder.last_period()
+
+    def explain(self) -> str:
+        """Return how the plan was chosen: a line for each candidate, with predicted and measured milliseconds per step.
+
+        The interval is the 96 % interval of a paired comparison with the chosen one. "" for a given plan, and before
+        the choice.
+        """
+        return "\n".join(self._choice.trials) if self._choice is not None else ""
 
     def memory(self) -> dict[str, Any]:
         """Return peak bytes by category since the start or :meth:`reset_memory`.
@@ -324,11 +326,8 @@ class Session(ModelState):
         ``timeout_s``, or when updates of an iteration have begun. Waits for a checkpoint that is being written; if it
         fails, raises RunError after closing.
         """
-        if self._first is not None:
-            self._end("")
-            return
-        if self._recorded is not None:
-            self._recorded.give_up()
+        if self._heard is not None:
+            self._heard.forget()
         if self._engine.is_closed:
             return
         self._engine.refuse_if_exported("close()")
@@ -361,11 +360,7 @@ class Session(ModelState):
         return state_dict.beyond_budget(self._engine.storages, self._engine.updates.updates, room)
 
     def _end(self, why: str, *, failed: bool = False) -> None:
-        self._stop_recording()
-        if self._first is not None:
-            self._first.stop()
-            self._calls.end()
-            return
+        self._stop_listening()
         if not self._engine.is_closed:
             if self._checkpoints is not None:
                 self._checkpoints.leave()

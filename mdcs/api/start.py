@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.api.autoplan import SECONDS, require_measured, say_refusals_once
-from mdcs.api.loop_plan import LoopPlan, must_shard
+from mdcs.api.loop_plan import TRIALS, Choice, LoopPlan, must_shard
 from mdcs.api.session import Session
 from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates, without_ddp
@@ -18,7 +18,6 @@ from mdcs.model.units import ModelUnit, describe_units, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
-from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.progress import tell
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
@@ -43,6 +42,7 @@ def parallelize(
     progress: bool = True,
     profiles: bool | str | Path = True,
     micro_steps: int | None = None,
+    trials: int = TRIALS,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -67,12 +67,12 @@ def parallelize(
             loss.backward()
             optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
 
-    - ``plan``: its hash is compared. None: the first step runs as with DistributedDataParallel. It is then measured for
-      about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
-      are; all compiled code of the process is dropped, and compiled anew when it is used. Until then the model is whole
-      on every rank. Where its parameters, gradients and optimizer state are more than the budget in bytes, and for a
-      model on the meta device, the first steps run under a provisional plan instead, all units sharded, and are
-      themselves what is measured.
+    - ``plan``: its hash is compared. None: the loop trains from its first step, under a plan that is made from bytes
+      alone; its steps are measured, a few other plans run for some steps each, and the fastest goes on after about 30
+      steps (``parallel.is_choosing``, ``parallel.explain()``). Each of these steps trains as any other. In the first
+      steps all units are whole on every rank, or all are sharded: the latter for a model on the meta device, and
+      where parameters, gradients and optimizer state are more than the budget in bytes. All compiled code of the
+      process is dropped once, and compiled anew when it is used.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made
       here.
@@ -81,6 +81,7 @@ def parallelize(
       Ignored when the model is sharded from the start.
     - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A
       whole one's first step counts them, and is an error if there are others; a given plan has them.
+    - ``trials``: plans that take turns before one is chosen; 1: the planner's goes on without a trial.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which
       go on; "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
@@ -113,8 +114,9 @@ def parallelize(
         timeout_s=timeout_s, emulate=emulate, init=init, device=with_index(device), over_budget=over_budget,
     )  # fmt: skip
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if micro_steps is not None and micro_steps < 1:
-        raise ValueError(f"micro_steps must be >= 1, got {micro_steps}")
+    for name, count in (("micro_steps", micro_steps), ("trials", trials)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
     if plan is not None:
         if wanted.is_limit:
             raise ValueError("the plan has a budget already: give plan= or budget=")
@@ -126,20 +128,19 @@ def parallelize(
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     sharded, why = must_shard(units, optimizers, wanted.size)
-    if sharded and rule not in (AUTO, KEEP):
-        raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
-    require_measured(wanted, (with_index(device) if is_meta else None) or units[0].parameters[0][1].device)
+    own = units[0].parameters[0][1].device
+    on = options.device if own.type == "meta" else own
+    require_measured(wanted, on)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     folder = None if profiles is False else cache.cache_folder() if profiles is True else Path(profiles)
     making = LoopPlan(
-        units, wanted, rule, cross_iteration=not options.needs_norm, seconds=seconds, progress=progress,
-        micro_steps=micro_steps, folder=folder,
+        units, wanted, rule, sharded, cross_iteration=not options.needs_norm, seconds=seconds, progress=progress,
+        micro_steps=micro_steps, folder=folder, trials=trials,
     )  # fmt: skip
     if progress and (not dist.is_initialized() or dist.get_rank() == 0):
         for line in (describe_units([(u.name, u.modules) for u in units]), why):
             if line:
                 tell(line, logger)
-    if sharded:
-        return Session(making.begin(model, optimizers, options), units, making, was_in_pieces=True)
-    modules = [module for unit in units for module in unit.modules]
-    return Session(FirstStep(model, optimizers, options, modules), units, making)
+    choice = Choice(making, model, optimizers, on)
+    run = Engine(Trained(model, optimizers, units), choice.plan, options)
+    return Session(run, units, choice, was_in_pieces=sharded)

@@ -18,6 +18,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,10 @@ class Listener(Protocol):
 
     def recomputed(self, unit: int) -> None:
         """The unit's forward runs again inside backward (activation checkpointing) and uses the parameters now."""
+
+    def recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
+        """Return the context in which the plan lets the unit's forward, which runs now, run again."""
+        return contextlib.nullcontext
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """The gradient of this pass for the unit's parameter ``index`` is in ``parameter.grad``."""
@@ -141,11 +146,17 @@ class Hooks:
         if not self._in_side_backward:
             self.listener.recomputed(unit)
 
-    @contextlib.contextmanager
-    def recomputing(self, unit: int) -> Iterator[None]:
-        """Note it when the context is entered, in which the unit's forward runs again."""
-        self.recomputed(unit)
-        yield
+    def recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
+        """Return the context in which the unit's forward, which runs now, will run again."""
+        again = self.listener.recomputing(unit)
+
+        @contextlib.contextmanager
+        def noted() -> Iterator[None]:
+            self.recomputed(unit)
+            with again():
+                yield
+
+        return noted
 
     def used_outside(self, unit: int) -> None:
         """Note that a closed parameter of the unit is used without a call of the unit's modules."""

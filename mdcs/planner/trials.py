@@ -182,7 +182,7 @@ class SuccessiveHalving:
     """Find the fastest of ``count`` candidates in at most ``steps`` steps.
 
     In a round every candidate takes a turn of some steps, in an order that is reversed from round to round: a drift of
-    the machine slows all of them alike. The first step after a switch is not counted. After a round the candidates that
+    the machine slows all of them alike. The first step of a turn is not counted. After a round the candidates that
     are slower by more than the interval of a paired test leave, and of more than two the slower half. The first
     candidate is the one that was asked for: it goes on unless another is faster by more than the interval.
 
@@ -206,6 +206,11 @@ class SuccessiveHalving:
     def current(self) -> int:
         """The candidate that the next step runs."""
         return self._turns[0] if self.winner is None else self.winner
+
+    @property
+    def turn(self) -> int:
+        """Steps until the turn of :attr:`current` ends; 0 after the end."""
+        return 0 if self.winner is not None else self._length - self._counted + (not self._is_warm)
 
     def add(self, seconds: float) -> None:
         """Take the seconds of a step that ran :attr:`current`. Steps after the end change nothing.
@@ -248,14 +253,14 @@ class SuccessiveHalving:
         """Begin a round of these candidates, or end if there is one, or too few steps are left."""
         self._candidates, self._turns = list(candidates), list(candidates)
         self._round += 1
-        many, switches = len(candidates), len(candidates) - self._is_warm
-        if many == 1 or self._left < switches + many:
+        many = len(candidates)
+        if many == 1 or self._left < 2 * many:
             fastest = self._fastest()
             slower_s, interval_s = self._slower_than(fastest)[0]
             self.winner = 0 if 0 in candidates and slower_s <= interval_s else fastest
             return
         rounds = (many - 1).bit_length() if many > 2 else 1 + (self._left >= _SPLIT)
-        self._length = max(1, (self._left // rounds - switches) // many)  # counted steps of a turn
+        self._length = max(1, (self._left // rounds - many) // many)  # counted steps of a turn
 
     def _end_round(self) -> None:
         slower, ran = self._slower_than(self._fastest()), self._candidates
@@ -264,7 +269,6 @@ class SuccessiveHalving:
             half = stay[: max(2, (len(ran) + 1) // 2)]
             stay = half if 0 in half or 0 not in stay else [*half[:-1], 0]
         self._dropped.update((c, self._round) for c in ran if c not in stay)
-        self._is_warm = ran[-1] in stay  # it begins the next round
         self._begin_round([c for c in reversed(ran) if c in stay])
 
     # ---- comparison

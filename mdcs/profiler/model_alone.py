@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ class ModelAlone:
     def recomputed(self, unit: int) -> None:
         """Open the unit, whose parameters are needed before the gradient of its output is ready."""
         self._guards[unit].open()
+
+    def recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context that does nothing."""
+        return nullcontext
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Take a gradient away."""

@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard, only_reads
@@ -36,11 +35,9 @@ from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
-from mdcs.profiler.unit_tensors import UnitTensors
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
 from mdcs.telemetry.memory_meter import Meter, current_meter
-from mdcs.torch_compat import backward_pass
 
 _STABLE = 0.02
 """Relative difference of two passes below which no more are measured."""
@@ -113,7 +110,7 @@ def measure_profile(
     try:
         recorder = record(watch=True)
         if recompute:
-            options, kept = measure_recomputation(model, units, recorder, record)
+            options, kept = measure_recomputation(model, units, recorder, lambda choice: record(selective=choice))
     finally:
         batch.remove()
     about = (about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}) | kept
@@ -257,7 +254,7 @@ def _recorded(
 
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder, model), _weights(units)
-        recomputation = Recomputation(units, selective or {}, recorder.recomputing)
+        recomputation = Recomputation(units, selective or {}, hooks.recomputing)
         listening = weakref.ref(hooks)  # weak: guards must not keep the model alive until the next collection
         loss: Tensor | None = None
         try:
@@ -300,23 +297,13 @@ def _recorded(
 
 def _watch(recorder: SlotRecorder, model: nn.Module, begin: Callable[[], None], step: Callable[[], Tensor]) -> None:
     """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
-    handle = register_module_forward_pre_hook(lambda module, args: _note_rerun(recorder, module))
-    try:
-        with AliasTracker(recorder.model_units, recorder.used) as watch, UnitTensors(recorder.model_units) as tensors:
-            begin()
-            loss = step()
-            recorder.shared, recorder.outputs = tensors.shared_inputs(), tensors.outputs()
-            loss.backward()
-            del loss  # its graph holds views of parameters
-            watch.check(model)
-    finally:
-        handle.remove()
+    with recorder.watching(), AliasTracker(recorder.model_units, recorder.used) as watch:
+        begin()
+        loss = step()
+        loss.backward()
+        del loss  # its graph holds views of parameters
+        watch.check(model)
     recorder.check_order()
-
-
-def _note_rerun(recorder: SlotRecorder, module: nn.Module) -> None:
-    if backward_pass() != -1:
-        recorder.rerun.add(module)
 
 
 def _passes(meter: Meter, iterations: int, warmup: int) -> list[Measures]:

@@ -9,23 +9,47 @@ from __future__ import annotations
 import gc
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from torch import nn
 
 from mdcs.model.recompute import reasons_to_keep
 from mdcs.model.units import ModelUnit
 from mdcs.profile.recompute import FULL, REASONS, SELECTIVE, RecomputeOption, RecomputeUse
+from mdcs.profile.schema import Profile
 from mdcs.profiler.slot_recorder import SlotRecorder
+
+Choice = dict[int, bool]
+"""Units that compute their activations again, and whether they keep the outputs of matrix products."""
+Options = tuple[tuple[RecomputeOption, ...], dict[str, str]]
+"""The options of all units that free something, and for ``Profile.about`` why others have none."""
 
 
 def measure_recomputation(
-    model: nn.Module, units: Sequence[ModelUnit], base: SlotRecorder, record: Callable[..., SlotRecorder]
-) -> tuple[tuple[RecomputeOption, ...], dict[str, str]]:
-    """Return the options of all units that free something, and for ``Profile.about`` why others have none.
+    model: nn.Module, units: Sequence[ModelUnit], base: SlotRecorder, record: Callable[[Choice], SlotRecorder]
+) -> Options:
+    """Return the options of all units, measured by ``record``, which raises where units cannot recompute."""
+    asked = recomputation(model, units, base)
+    choice = next(asked)
+    while True:
+        try:
+            found: SlotRecorder | str = record(choice)
+        except (RuntimeError, ValueError) as error:
+            found = str(error).strip().partition("\n")[0] or type(error).__name__
+        gc.collect()  # an error's frames hold gradients and activations in cycles, which would count in the next passes
+        try:
+            choice = asked.send(found)
+        except StopIteration as end:
+            options: Options = end.value
+            return options
 
-    - ``base``: the passes in which all activations were kept.
-    - ``record``: measures passes. ``selective`` says which units compute again, and whether they keep matrix products.
+
+def recomputation(
+    model: nn.Module, units: Sequence[ModelUnit], base: SlotRecorder
+) -> Generator[Choice, SlotRecorder | str, Options]:
+    """Ask for passes in which units recompute; return the options.
+
+    ``base``: the passes in which all activations were kept. To be sent: the passes, or why the units cannot.
     """
     reasons = reasons_to_keep(model, units)
     for u, unit in enumerate(units):
@@ -34,15 +58,17 @@ def measure_recomputation(
     options: list[RecomputeOption] = []
     for choice in (FULL, SELECTIVE):
         able = [u for u, reason in enumerate(reasons) if not reason]
-        found = _attempt(record, base, able, choice)
+        found = yield from _attempt(base, able, choice)
         if isinstance(found, str):
             # Some unit cannot: find out which, one at a time.
-            alone = {u: _attempt(record, base, [u], choice, iterations=1, warmup=0) for u in able}
+            alone = {}
+            for u in able:
+                alone[u] = yield from _attempt(base, [u], choice)
             for u, result in alone.items():
                 if isinstance(result, str) and choice == FULL:
                     reasons[u] = result.removeprefix(f"{units[u].name}: ")
             able = [u for u, result in alone.items() if not isinstance(result, str)]
-            found = _attempt(record, base, able, choice)
+            found = yield from _attempt(base, able, choice)
         if able and not isinstance(found, str):
             base.keep(max(0, found.live[0] - base.live[0]))
             options += _options(base, found, able, choice)
@@ -63,17 +89,11 @@ def _reason(base: SlotRecorder, u: int, unit: ModelUnit) -> str:
 
 
 def _attempt(
-    record: Callable[..., SlotRecorder], base: SlotRecorder, able: Sequence[int], choice: str, **passes: int
-) -> SlotRecorder | str:
+    base: SlotRecorder, able: Sequence[int], choice: str
+) -> Generator[Choice, SlotRecorder | str, SlotRecorder | str]:
     """Return the passes in which these units compute again, or why they cannot."""
-    try:
-        found = record(selective=dict.fromkeys(able, choice == SELECTIVE), **passes)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    else:
-        return found if found.order == base.order else "its slots come in another order"
-    gc.collect()  # the error's frames hold gradients and activations in cycles, which would count in the next passes
-    return reason
+    found = yield dict.fromkeys(able, choice == SELECTIVE)
+    return found if isinstance(found, str) or found.order == base.order else "its slots come in another order"
 
 
 def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choice: str) -> list[RecomputeOption]:
@@ -106,3 +126,25 @@ def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choic
         for u in able
         if any(use.freed for use in uses[u])
     ]
+
+
+def estimated(profile: Profile, able: Sequence[int], outputs: dict[int, int]) -> tuple[RecomputeOption, ...]:
+    """Return full recomputation as the slots of ``profile`` tell it, for a model that takes another path in each step.
+
+    A unit frees what its forward has added, but for its ``outputs`` (bytes), which the next unit keeps; it computes as
+    long as its forward, and then holds again what it has freed.
+    """
+    forward = [(slot, i) for i, slot in enumerate(profile.slots) if slot.phase == "F"]
+    backward = [slot for slot in profile.slots if slot.phase == "B"]
+    options = []
+    for u in able:
+        starts = [(f, i) for f, (slot, i) in enumerate(forward) if slot.unit == u]
+        ends = [b for b, slot in enumerate(backward) if slot.unit == u][::-1]
+        uses = []
+        for (f, i), b in zip(starts, ends, strict=False):
+            freed = max(0, profile.slots[i + 1].live - profile.slots[i].live - outputs.get(u, 0))
+            peak = max(0, backward[b].peak - backward[b].live) + freed
+            uses.append(RecomputeUse(f, b, freed, profile.slots[i].seconds, peak))
+        if any(use.freed for use in uses):
+            options.append(RecomputeOption(u, FULL, tuple(uses)))
+    return tuple(options)

@@ -39,14 +39,15 @@ def without_passes(units: list[ModelUnit], meter: Meter, device: torch.device) -
 
 
 class RunningSteps:
-    """Records the steps of a run from now on, until :meth:`stop`. The first is watched, and timed only if no other is.
+    """Records the steps of a run from now on, until :meth:`stop`.
 
-    Slots are those of the first pass; passes of another order are left out.
+    The first step is watched operator by operator, and timed only if no other is. Slots are those of the first pass;
+    passes of another order are left out. ``like``: slots to record instead, without watching.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, like: SlotRecorder | None = None) -> None:
         self._engine, self.storages, self.device = engine, engine.storages, engine.device
-        self._uses = _Uses(engine.storages, self)
+        self._uses, self._watching = _Uses(engine.storages, self), contextlib.ExitStack()
         self.recorder = SlotRecorder(
             engine.units,
             engine.meter,
@@ -61,28 +62,38 @@ class RunningSteps:
         sequencer = engine.sequencer
         # the recorder reads the windows
         self._watches_memory, sequencer.watches_memory = sequencer.watches_memory, False
-        self.steps = 0
+        self._watches = like is None
+        if like is not None:
+            empty = [0] * len(like.order)
+            self.recorder.order, self.recorder.spans, self.recorder.live = like.order, like.spans, empty
+            self.recorder.peak = [*empty]
         self.recorder.restart(Measures(True, True))
         engine.observe(self.recorder)
-        self._uses.start()
+        if self._watches:
+            self._watching.enter_context(self.recorder.watching())
+            self._uses.start()
 
     def end_step(self) -> None:
         """End a step."""
-        self.steps += 1
         recorder = self.recorder
-        if self._watched is None:
-            self._uses.stop()
+        if self._watches:
+            self._watch_no_more()
             _refuse_kept(self.storages)
             self._watched, recorder.seconds, recorder.came = recorder.seconds, [], {}
         recorder.restart(Measures(True, not recorder.meter.disturbs))
 
-    def give_up(self) -> None:
+    def _watch_no_more(self) -> None:
+        self._uses.stop()
+        self._watching.close()
+        self._watches = False
+
+    def forget(self) -> None:
         """Forget the pass under way."""
         self.recorder.give_up()
 
     def stop(self) -> None:
         """Listen no more."""
-        self._uses.stop()
+        self._watch_no_more()
         self._batch.remove()
         self._engine.sequencer.watches_memory = self._watches_memory
         self._engine.observe(None)
@@ -121,6 +132,22 @@ class RunningSteps:
         with account.lock:
             held = sum(size for category, size in account.live.items() if category != UNTAGGED)
         return max(0, total - held)
+
+
+class TimedSteps:
+    """Times the steps of a run from now on."""
+
+    def __init__(self, engine: Engine) -> None:
+        engine.recorder.begin_timing()
+
+    def end_step(self) -> None:
+        """End a step."""
+
+    def forget(self) -> None:
+        """Go on with the step that begins anew."""
+
+    def stop(self) -> None:
+        """Time no more."""
 
 
 class _Uses(UseTracker):

@@ -9,18 +9,21 @@ import contextlib
 import itertools
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.hooks import Listener
 from mdcs.model.optimizers import Updates, in_flat_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.schema import Slot, Unit
 from mdcs.profiler.timing import DeviceTimestamp
+from mdcs.profiler.unit_tensors import UnitTensors
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter, Reading
 from mdcs.torch_compat import backward_pass
@@ -81,6 +84,25 @@ class SlotRecorder:
     recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     shared: dict[int, int] = field(default_factory=dict)  # by unit: bytes of inputs that only recomputation would keep
     outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
+    tensors: UnitTensors | None = None  # listens to a forward pass for these two
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Listen also to what units are given and return, and to modules that a checkpoint of the model runs again."""
+        recorder = weakref.ref(self)
+
+        def note_rerun(module: nn.Module, args: Any) -> None:
+            found = recorder()
+            if found is not None and backward_pass() != -1:
+                found.rerun.add(module)
+
+        handle = register_module_forward_pre_hook(note_rerun)
+        try:
+            with UnitTensors(self.model_units) as self.tensors:
+                yield
+        finally:
+            self.tensors = None
+            handle.remove()
 
     def restart(self, kept: Measures) -> None:
         """Forget the pass under way, and begin another."""
@@ -116,6 +138,9 @@ class SlotRecorder:
         self._highest = max(self._highest, self.activations(self.meter.window()))
 
     def _slot(self, unit: int, phase: str) -> None:
+        if phase == "B" and self.tensors is not None:
+            self.shared, self.outputs = self.tensors.shared_inputs(), self.tensors.outputs()
+            self.tensors = None
         self._boundary()
         index = sum(p == phase for _, p in self._now)
         self._now.append((unit, phase))
@@ -212,12 +237,11 @@ class SlotRecorder:
         self._side = 0
 
     def recomputing(self, unit: int) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Observe a forward that is computed again (:class:`mdcs.model.recompute.Recomputation`)."""
+        """Time a forward that is computed again."""
         forward = len(self._now) - 1
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            self.recomputed(unit)
             use, begin = (unit, forward, len(self._now) - 1), DeviceTimestamp(self.device)
             try:
                 yield

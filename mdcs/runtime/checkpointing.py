@@ -13,7 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mdcs.checkpoint import dcp_shards, directory
-from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards, read_checkpoint
+from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards
 from mdcs.checkpoint.directory import RUN, CheckpointError
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
@@ -331,27 +331,6 @@ def _tensor(value: Any) -> Tensor:
 
 def _in_words(groups: list[list[str]]) -> str:
     return " and ".join(f"{len(names)} parameters from {names[0]} on" for names in groups if names)
-
-
-def resume_whole(
-    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
-) -> ResumeInfo | None:
-    """Load a checkpoint into a plain model and its optimizers, whole, on every rank. Returns None where there is none.
-
-    Raises CheckpointError as :func:`mdcs.resume` does.
-    """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    chosen = directory.choose(directory.candidates(path), directory.find_problem, warns=rank == 0)
-    if chosen is None:
-        return None
-    tree, run = read_checkpoint(chosen), directory.load(chosen / RUN)
-    try:
-        model.load_state_dict(tree["model"])
-        for optimizer, saved in zip(optimizers, optimizer_state.as_list(tree["optimizer"]), strict=True):
-            type(optimizer).load_state_dict(optimizer, dict(saved))
-    except (RuntimeError, ValueError, KeyError) as e:
-        raise CheckpointError(f"{chosen}: {e}") from e
-    return _restore_own(chosen, run, model, rank, world, device)
 
 
 def _restore_own(

@@ -243,8 +243,10 @@ def _keys(asking: int, number: int, peer: int, size: int) -> list[str]:
 class SidePasses:
     """The block of side passes between two passes of the plan.
 
-    - ``accumulates``: the loop is in ``no_sync()``. ``is_open``: the plan waits.
+    - ``in_block``: the loop is in ``no_sync()``. ``is_open``: the plan waits.
     - ``had_backward``: a backward pass of this step was a side pass.
+    - ``counts``: all passes are side passes, because nobody knows yet how many a step has. ``ended`` is called at the
+      end of each backward.
     """
 
     def __init__(
@@ -252,9 +254,15 @@ class SidePasses:
     ) -> None:
         self.departures, self._evaluation, self._groups, self._place = departures, evaluation, groups, context.place
         self._wire, self._storages = wire, wire.storages
-        self.accumulates = self.is_open = self.had_backward = False
+        self.in_block = self.is_open = self.had_backward = self.counts = False
+        self.ended: Callable[[], None] | None = None
         self._block = ExitStack()
         self._makes_graphs = False  # a backward with create_graph: a later one uses the parameters again, in any order
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether all passes are side passes now."""
+        return self.in_block or self.counts
 
     def begin(self, progress: int, period: int | None) -> None:
         """Make units whole at this place of the step, all ranks together.
@@ -274,7 +282,8 @@ class SidePasses:
             self._full = [storage.is_full for storage in self._storages]
             self._block.enter_context(self._evaluation.unsharded())
             self.is_open = True
-        self.departures.counts["ran a pass beside the plan"] = 1
+        if not self.counts:
+            self.departures.counts["ran a pass beside the plan"] = 1
 
     def use(self, unit: int, in_backward: bool) -> None:
         """Make sure that a unit is whole: in a forward until it returns, in a backward until the plan goes on."""

@@ -156,8 +156,7 @@ class Engine:
         self._handles.append(self._hooks)
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
-        recomputing = functools.partial(functools.partial, self._hooks.recomputing)
-        self._handles.append(Recomputation(units, chosen, recomputing))
+        self._handles.append(Recomputation(units, chosen, self._hooks.recomputing))
         self._handles += [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
         self._handles += [validation.refuse_state_dict(model, self.storages, place)]
 

@@ -13,7 +13,8 @@ passes before it. In side passes (:mod:`mdcs.runtime.departures`) the plan waits
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -98,6 +99,8 @@ class SlotSequencer(SlotPosition):
     def side_backward_end(self) -> None:
         """Note that ``.grad`` may have gradients that are not in the plan's pass."""
         self.side.had_backward = True
+        if self.side.ended is not None:
+            self.side.ended()
 
     def used_outside(self, unit: int, is_side: bool) -> None:
         """Enter a forward slot that begins with the use of a parameter, or make the unit whole again."""
@@ -108,6 +111,10 @@ class SlotSequencer(SlotPosition):
         if self.exported_to is None:
             self._in_backward = True
             self._use_again(unit)
+
+    def recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context that does nothing: nobody measures."""
+        return nullcontext
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which is complete for this micro-step."""

@@ -26,9 +26,9 @@ from mdcs.runtime.initialization import Handover
 from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
-from tests.mdcs.api.test_session import OPTIMIZERS, Autoencoder, Block, Skipping, methods, passes, texts
+from tests.mdcs.api.test_session import OPTIMIZERS, Autoencoder, Block, Skipping, choosing, methods, passes, texts
 
-STEPS = 6
+STEPS = 36
 
 
 class Shuffled(nn.Module):
@@ -95,7 +95,7 @@ def linked(device: torch.device, **_: Any) -> MeasuredLink:
 
 def train(
     name: str, ours: bool, *, optimizer: str = "adam", micro_steps: int = 1, clip_norm: float | None = None, meta: bool = False,
-    budget: float | None = 0.8,
+    budget: float | None = 0.8, recompute: str = "auto",
 ) -> Any:  # fmt: skip
     """The same lines for both. ``budget``: in parts of what the model takes whole."""
     torch.manual_seed(0)
@@ -109,7 +109,8 @@ def train(
         units = mdcs.partition(model)
         limit = None if budget is None else int(budget * whole_bytes(units, Optimizers(made)))
         parallel = mdcs.parallelize(
-            model, made, budget=limit, clip_norm=clip_norm, seconds=0.5, progress=False, timeout_s=30, micro_steps=micro_steps
+            model, made, budget=limit, clip_norm=clip_norm, seconds=0.5, progress=False, timeout_s=30, micro_steps=micro_steps,
+            recompute=recompute,
         )
         first = parallel.plan
     else:
@@ -142,7 +143,7 @@ def train(
 def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Differences from DDP's values, and the names of the units that the plan knows to be used elsewhere."""
     warnings.simplefilter("ignore")
-    plain = {k: v for k, v in options.items() if k not in ("budget", "meta")}
+    plain = {k: v for k, v in options.items() if k not in ("budget", "meta", "recompute")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
@@ -162,6 +163,7 @@ def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]
         ("blocks", {"micro_steps": 2, "budget": 0.95}, []),
         ("blocks", {"optimizer": "sgd", "clip_norm": 1e6}, []),
         ("blocks", {"meta": True, "budget": None}, []),
+        ("blocks", {"meta": True, "budget": None, "recompute": "planned"}, []),
         ("shuffled", {}, []),
         ("skipping", {}, []),
         ("queried", {}, ["queries"]),
@@ -266,13 +268,6 @@ def test_the_first_step_of_a_model_that_is_whole_has_as_many_micro_steps_as_were
         parallel.step()
 
 
-def test_what_is_measured_by_passes_of_its_own_needs_a_model_that_fits_whole():
-    with torch.device("meta"):
-        model = blocks()
-    with pytest.raises(ValueError, match="recompute= needs a model that fits whole in the first step"):
-        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), progress=False, recompute="all")
-
-
 def test_nothing_is_left_of_a_run_that_ends_before_its_plan():
     with torch.device("meta"):
         model = blocks()
@@ -319,10 +314,7 @@ def without_a_next_engine() -> str:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
         patch.setattr(session, "Engine", full)
         with mdcs.parallelize(model, optimizer, progress=False, timeout_s=30) as parallel:
-            for step in range(2):
-                texts(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            choosing(parallel, lambda step: texts(model, step))
     with pytest.raises(mdcs.RunError) as error:
         model[0].weight.norm()  # type: ignore[operator]
     parallel.close()
@@ -376,11 +368,8 @@ def closed_in_pieces(meta: bool) -> tuple[list[str], str]:
         warnings.simplefilter("always")
         patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
-        with mdcs.parallelize(model, optimizer, budget=limit, progress=False, timeout_s=30, seconds=0.5) as parallel:
-            for step in range(STEPS):
-                texts(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        with mdcs.parallelize(model, optimizer, budget=limit, progress=False, timeout_s=30, seconds=0.5, trials=1) as parallel:
+            choosing(parallel, lambda step: texts(model, step))
             saved = parallel.state_dict(rank0_only=True, cpu=True)
             sharded = [s for s in parallel._engine.storages if s.strategy.sharded]
     with pytest.raises(mdcs.RunError) as error:

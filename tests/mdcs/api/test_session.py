@@ -24,7 +24,7 @@ from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.sizes import Budget
 
-STEPS = 4
+STEPS = 36
 
 
 def quickly(
@@ -161,9 +161,7 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
                 model, optimizer, budget=budget, clip_norm=clip_norm, seconds=0.5, progress=False, timeout_s=30
             )
         optimizer = parallel.optimizer
-        assert not hasattr(parallel, "plan")
-        with pytest.raises(mdcs.RunError, match="no plan before the end of this step"):
-            parallel.memory()
+        assert parallel.is_choosing and parallel.memory()["predicted"]
     else:
         model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
@@ -180,7 +178,7 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
         return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, numbers, optimizer.state_dict()
     state, saved = parallel.state_dict(), optimizer.state_dict()
     assert parallel.steps == STEPS and parallel.plan.micro_steps == micro_steps
-    assert [r.step for r in parallel.records(flush=True)] == list(range(2, STEPS + 1))
+    assert [r.step for r in parallel.records(flush=True)] == list(range(1, STEPS + 1)) and not parallel.is_choosing
     if budget is not None:
         assert parallel.plan.prediction.peak_bytes <= parallel.plan.budget
     parallel.close()
@@ -272,57 +270,47 @@ class Skipping(nn.Module):
         return self.last(x)
 
 
-def started_twice(folder: str) -> list[tuple[bool, list[float], int]]:
-    """By start: whether the profile was given, the losses, and the number of profiles in the folder."""
-    given: list[bool] = []
+def choosing(parallel: mdcs.Session, loss_of: Callable[[int], Tensor]) -> int:
+    """Train until the plan is chosen; the number of steps."""
+    while parallel.is_choosing:
+        loss_of(parallel.steps).backward()
+        parallel.step()
+    return parallel.steps
 
-    def planned(*arguments: Any, profile: mdcs.Profile | None = None, **options: Any) -> mdcs.Plan:
-        given.append(profile is not None)
-        plan = quickly(*arguments, **options)
-        assert profile is None or [u.segments for u in profile.units] == [u.segments for u in plan.profile.units]
-        return plan
 
+def started_twice(folder: str) -> list[tuple[int, int]]:
+    """By start: the steps before the chosen plan, and the number of profiles in the folder."""
     out = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_plan, "autoplan", planned)
-        for lr in (0.1, 0.2):
-            torch.manual_seed(0)
-            model = blocks()
-            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-            losses = []
-            with mdcs.parallelize(model, optimizer, profiles=folder, progress=False, timeout_s=30):
-                for step in range(3):
-                    loss = texts(model, step)
-                    loss.backward()
-                    optimizer.step()
-                    losses.append(loss.item())
-            dist.barrier()
-            out.append((given.pop(), losses, len(list(Path(folder).iterdir()))))
+    for lr in (0.1, 0.2):
+        torch.manual_seed(0)
+        model = blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with mdcs.parallelize(model, optimizer, profiles=folder, seconds=0.5, progress=False, timeout_s=30) as parallel:
+            steps = choosing(parallel, lambda step, model=model: texts(model, step))
+        dist.barrier()
+        out.append((steps, len(list(Path(folder).iterdir()))))
     return out
 
 
 def test_a_second_start_has_the_profile_of_the_first(two, tmp_path):
-    first, second = two.run(started_twice, str(tmp_path), timeout_s=100.0)
-    assert [(known, files) for known, _, files in first] == [(False, 1), (True, 1)] == [(k, n) for k, _, n in second]
+    for rank in two.run(started_twice, str(tmp_path), timeout_s=100.0):
+        [(measured, files), second] = rank
+        assert measured > second[0] > 1 and files == second[1] == 1
 
 
 def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget(monkeypatch, tmp_path):
-    given: list[bool] = []
-
-    def planned(*arguments: Any, profile: mdcs.Profile | None = None, **options: Any) -> mdcs.Plan:
-        given.append(profile is not None)
-        return mdcs.autoplan(*arguments, profile=profile, **options)
-
-    monkeypatch.setattr(loop_plan, "autoplan", planned)
+    steps = []
     for exceed in (False, False, True):
         monkeypatch.setattr(loop_plan, "needs_rings", lambda *_, exceed=exceed: exceed)
         torch.manual_seed(0)
         model = blocks()
         optimizer = OPTIMIZERS["adam"](model.parameters())
-        with mdcs.parallelize(model, optimizer, profiles=tmp_path, seconds=0.2, progress=False):
-            texts(model, 0).backward()
-            optimizer.step()
-    assert given == [False, True, False]
+        with mdcs.parallelize(model, optimizer, profiles=tmp_path, seconds=0.2, progress=False) as parallel:
+            steps.append(choosing(parallel, lambda step, model=model: texts(model, 0)))
+    assert steps == [4, 1, 4]
+
+
+TARGETS = torch.arange(1000) % 5
 
 
 def deep(samples: int, seed: int) -> Tensor:
@@ -344,7 +332,7 @@ def recomputing(recompute: str | None, options: dict[str, Any]) -> Any:
         )
     losses: list[float] = []
     for step in range(STEPS):
-        loss = nn.functional.cross_entropy(model(deep(1000, 10 * step + dist.get_rank())), torch.arange(1000) % 5)
+        loss = nn.functional.cross_entropy(model(deep(1000, 10 * step + dist.get_rank())), TARGETS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -384,8 +372,7 @@ def recomputed_when_needed(folder: str) -> tuple[list[set[str]], list[str], list
             model = blocks()
             optimizer = OPTIMIZERS["adam"](model.parameters())
             with mdcs.parallelize(model, optimizer, budget=budget, seconds=0.2, timeout_s=30, profiles=folder) as parallel:
-                nn.functional.cross_entropy(model(deep(1000, 0)), torch.arange(1000) % 5).backward()
-                optimizer.step()
+                choosing(parallel, lambda _, model=model: nn.functional.cross_entropy(model(deep(1000, 0)), TARGETS))
                 choices.append({*parallel.plan.recompute})
             dist.barrier()
         said.append(lines.getvalue())

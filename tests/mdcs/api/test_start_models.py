@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mdcs
 from tests.mdcs.runtime.ranks import Ranks
 
-STEPS = 5
+STEPS = 36
 WIDTH = 8
 
 
@@ -138,22 +138,3 @@ def evaluated_nested() -> tuple[int, ...]:
 
 def test_nested_tensors_between_layers_are_no_obstacle(two: Ranks) -> None:
     assert two.run(evaluated_nested, timeout_s=100.0) == [(2, 4, WIDTH)] * 2
-
-
-def asked_for_its_plan() -> tuple[bool, str, bool]:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    parallel = mdcs.parallelize(model, torch.optim.SGD(model.parameters()), profiles=False, progress=False)
-    with parallel.no_sync():
-        with parallel.no_sync():
-            pass
-        accumulates = parallel._first.accumulates  # type: ignore[attr-defined]
-    with pytest.raises(mdcs.RunError, match="no plan before the end"):
-        parallel.last_period()
-    try:
-        return hasattr(parallel, "plan"), "", accumulates
-    finally:
-        parallel.close()
-
-
-def test_the_first_step_has_no_plan_and_blocks_of_it_nest(two: Ranks) -> None:
-    assert two.run(asked_for_its_plan) == [(False, "", True)] * 2

@@ -122,10 +122,10 @@ def test_turns_rounds_and_what_is_counted() -> None:
 
 
 def test_a_step_that_something_disturbed_decides_nothing() -> None:
-    halving, count = SuccessiveHalving(3, steps=20), 0
+    halving, count = SuccessiveHalving(3, steps=26), 0
     while halving.winner is None:
         now = halving.current
-        halving.add((1.0, 1.1, 0.95)[now] * (3 if count == 5 else 1))
+        halving.add((1.0, 1.1, 0.95)[now] * (3 if count == 4 else 1))
         count += 1
     assert halving.winner == 2
 

@@ -12,9 +12,8 @@ from torch import nn
 
 import mdcs
 from mdcs.model.optimizers import Optimizers
-from mdcs.profiler.first_step import FirstStep
+from mdcs.profiler.first_passes import FirstPasses
 from mdcs.profiler.job_identity import described, key_of_job
-from mdcs.runtime.validation import RunOptions
 
 
 def key(
@@ -25,11 +24,13 @@ def key(
     if change is not None:
         change(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), **{"lr": 0.1} | options)
-    first = FirstStep(model, Optimizers(optimizer), RunOptions())
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        model(torch.zeros(batch, 4)).sum().backward()
-    first.stop()
-    return key_of_job(model, mdcs.partition(model), Optimizers(optimizer), first.in_words())
+    units = mdcs.partition(model)
+    with mdcs.parallelize(model, optimizer, profiles=False, progress=False) as parallel:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            model(torch.zeros(batch, 4)).sum().backward()
+        first = parallel._heard
+        assert isinstance(first, FirstPasses)
+        return key_of_job(model, units, Optimizers(optimizer), first.in_words())
 
 
 def test_a_second_start_has_the_key_of_the_first_whatever_its_rate_and_weights_are() -> None:

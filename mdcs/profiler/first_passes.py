@@ -1,0 +1,131 @@
+"""The first step of a loop: how many backward passes it has, and what its calls of the model are, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mdcs.model.hooks import ModuleHook
+from mdcs.profiler.job_identity import described
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.parameter_access import WITH_GRADIENTS
+from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading
+from mdcs.torch_compat import backward_pass, in_function_forward, version_of, without_torch_function
+
+
+class FirstPasses:
+    """Listens to the first step of a run.
+
+    - ``modules``: those of the units. Their calls are known where they are not inside of one of the model, or of
+      another.
+    - ``counts``: the plan does not know how many backward passes the step has. All of them are side passes, as in
+      ``no_sync()``, and their gradients are reduced in ``step()``.
+    """
+
+    def __init__(self, engine: Engine, modules: Sequence[nn.Module], *, counts: bool) -> None:
+        # not the engine itself, which the model's hooks must not keep alive
+        self._model, self._meter, self._device, self._rank = engine.model, engine.meter, engine.device, engine.rank
+        self._planned, self.counts = engine.plan.micro_steps, counts
+        self._trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._depth = 0  # calls under way, one inside of the other
+        self._side = engine.sequencer.side
+        self.forget()
+        self._handles: list[Any] = []
+        for module in {self._model, *modules}:
+            self._handles += [
+                module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True, prepend=True),
+                module.register_forward_hook(ModuleHook(self._returned), always_call=True),
+            ]
+        if counts:
+            self._side.counts, self._side.ended = True, self._backward_ended
+            self._handles += [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained]
+
+    def forget(self) -> None:
+        """Give up the passes so far, and their gradients."""
+        self._calls: list[str] = []
+        self._brings = False  # this backward pass has come to a parameter
+        self._passes = 0
+        self._loss_bytes = 0
+        self._before_loss: Reading | None = None
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        with without_torch_function():  # parameters may be closed: their gradients are being reduced
+            for p in self._trained if self.counts else ():
+                p.grad = None
+
+    def end_step(self) -> None:
+        """End the step."""
+
+    def stop(self) -> None:
+        """Listen no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._side.counts, self._side.ended = False, None
+
+    @property
+    def micro_steps(self) -> int:
+        """Number of backward passes of the step, without those in ``no_sync()``; 1 where all are in it."""
+        return max(1, self._passes) if self.counts else self._planned
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a backward pass that was counted."""
+        return self._passes > 0
+
+    def check(self) -> None:
+        """Raise RunError for a gradient that the loop has changed since backward."""
+        for name, p in self._model.named_parameters():
+            if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
+                raise RunError(
+                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop. "
+                    f"{WITH_GRADIENTS}"
+                )
+        self._versions.clear()
+
+    def in_words(self) -> str:
+        """Return all that is known of the passes: arguments, autocast, the loss's bytes, the number of passes."""
+        calls = self._calls[: max(1, round(len(self._calls) / self.micro_steps))]
+        return f"{'; '.join(calls)}; {round(self._loss_bytes / 1024)} KiB; {self.micro_steps}"
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if backward_pass() != -1:  # activation checkpointing
+            return
+        self._depth += 1
+        has_gradients = torch.is_grad_enabled() or in_function_forward()
+        if self._depth > 1 or not has_gradients or self._side.in_block:
+            return
+        name = next((name for name, own in self._model.named_modules() if own is module), "")
+        device = self._device.type
+        cast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        self._calls.append(f"{name} {described(args)} {described(kwargs)} {cast}")
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if backward_pass() != -1:
+            return
+        self._depth = max(0, self._depth - 1)
+        if self.counts and not self._depth:
+            self._meter.window()
+            self._before_loss = self._meter.live()
+
+    def _accumulated(self, p: nn.Parameter) -> None:
+        if self._side.in_block:  # the loop may drop it
+            self._versions.pop(p, None)
+            return
+        if not self._brings:
+            self._brings = True
+            taken = _untagged(self._meter.window()) - _untagged(self._before_loss)
+            self._loss_bytes = max(self._loss_bytes, taken)
+        self._versions[p] = id(p.grad), version_of(p.grad)  # type: ignore[arg-type]
+
+    def _backward_ended(self) -> None:
+        self._passes += self._brings
+        self._brings = False
+
+
+def _untagged(reading: Reading | None) -> int:
+    found = (reading or {}).get(UNTAGGED) or (reading or {}).get(TOTAL)
+    return found or 0

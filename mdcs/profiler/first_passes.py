@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdcs.model.hooks import ModuleHook
+from mdcs.model.module_hooks import ModuleHook
 from mdcs.profiler.job_identity import described
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError

@@ -52,7 +52,7 @@ def test_a_profile_of_the_library_is_calibrated_and_the_same_on_all_ranks(two) -
     (profile, untouched), (other, also_untouched) = two.run(profiled, timeout_s=200.0)
     assert profile == other and untouched and also_untouched
     assert profile.about == {"model": "layers", "inputs": "4 x 1024"} and profile.world == 2 and profile.link == LINK
-    assert len(profile.calibration_runs) == 4 and all(min(seconds) > 0 for seconds in profile.calibration_runs.values())
+    assert profile.calibration_runs and all(min(seconds) > 0 for seconds in profile.calibration_runs.values())
     assert profile.contention != Contention()
 
 

@@ -8,6 +8,7 @@
 - ``consensus``, ``progress``: one profile and one error of all ranks, and what they do.
 - ``autoprofile``: all of this in one call, within a time budget.
 - ``autotune``: the fastest of some plans, by running them.
+- ``first_passes``, ``running_steps``: the steps of a loop that trains.
 - ``model_snapshot``, ``memory_bounds``, ``regression``, ``timing``: the model as it was, bytes known before, fits and
   timing.
 

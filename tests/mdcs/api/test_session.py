@@ -307,7 +307,7 @@ def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget
         optimizer = OPTIMIZERS["adam"](model.parameters())
         with mdcs.parallelize(model, optimizer, profiles=tmp_path, seconds=0.2, progress=False) as parallel:
             steps.append(choosing(parallel, lambda step, model=model: texts(model, 0)))
-    assert steps == [4, 1, 4]
+    assert steps[0] == steps[2] > steps[1] == 1
 
 
 TARGETS = torch.arange(1000) % 5

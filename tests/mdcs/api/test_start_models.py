@@ -54,7 +54,7 @@ class Keeping(nn.Module):
 def loop(kind: str, ours: bool, broadcasts: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(kind), nn.Linear(WIDTH, 4))
-    inner, optimizer, parallel = model, torch.optim.SGD(model.parameters(), lr=0.1), None
+    inner, optimizer, parallel = model, torch.optim.SGD(model.parameters(), lr=0.001), None
     if ours:
         parallel = mdcs.parallelize(
             model, optimizer, broadcast_buffers=broadcasts, profiles=False, seconds=0.5, progress=False, timeout_s=30

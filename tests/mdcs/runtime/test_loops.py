@@ -369,7 +369,7 @@ def untrained(what: str) -> str:
     ("what", "message"),
     [
         ("a head of its own", "parameter 4 of the optimizer, of shape (2, 2): is in the optimizer and in no unit"),
-        ("added later", "extra.weight: is in no unit, as if it was added since: call mdcs.partition(model) again"),
+        ("added later", "extra.weight: is in no unit"),
         ("tied since", "head.bias: is another parameter than body.bias and shares a part of its memory"),
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
         ("a hook on step", "SGD has hooks on step()"),
@@ -463,14 +463,14 @@ def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any
         alone = setup("tied").model
         alone.load_state_dict(reference(job).state)
         gathers: list[int] = []
-        gather = parallel._engine.wire.messages.unshard_now
-        parallel._engine.wire.messages.unshard_now = lambda u: (gathers.append(u), gather(u))[1]  # type: ignore[method-assign]
+        gather = parallel._engine.wire.messages.unshard_flat
+        parallel._engine.wire.messages.unshard_flat = lambda u, flat: (gathers.append(u), gather(u, flat))[1]  # type: ignore[method-assign]
         batches = [made.batch(50 + i, 0, rank) for i in range(2 + 3 * rank)]
         with torch.no_grad():
             wanted = [made.loss(alone, b).item() for b in batches]
             with parallel.evaluate():
                 losses = [made.loss(made.model, b).item() for b in batches]
-        parallel._engine.wire.messages.unshard_now = gather  # type: ignore[method-assign]
+        parallel._engine.wire.messages.unshard_flat = gather  # type: ignore[method-assign]
         one_step(made, parallel, 2)
         state = parallel.state_dict()
     same = differing(state, reference(dataclasses.replace(job, steps=3)).state)

@@ -47,7 +47,6 @@ from mdcs.planner.ilp.refine import (
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.priority import Priority
 from mdcs.planner.strategies import Greedy
-from mdcs.profile.schema import Profile
 from mdcs.simulator.machine_code import compiled_loops
 from mdcs.sizes import MIB
 
@@ -67,12 +66,6 @@ class SlotPlanner(Solving):
         None, "size of a block, MiB; null: the smallest that saturates the link, more in a model of many", above=0
     )
 
-    def block_bytes(self, profile: Profile) -> int:
-        """Return the size of a block: what saturates the link, but a model has some hundred blocks at most."""
-        if self.block_mib is not None:
-            return max(1, int(self.block_mib * MIB))
-        return max(profile.block, sum(layout.param_bytes for layout in profile.layouts) // _BLOCKS)
-
     def solved(
         self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None, start: Plan | None = None
     ) -> Plan:
@@ -85,7 +78,10 @@ class SlotPlanner(Solving):
         be slower. Raises PlanError if no plan was found.
         """
         compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
-        block_bytes = self.block_bytes(problem.profile)
+        whole = sum(layout.param_bytes for layout in problem.profile.layouts)
+        block_bytes = max(problem.profile.block, whole // _BLOCKS)
+        if self.block_mib is not None:
+            block_bytes = max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(
             problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()

@@ -181,10 +181,3 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     found = decode.decode(request(problem, 600.0, 1600), decisions)
     assert min(found) == (fast_s, fast)
     assert tried == [[12800, 1600, 0]] * 3 + [[800, 400, 200, 100]] and found[-1].plan is fast
-
-
-def test_blocks_grow_with_the_model_unless_their_size_is_given() -> None:
-    small, large = (chain(*[units] * 4, link=link(block=400)) for units in (1_000, 1_000_000))
-    assert Joint().block_bytes(small) == small.block
-    assert large.block < Joint().block_bytes(large) < sum(layout.param_bytes for layout in large.layouts) // 100
-    assert Joint(block_mib=0.5).block_bytes(large) == 1 << 19

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mdcs.model.module_hooks import tensors_in
+from mdcs.model.optimizers import parameters_of
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
-from mdcs.runtime import loop_calls, state_dict
+from mdcs.runtime import optimizer_state, state_dict
 from mdcs.runtime.engine import Engine
-from mdcs.runtime.optimizer_state import as_list
 from mdcs.torch_compat import without_autograd
 
 if TYPE_CHECKING:
@@ -50,10 +52,14 @@ class ModelState:
         Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
         Raises ValueError for an unknown name. Collective.
         """
-        keep = self._keeps(rank0_only)
-        return loop_calls.full_parameters(
-            self._engine, names, keep=keep, cpu=cpu, writeback=writeback, weights=weights
-        )
+        engine = self._engine
+        units = state_dict.units_of(self.model, engine.storages, names, "full_parameters()")
+        hold = functools.partial(
+            state_dict.full_parameters, engine.storages, engine.unsharder, units, keep=self._keeps(rank0_only),
+            cpu=cpu, writeback=writeback, group=engine.groups.message_group,
+        )  # fmt: skip
+        call = f"full_parameters({'writeback=True' if writeback else ''})"
+        return engine.export_params(call, hold, needs_ranks=True, weights=weights)
 
     def _keeps(self, rank0_only: bool) -> bool:
         return not rank0_only or self.rank == 0
@@ -66,7 +72,20 @@ class ModelState:
         Units are gathered one by one. With ``cpu``, and where the budget has no room for the result, the result is on
         the CPU and the device holds no more than one whole unit. Collective.
         """
-        return loop_calls.full_state_dict(self._engine, keep=self._keeps(rank0_only), cpu=cpu)
+        engine = self._engine
+        engine.drain("state_dict()", needs_ranks=True)
+        sizes = [storage.full_bytes for storage in engine.storages]
+        fits, keep = engine.unsharder.fits(sum(sizes) + max(sizes)), self._keeps(rank0_only)
+        with engine.recorder.pause():
+            state = state_dict.full_state_dict(
+                self.model, engine.storages, engine.unsharder, keep=keep, cpu=cpu or not fits
+            )
+        self._hand_out(state, fits)
+        return state
+
+    def _hand_out(self, state: object, fits: bool = True) -> None:
+        device = self._engine.storages[0].device
+        self._engine.excess.hand_out([tensor for tensor in tensors_in(state) if tensor.device == device], fits)
 
     @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
@@ -81,9 +100,18 @@ class ModelState:
         A list of them where there are several optimizers. Units are gathered one by one, and kept on the CPU with
         ``cpu``. State of masters has their precision. Collective.
         """
-        keep = self._keeps(rank0_only)
-        dicts = loop_calls.optimizer_states(self._engine, keep=keep, cpu=cpu)
+        dicts = self._optimizer_states(self.optimizers, keep=self._keeps(rank0_only), cpu=cpu)
         return dicts if len(dicts) > 1 else dicts[0]
+
+    def _optimizer_states(
+        self, optimizers: Sequence[torch.optim.Optimizer], *, keep: bool = True, cpu: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the state dict of each of the ``optimizers``, empty unless ``keep``; drains first. Collective."""
+        self._engine.drain("optimizer_state_dict()", needs_ranks=True)
+        only = {p for optimizer in optimizers for p in parameters_of(optimizer)}
+        state = self._engine.optimizer_state.full(keep=keep, cpu=cpu, only=only)
+        self._hand_out(state)
+        return [optimizer_state.to_state_dict(optimizer, state) if keep else {} for optimizer in optimizers]
 
     @without_autograd()
     def load_optimizer_state_dict(self, saved: Any) -> None:
@@ -91,27 +119,46 @@ class ModelState:
 
         Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer.
         """
-        dicts = as_list(saved)
+        dicts = optimizer_state.as_list(saved)
         if len(dicts) != len(self.optimizers):
             counts = f"there are {len(self.optimizers)} optimizers, and {len(dicts)} state dicts"
             raise ValueError(f"{counts}: give one for each")
-        loop_calls.load_optimizer_states(self._engine, list(zip(self.optimizers, dicts, strict=True)))
+        self._load(list(zip(self.optimizers, dicts, strict=True)))
+
+    def _load(self, given: Sequence[tuple[torch.optim.Optimizer, Mapping[str, Any]]]) -> None:
+        """Load options and state of the ``given`` optimizers; others keep theirs. Drains first. Collective."""
+        engine, loaded = self._engine, [optimizer for optimizer, _ in given]
+        engine.drain("load_optimizer_state_dict()")
+        others = {p for optimizer in self.optimizers if optimizer not in loaded for p in parameters_of(optimizer)}
+        state: dict[Any, Any] = dict(engine.optimizer_state.full(keep=True, cpu=True, only=others)) if others else {}
+        for optimizer, saved in given:
+            state |= optimizer_state.from_state_dict(optimizer, saved)
+        named = [list(zip(s.names, s.parameters, strict=True)) for s in engine.storages]
+        optimizer_state.histories(named, engine.updates.updates, state)  # refuses a shape before anything is loaded
+        for optimizer, saved in given:
+            optimizer_state.load_options(optimizer.param_groups, saved)
+        engine.optimizer_state.load(state)
 
     # Calls of one of the optimizers (:class:`mdcs.runtime.optimizer_calls.Run`).
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RunError if the optimizer's options have changed since the iteration's updates."""
-        loop_calls.check_options(self._engine, optimizer)
+        changed = self._engine.updates.changed_option(optimizer)
+        if changed is not None:
+            raise self._engine.place.error(
+                f"{changed[1]} of {type(optimizer).__name__} was changed after the first optimizer's step(), which "
+                "updates the parameters of all: change it before backward or after the last step()"
+            )
 
     @without_autograd()
     def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the ``state_dict()`` that this optimizer has in a plain loop; drains first. Collective."""
-        return loop_calls.optimizer_state_of(self._engine, optimizer)
+        return self._optimizer_states([optimizer])[0]
 
     @without_autograd()
     def load_state_dict_of(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         """Load a plain loop's ``state_dict()`` of this optimizer. Collective where there are several optimizers."""
-        loop_calls.load_optimizer_states(self._engine, [(optimizer, saved)])
+        self._load([(optimizer, saved)])
 
     def watch_gradients(self, *units: str) -> None:
         """Keep the gradients that these units (by name) are updated with, from now on; no names: keep none. Costs their
@@ -119,7 +166,11 @@ class ModelState:
 
         Raises ValueError for a unit that is frozen or not in the plan.
         """
-        loop_calls.watch_gradients(self._engine, units)
+        named = {s.name: u for u, s in enumerate(self._engine.storages) if s.trainable}
+        for name in units:
+            if name not in named:
+                raise ValueError(f"watch_gradients({name!r}): give one of {', '.join(named)}")
+        self._engine.updates.captured_gradients = {named[name]: {} for name in units}
 
     @without_autograd()
     def gradients(self, unit: str) -> dict[str, Tensor]:
@@ -128,7 +179,40 @@ class ModelState:
 
         Collective; drains first. Raises ValueError for a unit that is not watched, or was not updated since.
         """
-        return loop_calls.gradients(self._engine, unit)
+        self._engine.drain("gradients()", needs_ranks=True)
+        for u, blocks in self._engine.updates.captured_gradients.items():
+            storage = self._engine.storages[u]
+            if storage.name == unit and len(blocks) == len(storage.blocks):
+                return self._engine.unsharder.gather_by_parameter(u, blocks)
+        raise ValueError(
+            f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it"
+        )
+
+    def _can_drop(self) -> bool:
+        """Return whether an iteration has gradients, no pass under way, and no updates yet."""
+        sequencer = self._engine.sequencer
+        is_between = sequencer.has_gradients and (sequencer.at_turn or sequencer.after_micro_step)
+        return is_between and not (self._engine.is_closed or sequencer.updates_begun)
+
+    def _reduce(self) -> None:
+        """Let the reductions of this iteration be sent. Raises RunError before backward has ended."""
+        sequencer = self._engine.sequencer
+        self._engine.check("clip_grad_norm_()")
+        sequencer.end_short()
+        if not sequencer.at_turn or not sequencer.step_pending:
+            raise self._engine.place.error("clip_grad_norm_() comes between backward and step()")
+
+    def _run_norm(self) -> float | None:
+        """Return the gradients' norm before clipping, for which the host waits; None if nothing has been clipped yet.
+        """
+        engine = self._engine
+        number = engine.sequencer.first_number + engine.wire.messages.last_reduction
+        if engine.update_scale.is_needed and number < engine.queue.issued and not engine.is_closed:
+            engine.wire.wait_for_norm(number)
+        if engine.update_scale.norm is None:
+            return None
+        with engine.executor.on_comm_stream():
+            return float(engine.update_scale.norm)
 
     @property
     def steps(self) -> int:

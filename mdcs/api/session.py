@@ -18,7 +18,7 @@ from mdcs.api.model_state import ModelState
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_passes import FirstPasses
-from mdcs.runtime import loop_calls, state_dict
+from mdcs.runtime import state_dict
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.gradient_scaling import Scaler
@@ -120,7 +120,7 @@ class Session(ModelState):
         if self._checkpoints is not None:
             self._checkpoints.finish()
             self._checkpoints = None
-        self._earlier_norm = loop_calls.grad_norm(engine)
+        self._earlier_norm = self._run_norm()
         before = engine.retire(call)
         self._count(engine.sequencer.step - 1)
         try:
@@ -173,7 +173,7 @@ class Session(ModelState):
         if isinstance(self._heard, FirstPasses):
             can_drop = self._heard.has_gradients and self._options.needs_norm
         else:
-            can_drop = loop_calls.can_drop(self._engine)
+            can_drop = self._can_drop()
         if can_drop:
             self.abandon()
         return can_drop
@@ -238,7 +238,7 @@ class Session(ModelState):
         )  # fmt: skip
         if isinstance(self._heard, FirstPasses):
             self._heard.check()
-        loop_calls.reduce(self._engine)
+        self._reduce()
         return torch.tensor(self.grad_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -253,7 +253,7 @@ class Session(ModelState):
         """Global gradient norm of the last clipped iteration, before clipping; after :meth:`step` that step's, for
         which the host waits.
         """
-        norm = loop_calls.grad_norm(self._engine)
+        norm = self._run_norm()
         return self._earlier_norm if norm is None else norm
 
     # -- what happened ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The runtime executes a plan on real ranks. It imports plans, never planners.
 
-- ``engine``: the parts of a run, and what they do between passes. ``loop_calls``: what the loop asks for there.
+- ``engine``: the parts of a run, and what they do between passes.
 - ``context``: what every part of a run has, and the byte account.
 - ``storage``, ``sharded_optimizer``: the flat buffers of a unit; the optimizer on shards.
 - ``wire``, ``thread_transport``, ``stream_transport``: send messages, with threads on CPU, on streams on CUDA.

@@ -53,7 +53,6 @@ from mdcs.sizes import MIB
 # HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation
 # gives the better plans.
 _SMALL, _WHOLE = 36, 60
-_BLOCKS = 480  # of a model, about: with more, a plan takes seconds to make, and few decisions are tried
 _HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
 
@@ -62,9 +61,7 @@ _WORTH = 1e-3  # relative gain that makes another search worth its time
 class SlotPlanner(Solving):
     """Base of the planners that use the slot model."""
 
-    block_mib: float | None = option(
-        None, "size of a block, MiB; null: the smallest that saturates the link, more in a model of many", above=0
-    )
+    block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
 
     def solved(
         self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None, start: Plan | None = None
@@ -78,10 +75,7 @@ class SlotPlanner(Solving):
         be slower. Raises PlanError if no plan was found.
         """
         compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
-        whole = sum(layout.param_bytes for layout in problem.profile.layouts)
-        block_bytes = max(problem.profile.block, whole // _BLOCKS)
-        if self.block_mib is not None:
-            block_bytes = max(1, int(self.block_mib * MIB))
+        block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(
             problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()

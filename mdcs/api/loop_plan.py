@@ -30,13 +30,12 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
-from mdcs.profiler.autoprofile import link_of_rings, needs_rings, used_outside, with_link
+from mdcs.profiler.autoprofile import needs_rings, used_outside
 from mdcs.profiler.calibration import calibration_plans
 from mdcs.profiler.consensus import all_gather_object, merge_profiles, on_all_ranks, on_rank_zero, phase
 from mdcs.profiler.cost_fit import Run, fit_costs
 from mdcs.profiler.first_passes import FirstPasses
 from mdcs.profiler.job_identity import key_of_job
-from mdcs.profiler.link_timing import MeasuredLink, measure_link
 from mdcs.profiler.memory_bounds import require_model_fits, warn_padding, whole_bytes
 from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.progress import tell
@@ -58,7 +57,7 @@ TRIED = 3
 TRIALS = 3
 """Plans that take turns, by default."""
 _MOST_TRIED = 12  # steps of all of them: with those before, the chosen plan runs by step 30
-_SOLVING = 6  # of the time for planning, the part of a solver that proposes another plan
+_SOLVING = 15  # of the time for planning, the part of a solver that proposes another plan
 
 
 def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | None) -> tuple[bool, str]:
@@ -239,32 +238,29 @@ class LoopPlan:
     # -- what is measured
 
     def _profiled(self, plan: Plan, micro_steps: int) -> Generator[Stage, Ran, tuple[Ran, Profile]]:
-        """Return the last run and the profile of slots, bytes and the link, without other costs of messages."""
+        """Return the last run and the profile of slots and bytes: messages have no measured costs yet."""
         phase(f"measuring the model in {STEPS} steps of training")
         ran = yield Stage(plan, STEPS, RunningSteps)
         steps = ran.heard
         assert isinstance(steps, RunningSteps)
         updates = ran.engine.updates.updates
         own = steps.profile(plan.job.profile, updates)
-        phase("measuring the link")
-        link = measure_link(steps.device)
-        profile = merge_profiles(with_link(own, link))
+        profile = merge_profiles(own)
         job = Job(profile, micro_steps, self.cross_iteration)
-        if rings := link_of_rings(job, self.budget, steps.device):
-            link, job = rings, dataclasses.replace(job, profile=with_link(profile, rings))
+        if on_rank_zero(lambda: needs_rings(job, self.budget, steps.device)):
+            own, profile = (dataclasses.replace(each, collectives=Collectives("ring")) for each in (own, profile))
+            job = dataclasses.replace(job, profile=profile)
         needed = self.recompute == AUTO and on_rank_zero(lambda: lacks_recomputation(job, self.budget))
         if needed or self.recompute not in (AUTO, KEEP):
             phase("measuring the model in steps that recompute activations")
-            ran, profile = yield from self._recomputing(ran, own, job, link)
+            ran, profile = yield from self._recomputing(ran, own, job)
         if ran.engine.rank == 0:
             warn_padding(profile)
         if line := used_outside(profile):
             phase(line)
         return ran, profile
 
-    def _recomputing(
-        self, ran: Ran, own: Profile, job: Job, link: MeasuredLink
-    ) -> Generator[Stage, Ran, tuple[Ran, Profile]]:
+    def _recomputing(self, ran: Ran, own: Profile, job: Job) -> Generator[Stage, Ran, tuple[Ran, Profile]]:
         """Return the last run, and the job's profile with what recomputation frees and costs.
 
         ``own``: this rank's profile.
@@ -292,7 +288,7 @@ class LoopPlan:
             except StopIteration as end:
                 options, kept = end.value
                 measured = dataclasses.replace(own, recompute=options, about=own.about | kept)
-                return ran, merge_profiles(with_link(measured, link))
+                return ran, merge_profiles(measured)
 
     def _calibrated(self, profile: Profile, micro_steps: int) -> Generator[Stage, Ran, Profile]:
         """Return the profile with the costs of messages and of compute beside them, from steps under other plans."""
@@ -314,7 +310,8 @@ class LoopPlan:
         limit = limit_of(self.budget, job, self.recompute)
         if limit is not None and limit < floor_bytes(job):
             job = make_plan(job, Greedy(), Sequential(), budget=limit, recompute=self.recompute).job
-        return calibration_plans(job, limit)
+        # strategies that are alike one after the other: little moves
+        return sorted(calibration_plans(job, limit), key=lambda plan: plan.strategies)
 
     # -- the plan
 

@@ -124,8 +124,8 @@ class Session(ModelState):
         before = engine.retire(call)
         self._count(engine.sequencer.step - 1)
         try:
-            options = dataclasses.replace(self._options, has_started=True)
-            self._engine = Engine(Trained(self.model, self._optimizers, self.units), plan, options, None, before)
+            trained = Trained(self.model, self._optimizers, self.units)
+            self._engine = Engine(trained, plan, self._options, None, before)
         except BaseException:
             before.fail()
             raise

@@ -119,8 +119,10 @@ class Engine:
                 refuse = functools.partial(self.access.refuse, u)
                 return UnitStorage(context, u, found.ordered[u], refuse)
 
-        group, keeps_buffers = groups.message_group, options.keeps_buffers
-        self.storages = shard_units(model, found.initialisation, make, group, place, keeps_buffers)
+        # units and buffers of a run before are on all ranks already
+        self.storages = shard_units(
+            model, found.initialisation, make, groups.message_group if before is None else None, place
+        )
         self.updates = ShardedOptimizer(context, self.storages, found.updates, found.group_of, options.clip_value)
         self.buffers = Buffers(model, options.broadcast_buffers)
 

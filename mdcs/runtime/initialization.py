@@ -96,11 +96,11 @@ class Initializer:
 
 def shard_units(
     model: nn.Module, initialisation: Initializer, make: Callable[[int], UnitStorage],
-    group: dist.ProcessGroup | None, place: ErrorContext, keeps_buffers: bool = False,
+    group: dist.ProcessGroup | None, place: ErrorContext,
 ) -> list[UnitStorage]:
     """Return the units' storages, settled.
 
-    With a ``group`` rank 0's values are broadcast, those of buffers unless it ``keeps_buffers``. Raises
+    With a ``group`` rank 0's values are broadcast, those of buffers, too. Raises
     UnsupportedModel for parameters or buffers that the initialisation of their module does not set.
     """
     storages: dict[int, UnitStorage] = {}
@@ -118,7 +118,7 @@ def shard_units(
     initialisation.the_rest()
     for storage in storages.values():
         storage.guard.open()
-    for name, buffer in model.named_buffers() if group is not None and not keeps_buffers else ():
+    for name, buffer in model.named_buffers() if group is not None else ():
         with place.during(f"broadcast of buffer {name}"), torch.no_grad():
             broadcast(buffer, group)
     return [storages[u] for u in range(len(storages))]

@@ -50,16 +50,10 @@ class RunOptions:
     init: InitFunction | None = None
     device: torch.device = torch.device("cpu")
     over_budget: str = "warn"
-    has_started: bool = False  # this plan goes on with a training
 
     def __post_init__(self) -> None:
         if self.over_budget not in ("warn", "raise"):
             raise ValueError(f'over_budget must be "warn" or "raise", got {self.over_budget!r}')
-
-    @property
-    def keeps_buffers(self) -> bool:
-        """Whether each rank's buffers are its own already: they are all rank 0's when a training starts."""
-        return self.has_started and self.broadcast_buffers is False
 
     @property
     def needs_norm(self) -> bool:

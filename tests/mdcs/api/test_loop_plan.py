@@ -19,7 +19,6 @@ import mdcs
 from mdcs.api import loop_plan, session
 from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.profiler.memory_bounds import whole_bytes
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.initialization import Handover
@@ -87,12 +86,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def linked(device: torch.device, **_: Any) -> MeasuredLink:
-    """A link that is not measured."""
-    backend = mdcs.Collectives.default("gloo") if dist.is_initialized() and dist.get_world_size() > 1 else mdcs.Collectives()
-    return MeasuredLink(mdcs.Link.uniform(1.0, 50.0), backend, {})
-
-
 def train(
     name: str, ours: bool, *, optimizer: str = "adam", micro_steps: int = 1, clip_norm: float | None = None, meta: bool = False,
     budget: float | None = 0.8, recompute: str = "auto",
@@ -145,7 +138,6 @@ def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]
     warnings.simplefilter("ignore")
     plain = {k: v for k, v in options.items() if k not in ("budget", "meta", "recompute")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
         wanted, found = train(name, False, **plain), train(name, True, **options)
     out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
@@ -201,7 +193,6 @@ def measured_bytes(share: float) -> dict[str, Any]:
         self._reset_peaks()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(ShimMeter, "reset", restarted)
         with contextlib.redirect_stderr(said):
             parallel = mdcs.parallelize(model, optimizer, budget=int(share * whole), seconds=0.5, timeout_s=30)
@@ -366,7 +357,6 @@ def closed_in_pieces(meta: bool) -> tuple[list[str], str]:
     limit = int(0.72 * whole_bytes(mdcs.partition(model), Optimizers(optimizer)))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(loop_plan, "measure_link", linked)
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
         with mdcs.parallelize(model, optimizer, budget=limit, progress=False, timeout_s=30, seconds=0.5, trials=1) as parallel:
             choosing(parallel, lambda step: texts(model, step))

@@ -18,7 +18,8 @@ from experiments.job import profiles
 from experiments.job.preparation import prepared
 from launch import status
 from mdcs.model.units import block_roots
-from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
+from mdcs.planner.trials import proposals
+from mdcs.profiler.autotune import Trial, cost_s, fastest
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.sizes import aligned
@@ -156,7 +157,7 @@ class Workload:
         )
 
     def try_plans(self) -> None:
-        """Measure the plan and the best heuristics' plans if the config asks for trials, and keep the fastest."""
+        """Measure the plan and others that differ if the config asks for trials, and keep the fastest."""
         plan, asked = self.plan, getattr(self.config.strategy, "trials", 1)
         assert plan is not None and plan.prediction is not None
         if asked is None:
@@ -165,7 +166,7 @@ class Workload:
         if asked == 1:
             return
         status.set(phase="trying plans")
-        plans = on_rank_zero(lambda: candidates(plan, asked))
+        plans = on_rank_zero(lambda: proposals(plan, asked))
         self.plan, self.trials = fastest(
             plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate
         )

@@ -32,9 +32,10 @@ from mdcs.planner.registry import (
     scheduler_named,
     strategy_named,
 )
+from mdcs.planner.trials import proposals
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
-from mdcs.profiler.autotune import candidates, cost_s, fastest
+from mdcs.profiler.autotune import cost_s, fastest
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero, phase
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import unmeasured
@@ -90,8 +91,8 @@ def autoplan(
     none does unless no other plan keeps the budget, and one line says what that frees and costs. ``schedule_share`` is
     that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of
     :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
-    :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and
-    the best of heuristics, run for a few steps each, and the fastest is returned
+    :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans that differ
+    (:func:`mdcs.planner.trials.proposals`) run for a few steps each, and the fastest is returned
     (:func:`mdcs.profiler.autotune.fastest`). Where memory cannot be measured
     (:func:`mdcs.telemetry.memory_meter.unmeasured`), a budget in bytes does not count activations, with a warning, and
     a part is refused.
@@ -142,7 +143,7 @@ def autoplan(
                 plan = make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share, recompute=rule)
             except InfeasibleBudget as error:
                 raise error.in_words_of(wanted, lambda: unsharded_bytes(job)) from None
-            return candidates(plan, trials)
+            return proposals(plan, trials, recompute=rule, seconds=left / 3)
 
         plans = on_rank_zero(planned)
         if rule == AUTO and (line := in_words(plans[0])):

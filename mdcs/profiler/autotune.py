@@ -6,7 +6,6 @@ A prediction is wrong by some percent. Among many plans, the best predicted one 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +18,8 @@ from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import choices
 from mdcs.plan.times import StepTimes
-from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.pipeline import make_plan
-from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers import Dear, MgWfbp, Wfbp
-from mdcs.planner.strategies import Greedy, Uniform
+from mdcs.planner.trials import SuccessiveHalving
 from mdcs.profiler.consensus import all_gather_object, barrier
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.runtime.engine import Engine, Trained
@@ -34,9 +27,9 @@ from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import current_meter
 from mdcs.telemetry.timeline import PeriodTrace
 
-ROUNDS, PERIODS = 2, 3
+STEPS = 8
+"""Steps of a trial, per plan."""
 _WARMUP = 1
-_SCHEDULERS: tuple[Scheduler, ...] = (Priority(), Dear(), MgWfbp(), Wfbp())
 
 
 @dataclass(frozen=True)
@@ -56,25 +49,9 @@ class Trial:
         return f"{name} {self.measured_s * 1e3:.1f} ms ({self.predicted_s * 1e3:.1f} predicted)"
 
 
-def candidates(plan: Plan, count: int) -> list[Plan]:
-    """Return ``plan`` and the ``count`` - 1 best heuristics' plans for its job and budget, by prediction; fewer if
-    there are.
-
-    No two have the same strategies and messages.
-    """
-    if count < 2:
-        return [plan]
-    found = {(plan.strategies, plan.messages): plan}
-    for other in sorted(_heuristics(plan), key=_predicted):
-        if len(found) >= count:
-            break
-        found.setdefault((other.strategies, other.messages), other)
-    return list(found.values())
-
-
 def cost_s(plans: Sequence[Plan]) -> float:
     """Return the predicted seconds of :func:`fastest` with these plans."""
-    return ROUNDS * (_WARMUP + PERIODS + 1) * sum(map(_predicted, plans))
+    return STEPS * sum(map(_predicted, plans))
 
 
 def fastest(
@@ -86,27 +63,25 @@ def fastest(
     *,
     emulate: Emulation | None = None,
 ) -> tuple[Plan, tuple[Trial, ...]]:
-    """Return the plan that ran fastest, and all trials in the order of ``plans``. Collective, with the same plans.
+    """Return the plan that goes on after successive halving, and all trials in the order of ``plans``. Collective, with
+    the same plans.
 
-    The plan's outcome lists the trials. Plans take turns, so that a disturbance of the machine slows all of them.
-    Model, buffers, optimizer state and random state are restored; gradients are gone. ``step`` runs the forward pass of
-    a micro-step and returns the loss. Only on a CPU: elsewhere, and for one plan or one rank, the first plan is
-    returned without trials.
+    The plan's outcome lists the trials. Model, buffers, optimizer state and random state are restored; gradients are
+    gone. ``step`` runs the forward pass of a micro-step and returns the loss. Only on a CPU: elsewhere, and for one
+    plan or one rank, the first plan is returned without trials.
     """
     if len(plans) < 2 or plans[0].world == 1 or units[0].parameters[0][1].device.type != "cpu":
         return plans[0], ()
-    rounds: list[list[float]] = []
-    for _ in range(ROUNDS):
-        own = [
-            statistics.median(
-                t.step_s for t in run_periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate)[0]
-            )
-            for plan in plans
-        ]
-        rounds.append([max(of_ranks) for of_ranks in zip(*all_gather_object(own), strict=True)])
-    measured = [statistics.median(of_rounds) for of_rounds in zip(*rounds, strict=True)]
-    trials = tuple(Trial(plan, _predicted(plan), seconds) for plan, seconds in zip(plans, measured, strict=True))
-    best = min(trials, key=lambda trial: trial.measured_s).plan
+    halving = SuccessiveHalving(len(plans), steps=STEPS * len(plans))
+    while (turn := halving.turn) > 0:
+        times, _ = run_periods(plans[halving.current], model, units, step, optimizer, turn - 1, emulate=emulate)
+        seconds = [max(of_ranks) for of_ranks in zip(*all_gather_object([t.step_s for t in times]), strict=True)]
+        for each in (seconds[0], *seconds):  # the first step of a turn, the warm-up, does not count
+            halving.add(each)
+    trials = tuple(
+        Trial(plan, _predicted(plan), row.median_s) for plan, row in zip(plans, halving.table(), strict=True)
+    )
+    best = plans[halving.current]
     said = [best.outcome] if best.outcome else []
     return dataclasses.replace(best, outcome="; ".join([*said, f"fastest of {', '.join(map(str, trials))}"])), trials
 
@@ -174,16 +149,6 @@ def _preserve_optimizer_state(optimizer: GivenOptimizers) -> Iterator[None]:
             for group, options in zip(each.param_groups, groups, strict=True):
                 group.clear()
                 group.update(options)
-
-
-def _heuristics(plan: Plan) -> Iterator[Plan]:
-    strategies: list[StrategyPlanner] = [Greedy(), *(Uniform(str(k)) for k in choices(plan.profile))]
-    for strategy in strategies:
-        for scheduler in _SCHEDULERS:
-            try:
-                yield make_plan(plan.job, strategy, scheduler, budget=plan.budget)
-            except InfeasibleBudget:
-                break
 
 
 def _predicted(plan: Plan) -> float:

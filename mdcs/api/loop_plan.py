@@ -28,7 +28,6 @@ from mdcs.planner.trials import SuccessiveHalving, proposals
 from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Link
-from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import needs_rings, used_outside
 from mdcs.profiler.calibration import calibration_plans
@@ -39,8 +38,8 @@ from mdcs.profiler.job_identity import key_of_job
 from mdcs.profiler.memory_bounds import require_model_fits, warn_padding, whole_bytes
 from mdcs.profiler.model_profile import assembled
 from mdcs.profiler.progress import tell
-from mdcs.profiler.recompute_profile import estimated, recomputation
-from mdcs.profiler.running_steps import RunningSteps, TimedSteps, without_passes
+from mdcs.profiler.recompute_profile import estimated, recomputation, with_recomputation
+from mdcs.profiler.running_steps import RunningSteps, StepClock, TimedSteps, without_passes
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
@@ -56,6 +55,9 @@ TRIED = 3
 """Steps under a plan whose times are wanted: the first, in which the plan before ends, is left out."""
 TRIALS = 3
 """Plans that take turns, by default."""
+WATCHED = 50
+"""Steps whose median tells a lasting change."""
+_DIFFERENT = 0.1  # of the step's time
 _MOST_TRIED = 12  # steps of all of them: with those before, the chosen plan runs by step 30
 _SOLVING = 15  # of the time for planning, the part of a solver that proposes another plan
 
@@ -96,6 +98,7 @@ class Stage:
     plan: Plan
     steps: int
     listen: Callable[[Engine], Listener]
+    chooses: bool = True  # whether the plan may be another one after it
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class LoopPlan:
     - ``cross_iteration``: whether updates may run in the next iteration.
     - ``micro_steps``: backward passes of a step; None: as many as the first step has, or one if it is sharded.
     - ``folder``: the folder of kept profiles; None: none is kept or used.
+    - ``replans``: whether lasting changes of the step's time start another choice.
     - ``trials``: plans that take turns. ``trial_table``: a line for each of them, once there is a choice.
     """
 
@@ -158,6 +162,7 @@ class LoopPlan:
     micro_steps: int | None = None
     folder: Path | None = None
     trials: int = TRIALS
+    replans: bool = False
     trial_table: list[str] = field(default_factory=list)
 
     def stages(self, model: nn.Module, optimizers: Optimizers, device: torch.device) -> Stages:
@@ -185,7 +190,7 @@ class LoopPlan:
                 if known is not None:
                     if ran.engine.rank == 0 and self.progress:
                         tell(f"profile of an earlier start: {path}", logger)
-                    return (yield from self._chosen(ran.engine, known, micro_steps))
+                    return (yield from self._goes_on(ran.engine, known, micro_steps))
             if micro_steps != plan.micro_steps:
                 plan = self._provisional(plan.job.profile, micro_steps)
         ran, profile = yield from self._profiled(plan, micro_steps)
@@ -193,7 +198,7 @@ class LoopPlan:
         profile = yield from self._calibrated(profile, micro_steps)
         if path is not None and ran.engine.rank == 0:
             cache.keep(profile, path)
-        return (yield from self._chosen(ran.engine, profile, micro_steps))
+        return (yield from self._goes_on(ran.engine, profile, micro_steps))
 
     # -- the provisional plan
 
@@ -274,7 +279,7 @@ class LoopPlan:
             # the same on all ranks: those that took another branch may know of more units
             of_ranks = all_gather_object(choice)
             agreed = {u: selective for u, selective in of_ranks[0].items() if all(u in other for other in of_ranks)}
-            profile, recompute = _with_recomputation(job.profile, agreed)
+            profile, recompute = with_recomputation(job.profile, agreed)
             plan = self._provisional(profile, job.micro_steps, recompute)
             ran = yield Stage(plan, STEPS, functools.partial(RunningSteps, like=base))
             steps = ran.heard
@@ -334,8 +339,28 @@ class LoopPlan:
             ran = yield Stage(plans[halving.current], turn, TimedSteps)
             for seconds in map(max, zip(*all_gather_object([r.times.step_s for r in ran.records]), strict=True)):
                 halving.add(seconds)
-        self.trial_table.extend(_in_words(plans, halving))
+        self.trial_table[:] = _in_words(plans, halving)
         return plans[halving.current]
+
+    def _goes_on(self, engine: Engine, profile: Profile, micro_steps: int) -> Generator[Stage, Ran, Plan]:
+        """Return the chosen plan; with ``replans`` choose anew, for ever, when its steps take another time than usual.
+
+        Link and contention are measured anew then, slots and bytes are not.
+        """
+        plan = yield from self._chosen(engine, profile, micro_steps)
+        while self.replans:
+            usual: float | None = None
+            while True:
+                ran = yield Stage(plan, WATCHED, StepClock, chooses=False)
+                assert isinstance(ran.heard, StepClock)
+                now = max(all_gather_object(ran.heard.median_s))
+                usual = usual or now
+                if abs(now - usual) > _DIFFERENT * usual:
+                    break
+            phase(f"steps take {now * 1e3:.0f} ms, and took {usual * 1e3:.0f}: choosing a plan anew")
+            profile = yield from self._calibrated(profile, micro_steps)
+            plan = yield from self._chosen(engine, profile, micro_steps)
+        return plan
 
     def _sufficient(self, known: Profile | None, micro_steps: int) -> Profile | None:
         """Return the profile unless the budget needs rings, or recomputation, of which it knows nothing."""
@@ -362,23 +387,6 @@ def _in_words(plans: Sequence[Plan], halving: SuccessiveHalving) -> Iterator[str
             words += f", {own.slower_s * 1e3:+.1f} ± {own.interval_s * 1e3:.1f} ms"
             words += f", dropped in round {own.dropped}" if own.dropped is not None else ""
         yield f"{words} ({own.rounds} rounds, {own.steps} steps; {plan.prediction.step_s * 1e3:.1f} ms predicted)"
-
-
-def _with_recomputation(profile: Profile, choice: dict[int, bool]) -> tuple[Profile, tuple[str, ...]]:
-    """Return the profile in which these units may recompute, as far as anybody knows for nothing; the choice of each.
-    """
-    forward = [slot.unit for slot in profile.slots if slot.phase == "F"]
-    backward = [slot.unit for slot in profile.slots if slot.phase == "B"]
-    options = []
-    for u, selective in choice.items():
-        starts = [slot for slot, unit in enumerate(forward) if unit == u]
-        ends = [slot for slot, unit in enumerate(backward) if unit == u][::-1]
-        uses = tuple(RecomputeUse(f, b, 0, 0.0, 0) for f, b in zip(starts, ends, strict=False))
-        options.append(RecomputeOption(u, SELECTIVE if selective else FULL, uses))
-    chosen = {option.unit: option.choice for option in options}
-    return dataclasses.replace(profile, recompute=tuple(options)), tuple(
-        chosen.get(u, "none") for u in range(len(profile.units))
-    )
 
 
 def _no_step() -> Tensor:

@@ -62,7 +62,7 @@ class Session(ModelState):
     @property
     def is_choosing(self) -> bool:
         """Whether steps are still measured to choose the plan: it may change at the end of one."""
-        return self._choice is not None and self._choice.stage is not None
+        return self._choice is not None and self._choice.stage is not None and self._choice.stage.chooses
 
     def __enter__(self) -> Session:
         return self
@@ -107,7 +107,7 @@ class Session(ModelState):
         engine, heard, call = self._engine, self._heard, "a change of plans"
         self._stop_listening()
         engine.drain(call)
-        records = self._records(flush=True)
+        records = self._records(flush=True) if self.is_choosing else []
         self._unread += records
         self._choice.end_stage(Ran(engine, heard, records))
         if self._choice.plan is not engine.plan:

@@ -43,6 +43,7 @@ def parallelize(
     profiles: bool | str | Path = True,
     micro_steps: int | None = None,
     trials: int = TRIALS,
+    replan: str | None = None,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -82,6 +83,8 @@ def parallelize(
     - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A
       whole one's first step counts them, and is an error if there are others; a given plan has them.
     - ``trials``: plans that take turns before one is chosen; 1: the planner's goes on without a trial.
+    - ``replan``: "auto" chooses anew when steps take 10 % more or less than the chosen plan's first ones, in the median
+      of 50: another network, another batch. None: never.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which
       go on; "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
@@ -117,6 +120,8 @@ def parallelize(
     for name, count in (("micro_steps", micro_steps), ("trials", trials)):
         if count is not None and count < 1:
             raise ValueError(f"{name} must be >= 1, got {count}")
+    if replan not in (None, "auto"):
+        raise ValueError(f'replan must be "auto" or None, got {replan!r}')
     if plan is not None:
         if wanted.is_limit:
             raise ValueError("the plan has a budget already: give plan= or budget=")
@@ -135,7 +140,7 @@ def parallelize(
     folder = None if profiles is False else cache.cache_folder() if profiles is True else Path(profiles)
     making = LoopPlan(
         units, wanted, rule, sharded, cross_iteration=not options.needs_norm, seconds=seconds, progress=progress,
-        micro_steps=micro_steps, folder=folder, trials=trials,
+        micro_steps=micro_steps, folder=folder, trials=trials, replans=replan == "auto",
     )  # fmt: skip
     if progress and (not dist.is_initialized() or dist.get_rank() == 0):
         for line in (describe_units([(u.name, u.modules) for u in units]), why):

@@ -6,6 +6,7 @@ matrix products. The numbers of each unit are differences to the run in which al
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import statistics
 from collections import defaultdict
@@ -15,7 +16,7 @@ from torch import nn
 
 from mdcs.model.recompute import reasons_to_keep
 from mdcs.model.units import ModelUnit
-from mdcs.profile.recompute import FULL, REASONS, SELECTIVE, RecomputeOption, RecomputeUse
+from mdcs.profile.recompute import FULL, NONE, REASONS, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
 from mdcs.profiler.slot_recorder import SlotRecorder
 
@@ -126,6 +127,23 @@ def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choic
         for u in able
         if any(use.freed for use in uses[u])
     ]
+
+
+def with_recomputation(profile: Profile, choice: dict[int, bool]) -> tuple[Profile, tuple[str, ...]]:
+    """Return the profile in which these units may recompute, as far as anybody knows for nothing; the choice of each.
+    """
+    forward = [slot.unit for slot in profile.slots if slot.phase == "F"]
+    backward = [slot.unit for slot in profile.slots if slot.phase == "B"]
+    options = []
+    for u, selective in choice.items():
+        starts = [slot for slot, unit in enumerate(forward) if unit == u]
+        ends = [slot for slot, unit in enumerate(backward) if unit == u][::-1]
+        uses = tuple(RecomputeUse(f, b, 0, 0.0, 0) for f, b in zip(starts, ends, strict=False))
+        options.append(RecomputeOption(u, SELECTIVE if selective else FULL, uses))
+    chosen = {option.unit: option.choice for option in options}
+    return dataclasses.replace(profile, recompute=tuple(options)), tuple(
+        chosen.get(u, NONE) for u in range(len(profile.units))
+    )
 
 
 def estimated(profile: Profile, able: Sequence[int], outputs: dict[int, int]) -> tuple[RecomputeOption, ...]:

@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
+import statistics
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -148,6 +151,28 @@ class TimedSteps:
 
     def stop(self) -> None:
         """Time no more."""
+
+
+class StepClock:
+    """The host's time from step to step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ends = [time.monotonic()]
+
+    def end_step(self) -> None:
+        """End a step."""
+        self._ends.append(time.monotonic())
+
+    def forget(self) -> None:
+        """Go on with the step that begins anew."""
+
+    def stop(self) -> None:
+        """Stop."""
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(b - a for a, b in itertools.pairwise(self._ends))
 
 
 class _Uses(UseTracker):

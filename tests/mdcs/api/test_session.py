@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -308,6 +310,48 @@ def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget
         with mdcs.parallelize(model, optimizer, profiles=tmp_path, seconds=0.2, progress=False) as parallel:
             steps.append(choosing(parallel, lambda step, model=model: texts(model, 0)))
     assert steps[0] == steps[2] > steps[1] == 1
+
+
+class Waiting(nn.Module):
+    """A layer whose forward takes as long as it is told."""
+
+    seconds = 0.02
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(Waiting.seconds)
+        return x
+
+
+def watched() -> tuple[list[bool], list[float]]:
+    """Whether a plan is being chosen: after the first choice, after steps as usual, and after slower ones; the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(blocks(), Waiting())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    states, losses = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_plan, "WATCHED", 4)
+        patch.setattr(loop_plan, "_DIFFERENT", 1.0)
+        parallel = mdcs.parallelize(
+            model, optimizer, replan="auto", trials=1, profiles=False, seconds=0.5, progress=False, timeout_s=30
+        )
+        for seconds in (0.02, 0.02, 0.2):
+            Waiting.seconds = seconds
+            choosing(parallel, lambda step: texts(model, step))
+            for step in range(8 if states else 0):
+                loss = texts(model, step)
+                loss.backward()
+                parallel.step()
+                losses.append(loss.item())
+                if parallel.is_choosing:
+                    break
+            states.append(parallel.is_choosing)
+        parallel.close()
+    return states, losses
+
+
+def test_a_lasting_change_of_the_steps_time_starts_another_choice(two):
+    (states, losses), (others, _) = two.run(watched, timeout_s=100.0)
+    assert states == others == [False, False, True] and all(map(math.isfinite, losses))
 
 
 TARGETS = torch.arange(1000) % 5

@@ -8,7 +8,6 @@ training.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -211,12 +210,6 @@ def _optimizer_costs(part: UpdatePart, types: Collection[torch.dtype], meter: Me
     wider = [dtype for dtype in types if dtype.itemsize > like.element_size()]
     fixed = [(dtype.itemsize, optimizer_costs(part, like.to(dtype), meter).scratch_fixed) for dtype in wider]
     return replace(optimizer_costs(part, like, meter), scratch_fixed_of=tuple(sorted(fixed)))
-
-
-def time_compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor]) -> tuple[float, float]:
-    """Return the seconds of all slots of an iteration, and its processor seconds; raises as :func:`measure_profile`."""
-    recorder = _recorded(model, units, step, iterations=2, warmup=1)
-    return sum(slot.seconds for slot in recorder.slots()), statistics.median(recorder.processor)
 
 
 def _recorded(

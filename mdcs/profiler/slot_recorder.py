@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +74,6 @@ class SlotRecorder:
     # units that no hook announces: needed from their first use to their last
     whole: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
-    processor: list[float] = field(default_factory=list)  # seconds of the process, by pass whose seconds are kept
     # gradient: (slot, seconds into it)
     came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
     # modules whose forward a checkpoint of the model's own runs again
@@ -119,7 +117,6 @@ class SlotRecorder:
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.model_units)
         self._side = 0  # forwards and backwards of side passes under way
-        self._used = time.process_time()
 
     def give_up(self) -> None:
         """Forget the pass under way."""
@@ -298,7 +295,6 @@ class SlotRecorder:
             self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
         self.check_order()
         if self._kept.seconds:
-            self.processor.append(time.process_time() - self._used)
             seconds = [a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)]
             for slot, begin, end in self._waits:
                 seconds[slot] -= begin.until(end)

@@ -34,6 +34,7 @@ from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
+from mdcs.profiler.unit_tensors import watching
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
 from mdcs.telemetry.memory_meter import Meter, current_meter
@@ -290,7 +291,7 @@ def _recorded(
 
 def _watch(recorder: SlotRecorder, model: nn.Module, begin: Callable[[], None], step: Callable[[], Tensor]) -> None:
     """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
-    with recorder.watching(), AliasTracker(recorder.model_units, recorder.used) as watch:
+    with watching(recorder), AliasTracker(recorder.model_units, recorder.used) as watch:
         begin()
         loss = step()
         loss.backward()

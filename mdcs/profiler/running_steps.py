@@ -30,6 +30,7 @@ from mdcs.profiler.alias_tracker import UseTracker, storage_of
 from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
+from mdcs.profiler.unit_tensors import watching
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
@@ -73,7 +74,7 @@ class RunningSteps:
         self.recorder.restart(Measures(True, True))
         engine.observe(self.recorder)
         if self._watches:
-            self._watching.enter_context(self.recorder.watching())
+            self._watching.enter_context(watching(self.recorder))
             self._uses.start()
 
     def end_step(self) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.hooks import Listener
 from mdcs.model.optimizers import Updates, in_flat_order
@@ -84,24 +82,6 @@ class SlotRecorder:
     outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
     tensors: UnitTensors | None = None  # listens to a forward pass for these two
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Listen also to what units are given and return, and to modules that a checkpoint of the model runs again."""
-        recorder = weakref.ref(self)
-
-        def note_rerun(module: nn.Module, args: Any) -> None:
-            found = recorder()
-            if found is not None and backward_pass() != -1:
-                found.rerun.add(module)
-
-        handle = register_module_forward_pre_hook(note_rerun)
-        try:
-            with UnitTensors(self.model_units) as self.tensors:
-                yield
-        finally:
-            self.tensors = None
-            handle.remove()
-
     def restart(self, kept: Measures) -> None:
         """Forget the pass under way, and begin another."""
         self._kept = kept
@@ -115,6 +95,7 @@ class SlotRecorder:
         self._arrived: dict[tuple[int, int], tuple[int, DeviceTimestamp]] = {}  # (unit, parameter) -> (slot, time)
         self._recomputed: list[tuple[tuple[int, int, int], DeviceTimestamp, DeviceTimestamp]] = []
         self._spans: dict[tuple[int, str], list[int]] = {}
+        self._uses: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.model_units)
         self._side = 0  # forwards and backwards of side passes under way
 
@@ -270,8 +251,7 @@ class SlotRecorder:
             phase = "B"
             self.whole.add(unit)
         slot = max(0, sum(p == phase for _, p in self._now) - 1)
-        span = self.uses.setdefault((unit, phase), [slot, slot])
-        span[:] = min(span[0], slot), max(span[1], slot)
+        _extend(self._uses, (unit, phase), slot, slot)
         if phase == "F" and not self._inside[unit]:
             self.aliased.add(unit)
         if (unit, index) in self._arrived:
@@ -283,6 +263,8 @@ class SlotRecorder:
         with self.aside():
             self.run.backward_end()
         if self.is_strict or not self.order or self._now == self.order:
+            for use, span in self._uses.items():
+                _extend(self.uses, use, *span)
             self._keep()
         if not self.is_strict:
             self.restart(self._kept)
@@ -410,3 +392,9 @@ class SlotRecorder:
         idle_forward = [Slot(u, "F", 0.0, between, between) for u in forward]
         idle_backward = [Slot(u, "B", 0.0, after, after) for u in backward]
         return (*slots[:turn], *idle_forward, *slots[turn:], *idle_backward)
+
+
+def _extend(spans: dict[tuple[int, str], list[int]], use: tuple[int, str], first: int, last: int) -> None:
+    """Extend the span of a unit's phase to these slots."""
+    span = spans.setdefault(use, [first, last])
+    span[:] = min(span[0], first), max(span[1], last)

@@ -29,7 +29,7 @@ def jobs_of(name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("quick", 25), ("bert_nli_ddp_bucket", 8), ("memory_dp_fsdp_precision", 4), ("slurm_grid", 21), ("gpu_worlds", 12)],
+    [("quick", 44), ("bert_nli_ddp_bucket", 8), ("memory_dp_fsdp_precision", 4), ("slurm_grid", 21), ("gpu_worlds", 12)],
 )
 def test_every_job_of_a_sweep_composes(name, count):
     with checks.composing():

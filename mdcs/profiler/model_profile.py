@@ -33,8 +33,8 @@ from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
+from mdcs.profiler.running_steps import watching
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
-from mdcs.profiler.unit_tensors import watching
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
 from mdcs.telemetry.memory_meter import Meter, current_meter

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.module_hooks import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import Updates
@@ -30,16 +31,36 @@ from mdcs.profiler.alias_tracker import UseTracker, storage_of
 from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
-from mdcs.profiler.unit_tensors import watching
+from mdcs.profiler.unit_tensors import UnitTensors
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
-from mdcs.torch_compat import base_of, innermost_dispatch_mode, without_torch_function
+from mdcs.torch_compat import backward_pass, base_of, innermost_dispatch_mode, without_torch_function
 
 
 def without_passes(units: list[ModelUnit], meter: Meter, device: torch.device) -> SlotRecorder:
     """Return a recorder without passes."""
     return SlotRecorder(units, meter, device, ModelAlone((), (), meter, 0), activations=lambda _: 0)
+
+
+@contextlib.contextmanager
+def watching(recorder: SlotRecorder) -> Iterator[None]:
+    """Let ``recorder`` know what units are given and return, and the modules that a checkpoint of the model runs again.
+    """
+    found = weakref.ref(recorder)
+
+    def note_rerun(module: torch.nn.Module, args: Any) -> None:
+        listening = found()
+        if listening is not None and backward_pass() != -1:
+            listening.rerun.add(module)
+
+    handle = register_module_forward_pre_hook(note_rerun)
+    try:
+        with UnitTensors(recorder.model_units) as recorder.tensors:
+            yield
+    finally:
+        recorder.tensors = None
+        handle.remove()
 
 
 class RunningSteps:

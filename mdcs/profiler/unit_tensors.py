@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.module_hooks import ModuleHook, tensors_in
 from mdcs.model.units import ModelUnit
-from mdcs.torch_compat import StorageWeakRef, backward_pass
-
-if TYPE_CHECKING:
-    from mdcs.profiler.slot_recorder import SlotRecorder
+from mdcs.torch_compat import StorageWeakRef
 
 
 class UnitTensors:
@@ -61,26 +55,6 @@ class UnitTensors:
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self._outputs.setdefault(self._units[module], {}).update(_storages(output))
-
-
-@contextmanager
-def watching(recorder: SlotRecorder) -> Iterator[None]:
-    """Let ``recorder`` know what units are given and return, and the modules that a checkpoint of the model runs again.
-    """
-    found = weakref.ref(recorder)
-
-    def note_rerun(module: nn.Module, args: Any) -> None:
-        listening = found()
-        if listening is not None and backward_pass() != -1:
-            listening.rerun.add(module)
-
-    handle = register_module_forward_pre_hook(note_rerun)
-    try:
-        with UnitTensors(recorder.model_units) as recorder.tensors:
-            yield
-    finally:
-        recorder.tensors = None
-        handle.remove()
 
 
 def _storages(values: Any) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:

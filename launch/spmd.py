@@ -130,7 +130,7 @@ class Ranks:
 
     @property
     def lead(self) -> dict[str, Any]:
-        """What rank 0 says."""
+        """Return the message of rank 0."""
         return self._lead if self.place.rank == 0 else self.beat.heard.get(0, {})
 
     def _said(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _under(plan: Plan, profile: Profile) -> Plan:
 
 
 class _Evidence(NamedTuple):
-    """What the periods of a run say.
+    """Samples of costs, from the periods of a run.
 
     - ``slots``: for each slot of the period its place in the profile, its seconds, and how often each cost counts.
     - ``alone``, ``behind``: messages on an idle link, and messages behind others.

@@ -26,7 +26,7 @@ Span = tuple[float, float]
 
 
 class PeriodTrace(NamedTuple):
-    """What ran when in one period of one rank, in seconds from the begin of the period's first slot.
+    """Times of everything in one period of one rank, in seconds from the begin of the period's first slot.
 
     - ``period_s``: until the first slot of the next period begins.
     - ``slots``: (begin, end) of compute in each slot.

@@ -1,4 +1,4 @@
-"""What the ranks of torchrun or srun say to each other through a store (`launch.spmd`), and what rank 0 makes of it."""
+"""Messages of the ranks of torchrun or srun through a store (`launch.spmd`), and what rank 0 makes of them."""
 
 from __future__ import annotations
 

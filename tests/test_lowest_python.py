@@ -1,4 +1,4 @@
-"""What constraints.txt pins can be installed with the lowest Python."""
+"""The pins of constraints.txt can be installed with the lowest Python."""
 
 import configparser
 import re

@@ -75,7 +75,7 @@ def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | 
     size, world = whole_bytes(units, optimizers), dist.get_world_size() if dist.is_initialized() else 1
     said = f"parameters, gradients and optimizer state take {size / MIB:.1f} MiB of a budget of {limit / MIB:.1f} MiB"
     sharded = size > limit and world > 1
-    return sharded, f"{said}: {'sharded from the start' if sharded else 'whole in the first step'}"
+    return sharded, f"{said}: {'sharded from the start' if sharded else 'whole in the first steps'}"
 
 
 class Listener(Protocol):
@@ -178,7 +178,7 @@ class LoopPlan:
         path, micro_steps = None, self.micro_steps or 1
         if not self.sharded:
             modules = [module for unit in self.units for module in unit.modules]
-            ran = yield Stage(plan, 1, functools.partial(FirstPasses, modules=modules, counts=True))
+            ran = yield Stage(plan, 1, functools.partial(FirstPasses, modules=modules))
             first = ran.heard
             assert isinstance(first, FirstPasses)
             micro_steps = self._agreed(first.micro_steps, ran.engine.rank)

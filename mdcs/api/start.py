@@ -72,8 +72,9 @@ def parallelize(
       alone; its steps are measured, a few other plans run for some steps each, and the fastest goes on after about 30
       steps (``parallel.is_choosing``, ``parallel.explain()``). Each of these steps trains as any other. In the first
       steps all units are whole on every rank, or all are sharded: the latter for a model on the meta device, and
-      where parameters, gradients and optimizer state are more than the budget in bytes. All compiled code of the
-      process is dropped once, and compiled anew when it is used.
+      where parameters, gradients and optimizer state are more than the budget in bytes. A whole
+      model may take more than the budget in the first three of them, while its activations are not known. All compiled
+      code of the process is dropped once, and compiled anew when it is used.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made
       here.

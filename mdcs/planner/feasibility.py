@@ -1,4 +1,4 @@
-"""What fits: the smallest peak of a job, mixes judged by their sequential schedule, the error for an infeasible budget.
+"""The smallest peak of a job, mixes judged by their sequential schedule, and the error for an infeasible budget.
 
 The floor is the smallest peak found over strategies and recomputation.
 """

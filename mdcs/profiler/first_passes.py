@@ -20,16 +20,15 @@ from mdcs.torch_compat import backward_pass, in_function_forward, version_of, wi
 class FirstPasses:
     """Listens to the first step of a run.
 
-    - ``modules``: those of the units. Their calls are known where they are not inside of one of the model, or of
-      another.
-    - ``counts``: the plan does not know how many backward passes the step has. All of them are side passes, as in
-      ``no_sync()``, and their gradients are reduced in ``step()``.
+    The plan does not know how many backward passes the step has. All of them are side passes, as in ``no_sync()``, and
+    their gradients are reduced in ``step()``.
+
+    ``modules``: those of the units. Their calls are known where they are not inside of one of the model, or of another.
     """
 
-    def __init__(self, engine: Engine, modules: Sequence[nn.Module], *, counts: bool) -> None:
+    def __init__(self, engine: Engine, modules: Sequence[nn.Module]) -> None:
         # not the engine itself, which the model's hooks must not keep alive
         self._model, self._meter, self._device, self._rank = engine.model, engine.meter, engine.device, engine.rank
-        self._planned, self.counts = engine.plan.micro_steps, counts
         self._trained = [p for p in self._model.parameters() if p.requires_grad]
         self._depth = 0  # calls under way, one inside of the other
         self._side = engine.sequencer.side
@@ -40,9 +39,8 @@ class FirstPasses:
                 module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True, prepend=True),
                 module.register_forward_hook(ModuleHook(self._returned), always_call=True),
             ]
-        if counts:
-            self._side.counts, self._side.ended = True, self._backward_ended
-            self._handles += [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained]
+        self._side.counts, self._side.ended = True, self._backward_ended
+        self._handles += [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained]
 
     def forget(self) -> None:
         """Give up the passes so far, and their gradients."""
@@ -53,7 +51,7 @@ class FirstPasses:
         self._before_loss: Reading | None = None
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
         with without_torch_function():  # parameters may be closed: their gradients are being reduced
-            for p in self._trained if self.counts else ():
+            for p in self._trained:
                 p.grad = None
 
     def end_step(self) -> None:
@@ -69,7 +67,7 @@ class FirstPasses:
     @property
     def micro_steps(self) -> int:
         """Number of backward passes of the step, without those in ``no_sync()``; 1 where all are in it."""
-        return max(1, self._passes) if self.counts else self._planned
+        return max(1, self._passes)
 
     @property
     def has_gradients(self) -> bool:
@@ -81,8 +79,7 @@ class FirstPasses:
         for name, p in self._model.named_parameters():
             if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
                 raise RunError(
-                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop. "
-                    f"{WITH_GRADIENTS}"
+                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop. {WITH_GRADIENTS}"
                 )
         self._versions.clear()
 
@@ -107,7 +104,7 @@ class FirstPasses:
         if backward_pass() != -1:
             return
         self._depth = max(0, self._depth - 1)
-        if self.counts and not self._depth:
+        if not self._depth:
             self._meter.window()
             self._before_loss = self._meter.live()
 

@@ -1,4 +1,4 @@
-"""What does not fit a budget is a row of a sweep, of plans, of a comparison and of a curve: the others run, and the exit is 0."""
+"""A plan that does not fit its budget is a row of a sweep, of plans, of a comparison and of a curve; the exit is 0."""
 
 import csv
 import json

@@ -24,7 +24,7 @@ def start(folder: Path, *jobs: str) -> "subprocess.Popen[str]":
 
 
 def run(folder: Path, *jobs: str) -> tuple[str, list[dict]]:
-    """What is printed, and the outcomes."""
+    """The printed lines, and the outcomes."""
     process = start(folder, *jobs)
     printed = process.communicate(timeout=240)[0]
     assert process.returncode != 0, printed  # torchrun's own for a 7

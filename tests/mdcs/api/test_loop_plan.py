@@ -241,7 +241,7 @@ def test_what_is_chosen_is_said():
     optimizers, units = Optimizers(torch.optim.Adam(model.parameters())), mdcs.partition(model)
     assert loop_plan.must_shard(units, optimizers, None) == (False, "")
     sharded, said = loop_plan.must_shard(units, optimizers, 1 << 30)
-    assert not sharded and said.endswith("MiB of a budget of 1024.0 MiB: whole in the first step")
+    assert not sharded and said.endswith("MiB of a budget of 1024.0 MiB: whole in the first steps")
     with torch.device("meta"):
         model = blocks()
     sharded, said = loop_plan.must_shard(mdcs.partition(model), Optimizers(torch.optim.Adam(model.parameters())), None)

@@ -109,7 +109,7 @@ REMEDIES = {
     "data": "full_parameters(writeback=True)",
     "to": "close() first",
 }
-"""What an error names in the place of ``with parallel.full_parameters(): …``."""
+"""The text that an error has in the place of ``with parallel.full_parameters(): …``."""
 
 
 @on_two(*STRATEGIES)

@@ -136,7 +136,8 @@ def autoplan(
             planner = _within(left / (1 + both), planner)
         if isinstance(scheduler, str):
             schedule = _within(left / (1 + both), schedule)
-        phase(f"planning{_within_words(wanted, limit)}", left)
+        solves = isinstance(planner, Solving) or isinstance(schedule, Solving)
+        phase(f"planning{_within_words(wanted, limit)}", left if solves else None)
 
         def planned() -> list[Plan]:
             try:

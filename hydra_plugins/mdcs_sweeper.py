@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -54,6 +55,8 @@ class MdcsSweeper(Sweeper):
     - begin, judge: set by the application before Hydra starts.
     """
 
+    launcher: Launcher
+    config: DictConfig
     begin: ClassVar[Begin] = staticmethod(lambda config: None)
     judge: ClassVar[Judge] = staticmethod(lambda compose, overrides: "")
 

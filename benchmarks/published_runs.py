@@ -26,8 +26,7 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.sizes import GIB, MIB

@@ -24,8 +24,7 @@ from typing import Any
 
 from benchmarks.results_page import newest, write_page
 from experiments.config.files import groups
-from mdcs.model.code import version
-from mdcs.profile.cache import processor
+from mdcs.profile.cache import processor, version
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [name.removeprefix("results_") for name in groups()["experiment"] if name.startswith("results_")]

@@ -23,7 +23,7 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
 from mdcs.planner.schedulers import as_ready
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 

@@ -36,8 +36,7 @@ from experiments.job import app
 from experiments.job import run as jobs
 from launch import network
 from launch.rank import AGENT_PID
-from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import ALGORITHMS, KIND, Collectives, Kind
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
 TRAINS: dict[str, tuple[Kind, ...]] = {operation: (kind,) for operation, kind in KIND.items()}

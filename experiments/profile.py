@@ -23,7 +23,7 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import calibration_errors, ranks
-from mdcs.profile.algorithms import operation_name
+from mdcs.profile.link import operation_name
 from mdcs.profile.schema import Profile, Unit
 from mdcs.sizes import MIB
 

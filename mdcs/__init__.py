@@ -27,8 +27,7 @@ from mdcs.plan.strategy import Strategy
 from mdcs.planner.batch import BatchScaling, fastest_batch, largest_batch
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Collectives, Kind, Link
 from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.plan.plan import Plan
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Collectives, Kind, Link
 
 _RING = 4096  # messages remembered per rank
 _ENTRY = struct.Struct("<qd")

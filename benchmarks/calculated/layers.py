@@ -12,9 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.execution import ExecutionModel
-from mdcs.profile.link import Link
+from mdcs.profile.link import Collectives, ExecutionModel, Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 

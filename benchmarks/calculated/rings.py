@@ -21,8 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Collectives, Kind, Link
 
 _COLLECTIVES = Collectives.default("nccl")
 _CARD_EFFICIENCY = 0.96

@@ -8,10 +8,9 @@ import platform
 from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
 from launch import network
-from mdcs.model import code
 from mdcs.options import options, shown
 from mdcs.planner.recompute import AUTO, KEEP
-from mdcs.profile.cache import processor
+from mdcs.profile import cache
 
 CODE = "code"
 """Last part of the key for the hash of a group's code."""
@@ -24,7 +23,7 @@ _NOT_FOLLOWED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "exper
 
 def code_of(cls: type) -> str:
     """Hash of the code of an option's class. A profile of a model whose code has changed no longer applies."""
-    return code.code_of(cls, _NOT_FOLLOWED)
+    return cache.code_of(cls, _NOT_FOLLOWED)
 
 
 def job_identity(config: Config) -> dict[str, str]:
@@ -101,4 +100,4 @@ def device_name(config: Config) -> str:
         import torch
 
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return processor()
+    return cache.processor()

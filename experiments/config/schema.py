@@ -21,7 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from experiments.config import budgets
 from experiments.config.commands import CompareConfig, CurveConfig, PlanConfig, SearchConfig
 from mdcs.options import Checked, option
-from mdcs.profile.algorithms import ALGORITHMS
+from mdcs.profile.link import ALGORITHMS
 from mdcs.sizes import Budget
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class LinkConfig:
 
 @dataclass
 class CollectivesConfig:
-    """The family of algorithms that carries all messages. They are explained in mdcs/profile/algorithms.py."""
+    """The family of algorithms that carries all messages. They are explained in mdcs/profile/link.py."""
 
     algorithm: str = option(
         "auto",

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from experiments.config.schema import Config
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.telemetry.memory_meter import TOTAL, current_meter, unmeasured
 from mdcs.telemetry.timeline import Span, intersection, length, union
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.config.schema import Config, ConfigError, EngineOptions
 from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import OptionError, option, shown
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from mdcs.export.document import Group, PrefetchLists, in_order
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 
 _Key = str | tuple[str, str]
 

@@ -15,8 +15,7 @@ from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.times import Prediction
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 

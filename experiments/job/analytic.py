@@ -29,8 +29,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Collectives, Kind, Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 

@@ -12,9 +12,8 @@ from experiments.job.planning import job_of
 from mdcs.planner.pipeline import lacks_recomputation
 from mdcs.planner.recompute import AUTO, Planned, is_measured
 from mdcs.profile import cache
-from mdcs.profile.algorithms import Collectives
 from mdcs.profile.cache import cache_folder
-from mdcs.profile.link import Link
+from mdcs.profile.link import Collectives, Link
 from mdcs.profile.schema import Profile
 from mdcs.sizes import Budget
 

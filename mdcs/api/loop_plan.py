@@ -26,8 +26,7 @@ from mdcs.planner.schedulers import Sequential
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.planner.trials import SuccessiveHalving, proposals
 from mdcs.profile import cache
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Link
+from mdcs.profile.link import Collectives, Link
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import needs_rings, used_outside
 from mdcs.profiler.calibration import calibration_plans

@@ -2,7 +2,7 @@
 
 A message of B wire bytes that is alone on the link takes α + β·B. With other messages in flight it occupies the link
 for gap + β·B (:mod:`mdcs.profile.link`). While something computes it occupies the link at least as long as measured
-there, gap included (:class:`mdcs.profile.contention.Contention`). Two costs on the rank follow:
+there, gap included (:class:`mdcs.profile.link.Contention`). Two costs on the rank follow:
 
 - copies and sums: packing and unpacking a fused message takes two passes over its payload; the sum after an all-to-all
   takes one.

@@ -123,7 +123,7 @@ def _message_rows(kind: Kind, staging: int, shard: int, scratch: int) -> tuple[R
 def staging_bytes(profile: Profile, kind: Kind, payload: int, parts: int) -> int:
     """Return the bytes of the buffers of a message whose collective is not zero-copy.
 
-    A fused message is packed into one buffer. The algorithm may need a further buffer (:mod:`mdcs.profile.algorithms`).
+    A fused message is packed into one buffer. The algorithm may need a further buffer (:mod:`mdcs.profile.link`).
     """
     packed = payload if profile.world > 1 and parts > 1 else 0
     return packed + profile.buffer(kind, payload)

@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contention import Contention
-from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.layout import Layout, WholeParameter, itemsize
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Collectives, Contention, ExecutionModel, Kind, Link
 from mdcs.profile.recompute import RecomputeOption, check_options
 from mdcs.sizes import MIB
 

@@ -19,7 +19,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.planner.pipeline import floor_bytes, lacks_recomputation, limit_of
 from mdcs.planner.recompute import Planned
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
 from mdcs.profiler.calibration import STEPS, measure_contention

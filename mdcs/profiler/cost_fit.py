@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mdcs.plan.plan import Plan
-from mdcs.profile.algorithms import operation_name
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Kind, Link, operation_name
 from mdcs.profile.schema import Profile
 from mdcs.profiler.regression import Estimates, Term, estimate
 from mdcs.simulator.simulate import replay

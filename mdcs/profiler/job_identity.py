@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdcs.model.code import code_of, is_installed, version
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
-from mdcs.profile.cache import key_of, processor
+from mdcs.profile.cache import code_of, key_of, processor
 from mdcs.profiler.consensus import all_gather_object
 from mdcs.profiler.timing import machine_id
 from mdcs.telemetry.memory_meter import current_meter
@@ -32,9 +31,10 @@ def key_of_job(model: nn.Module, units: Sequence[ModelUnit], optimizers: Optimiz
     what connects the hosts.
     """
     device = units[0].parameters[0][1].device
+    classes = {type(each) for each in (*model.modules(), *optimizers.members)}
     own = {
         "modules": "; ".join(f"{name}: {_module(module)}" for name, module in model.named_modules()),
-        "code": " ".join(sorted({_code(type(each)) for each in (*model.modules(), *optimizers.members)})),
+        "code": " ".join(sorted({f"{c.__module__}.{c.__qualname__} {code_of(c)}" for c in classes})),
         "parameters": "; ".join(f"{name}: {described(p)}" for name, p in model.named_parameters()),
         "buffers": "; ".join(f"{name}: {described(b)}" for name, b in model.named_buffers()),
         "units": "; ".join(f"{unit.name}: {' '.join(name for name, _ in unit.parameters)}" for unit in units),
@@ -75,11 +75,3 @@ def described(value: Any) -> str:
 def _module(module: nn.Module) -> str:
     own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     return f"{type(module).__qualname__}({module.extra_repr()}) {described(own)}"
-
-
-def _code(cls: type) -> str:
-    """Return name and code of a class; of an installed package its version."""
-    if not is_installed(cls):
-        return f"{cls.__module__}.{cls.__qualname__} {code_of(cls)}"
-    package = cls.__module__.partition(".")[0]
-    return f"{cls.__module__}.{cls.__qualname__} {version(package)}"

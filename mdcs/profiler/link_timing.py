@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives, operation_name
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import ALGORITHMS, KIND, Collectives, Kind, Link, operation_name
 from mdcs.profiler.consensus import barrier
 from mdcs.profiler.regression import Line, lower_envelope, p10_p90
 from mdcs.profiler.timing import DeviceTimestamp, machine_id, stall_device

@@ -24,8 +24,7 @@ from mdcs.model.module_hooks import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, UpdatePart, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused, dtype_name
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Link
+from mdcs.profile.link import Collectives, Link
 from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Optimizer, Profile, Unit
 from mdcs.profiler.alias_tracker import AliasTracker

@@ -23,7 +23,7 @@ from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.plan import Plan
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import optimizer_state, validation
 from mdcs.runtime.activation_excess import ActivationExcess

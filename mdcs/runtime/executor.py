@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mdcs.profile.execution import ExecutionModel
+from mdcs.profile.link import ExecutionModel
 from mdcs.runtime.errors import RunError
 from mdcs.torch_compat import pause_kernel, spin
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from mdcs.plan.admission import Admission
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.profile.execution import ExecutionModel
+from mdcs.profile.link import ExecutionModel
 
 
 class QueuedMessage(NamedTuple):

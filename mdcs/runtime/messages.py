@@ -25,8 +25,7 @@ from torch import Tensor
 from mdcs.emulation import EmulatedCommunicator
 from mdcs.plan.ledger import MessageBytes
 from mdcs.plan.schedule import Message
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.runtime.communicator import Communicator, NodeCommunicator
 from mdcs.runtime.context import RunContext, named_range
 from mdcs.runtime.errors import RunError

@@ -26,7 +26,7 @@ from mdcs.plan.period import Period
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Folded
 from mdcs.plan.times import Prediction, StepTimes
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.simulator import kernel
 from mdcs.simulator.kernel import PeriodArrays, ReplayArrays
 from mdcs.simulator.machine_code import for_loops

@@ -10,7 +10,7 @@ import mdcs
 from experiments.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Greedy
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profile.schema import Optimizer
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from analysis import pictures
 from experiments import collectives as program
-from mdcs.profile.algorithms import ALGORITHMS
+from mdcs.profile.link import ALGORITHMS
 from tests.experiments import one_process
 
 

@@ -25,8 +25,7 @@ from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import run as jobs
 from launch import status
 from mdcs.plan.plan import Plan
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.telemetry.timeline import PREDICTED_RANK, Timeline
 from tests.experiments.batch import run_all
 from tests.launch.processes import wait_until_gone

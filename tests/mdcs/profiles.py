@@ -26,8 +26,7 @@ from mdcs.planner.priority import Priority
 from mdcs.planner.registry import SCHEDULERS, Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, Wfbp
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
-from mdcs.profile.algorithms import ALGORITHMS, Collectives
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import ALGORITHMS, Collectives, Kind, Link
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.sizes import MIB

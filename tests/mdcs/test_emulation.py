@@ -13,8 +13,7 @@ import torch
 import mdcs
 from mdcs.emulation import EmulatedCommunicator, Emulation
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profiler.calibration import measure_contention
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.devices import Emulated, emulated_run

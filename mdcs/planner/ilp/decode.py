@@ -31,7 +31,7 @@ from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
 from mdcs.planner.priority import settled
 from mdcs.planner.schedulers import Partitioning
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profile.recompute import NONE
 from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB

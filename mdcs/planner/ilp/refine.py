@@ -18,7 +18,7 @@ from mdcs.planner.priority import Priority
 from mdcs.planner.schedulers import Dear, Partitioning, Wfbp, fuse_neighbours
 from mdcs.planner.search import anneal, merge_adjacent_blocks
 from mdcs.planner.strategies import Greedy
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 

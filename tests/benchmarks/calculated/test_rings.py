@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.calculated.rings import Cluster
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 
 NCCL = Collectives.default("nccl")
 PASCAL = Cluster(4, 4, 10e9, 25e9 / 8, cards=1, nvlink=False)

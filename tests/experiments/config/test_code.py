@@ -72,7 +72,7 @@ def test_comments_layout_types_and_what_is_not_imported_do_not_count(theirs, cha
 
 def test_the_version_of_an_installed_package_counts(theirs, monkeypatch):
     before = theirs.first()
-    monkeypatch.setattr("mdcs.model.code.version", lambda package: "another")
+    monkeypatch.setattr("mdcs.profile.cache.version", lambda package: "another")
     assert theirs() != before
 
 

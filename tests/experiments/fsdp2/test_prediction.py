@@ -12,8 +12,7 @@ from experiments.fsdp2.memory import MemoryWalk
 from experiments.fsdp2.step_prediction import best_steps, fsdp2_plan
 from mdcs.export.document import document, groups_of, prefetch_lists
 from mdcs.planner.schedulers import Dear
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from tests.mdcs.export.test_document import lost_of, named, of_nodes
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, recomputable, schedulers, strategies
 

@@ -19,7 +19,7 @@ from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, emulated, known
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.profile.cache import cache_folder
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profile.schema import Profile
 from tests.experiments import one_process
 from tests.mdcs.profiles import recomputable

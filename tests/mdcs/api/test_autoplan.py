@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profiler.link_timing import MeasuredLink
 
 LINK = mdcs.Link.uniform(1, 50, emulated=True)  # without gaps, whose blocks are of 256 KiB

@@ -11,8 +11,7 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Dear, Partitioning
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, in_nodes, link, planned, tied

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.torch_compat import copy_all
 
 Loop = Callable[[Tensor], Tensor]

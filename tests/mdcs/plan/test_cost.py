@@ -8,8 +8,7 @@ import pytest
 
 from mdcs.plan.cost import Cost, CostModel
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contention import Contention
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Contention, Kind
 from mdcs.profile.schema import Optimizer
 from tests.mdcs.profiles import chain, link
 

@@ -14,8 +14,7 @@ from mdcs.plan.schedule import Message
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Fusion, Partitioning
 from mdcs.planner.strategies import RandomMix
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile, Slot
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB

@@ -14,8 +14,7 @@ from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.strategies import Greedy
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, Job, chain, in_nodes, link, planned
 

@@ -19,7 +19,7 @@ from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.search import MOVES, PLAN_MOVES, RECOMPUTE_MOVES
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profile.schema import Unit
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans

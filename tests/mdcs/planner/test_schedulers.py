@@ -32,8 +32,7 @@ from mdcs.planner.schedulers import (
     optimal_merge,
 )
 from mdcs.planner.strategies import RandomMix
-from mdcs.profile.contention import Contention
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Contention, Kind, Link
 from mdcs.profile.schema import Optimizer, Profile, Unit
 from mdcs.simulator.simulate import replay, steady_state, undelayed
 from mdcs.sizes import MIB

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from mdcs.profile.schema import Profile, Slot, Unit
 from tests.mdcs.profiles import FREE, chain, examples, profiles
 

@@ -12,9 +12,7 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Partitioning, Wfbp
 from mdcs.planner.strategies import Uniform
-from mdcs.profile.contention import Contention
-from mdcs.profile.execution import ExecutionModel
-from mdcs.profile.link import Link
+from mdcs.profile.link import Contention, ExecutionModel, Link
 from mdcs.profile.schema import Profile
 from mdcs.profiler.calibration import calibration_plans
 from mdcs.profiler.cost_fit import Run, fit_costs

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mdcs.profile.contention import Contention
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import Contention, Kind, Link
 from mdcs.profiler import interference as measurement
 from mdcs.profiler.interference import Sample, interference, measure_interference
 

@@ -52,7 +52,7 @@ def test_what_a_profile_depends_on_makes_another_key(other: dict[str, Any]) -> N
 
 def test_threads_and_code_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
-    monkeypatch.setattr("mdcs.profiler.job_identity.version", lambda package: "another")
+    monkeypatch.setattr("mdcs.profile.cache.version", lambda package: "another")
     assert key() != before
     monkeypatch.undo()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profiler.link_timing import LinkBenchmark as Trains
 from mdcs.profiler.link_timing import _block, _fastest, _larger, _line
 from mdcs.sizes import MIB

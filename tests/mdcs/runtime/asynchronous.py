@@ -27,8 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mdcs.profile.algorithms import OPERATION, Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import OPERATION, Collectives, Kind
 from mdcs.runtime.communicator import Communicator
 
 _VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime import context, engine
 from mdcs.runtime.executor import CudaExecutor

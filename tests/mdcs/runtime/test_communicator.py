@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import ALGORITHMS, KIND, Collectives, Kind
 from mdcs.profiler import link_timing
 from mdcs.profiler.link_timing import _shallowest, measure_link
 from mdcs.runtime.communicator import Communicator, PendingCollective

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.runtime.executor import CudaExecutor, executor_for, run_on_comm_stream
 from tests.mdcs.runtime.devices import CONTRACT, HOWS, emulated_run, equal, parallel_run, plain_run
 from tests.mdcs.runtime.ranks import Ranks

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, compare

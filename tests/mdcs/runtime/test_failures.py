@@ -27,7 +27,7 @@ import mdcs
 from mdcs.emulation import Pacer
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime import thread_transport
 from tests.mdcs.runtime import devices

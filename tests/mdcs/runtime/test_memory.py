@@ -21,8 +21,7 @@ from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile

@@ -16,8 +16,7 @@ from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import RandomOrder
-from mdcs.profile.algorithms import ALGORITHMS, Collectives
-from mdcs.profile.link import Kind, Link
+from mdcs.profile.link import ALGORITHMS, Collectives, Kind, Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.communicator import Communicator
 from mdcs.runtime.context import RunContext

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Kind
 from mdcs.profiler.link_timing import measure_link, ranks_per_node
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_checkpointing import other_start

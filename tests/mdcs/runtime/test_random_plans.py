@@ -24,7 +24,7 @@ from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import RandomOrder
-from mdcs.profile.algorithms import ALGORITHMS, Collectives
+from mdcs.profile.link import ALGORITHMS, Collectives
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime import thread_transport

@@ -29,7 +29,7 @@ from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.registry import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import CHOICES, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero

@@ -11,8 +11,7 @@ from mdcs.plan.ledger import Ledger, min_feasible_budget
 from mdcs.plan.plan import Plan
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.strategies import RandomMix
-from mdcs.profile.contention import Contention
-from mdcs.profile.execution import UPDATES, ExecutionModel
+from mdcs.profile.link import UPDATES, Contention, ExecutionModel
 from mdcs.simulator.simulate import run
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay

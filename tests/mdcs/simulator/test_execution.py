@@ -8,7 +8,7 @@ import pytest
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.schedulers import Wfbp
-from mdcs.profile.execution import ExecutionModel
+from mdcs.profile.link import ExecutionModel
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import chain, link, planned

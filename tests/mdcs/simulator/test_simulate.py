@@ -20,9 +20,7 @@ from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Dear, Fusion, Partitioning, RandomOrder, Sequential, Wfbp
 from mdcs.planner.strategies import RandomMix, Uniform
-from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contention import Contention
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Collectives, Contention, Kind
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator import kernel
 from mdcs.simulator.simulate import replay

@@ -14,7 +14,7 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import _diffused, linearize_costs, roundings
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.profile.contention import Contention
+from mdcs.profile.link import Contention
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link
 

@@ -1,4 +1,4 @@
-"""The table of a sweep: for the terminal, and as CSV."""
+"""Tables: of sweeps for the terminal, as CSV and for LaTeX, and of any rows as Markdown."""
 
 from __future__ import annotations
 
@@ -96,6 +96,13 @@ def write_latex(rows: pd.DataFrame, path: str | Path) -> Path:
     path, alignment = Path(path), "l" + "r" * (len(cells.columns) - 1)
     path.write_text(cells.to_latex(index=False, escape=True, column_format=alignment), encoding="utf-8")
     return path
+
+
+def markdown(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table as Markdown. Rows that are shorter than the headings end in empty cells."""
+    first, *others = [[*map(str, row)] for row in (headings, *rows)]
+    lines = [f"| {' | '.join([*row, *[''] * (len(first) - len(row))])} |" for row in (first, *others)]
+    return "\n".join([lines[0], "|" + "---|" * len(first), *lines[1:]])
 
 
 def print_comparison(table: pd.DataFrame, names: Sequence[str]) -> None:

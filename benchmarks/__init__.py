@@ -23,6 +23,11 @@ def page(name: str, **parts: object) -> str:
     return Path(__file__).with_name("pages").joinpath(f"{name}.md").read_text(encoding="utf-8").format(**parts)
 
 
+def percent(fraction: float) -> str:
+    """A difference, with its sign."""
+    return f"{fraction * 100:+.1f} %"
+
+
 def write(folder: Path, pages: dict[str, str]) -> None:
     """Write pages, by their file below the folder, and say so."""
     for name, text in pages.items():

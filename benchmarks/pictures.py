@@ -1,4 +1,4 @@
-"""Pictures of docs/scale.md and docs/shares.md: maps of cells, and step time over memory."""
+"""Pictures of docs/results.md, docs/scale.md and docs/shares.md: step time over memory, and maps of cells."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from analysis.pictures import style
+from analysis.pictures.step_time import handles, over_memory
 from mdcs.sizes import GIB
 
 _DECIDES = {
@@ -137,4 +139,20 @@ def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
     handles += [Line2D([], [], label=f"recompute: {name}", **grey, **fill) for name, fill in _FILLS.items()]
     handles += [Line2D([], [], color=style.GREY, ls=":", lw=1, label="computing alone, nothing recomputed")]
     style.legend_below(figure, handles)
+    return figure
+
+
+@style.styled
+def time_over_memory(measurements: Sequence[tuple[str, pd.DataFrame]]) -> Figure:
+    """A panel per measurement (title and rows, one per round): all candidates at their measured peak, and the fastest
+    in less memory as a line.
+    """
+    all_rows = pd.concat([rows for _, rows in measurements], ignore_index=True)
+    looks = style.looks(all_rows)
+    grid = -(-len(measurements) // 2), 2
+    figure = style.new_figure(10.4, 3.8 * grid[0], "Step time over peak memory of a rank, measured")
+    for place, (title, rows) in enumerate(measurements, start=1):
+        over_memory(figure.add_subplot(*grid, place), rows, looks, 4.7, title)
+    notes = "mdcs: a point per budget; bars: 95 % interval of the median; line: least time within so much memory"
+    style.legend_below(figure, style.series_handles(looks) + handles(all_rows), notes)
     return figure

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from statistics import median
 
 import benchmarks
+from analysis.table import markdown as table
+from benchmarks import percent
 from benchmarks.published_runs import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
-from experiments.markdown import percent, table
 from mdcs.sizes import GIB, MIB
 
 MEMORY_MARK = 0.08

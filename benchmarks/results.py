@@ -16,15 +16,26 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_page import newest, write_page
+import pandas as pd
+
+import benchmarks
+from analysis import pictures, table_of
+from analysis.comparison import Spread
+from analysis.questions import count
+from analysis.table import markdown as table
+from benchmarks import percent
+from benchmarks.pictures import time_over_memory
 from experiments.config.files import groups
 from mdcs.profile.cache import processor, version
+from mdcs.sizes import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [name.removeprefix("results_") for name in groups()["experiment"] if name.startswith("results_")]
@@ -88,3 +99,247 @@ def _git(*arguments: str) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+ABLATION = {
+    "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap",
+    "schedule": "all `fsdp`, scheduled",
+    "both": "both, one after the other", "joint": "both at once", "recompute": "both at once, with recomputation",
+}  # fmt: skip
+
+Result = dict[str, Any]
+
+
+def newest(folder: Path) -> list[Result]:
+    """The newest measurement of each name, by name."""
+    files = {path.stem: path for path in sorted(folder.glob("*/*.json"))}
+    return [json.loads(path.read_text(encoding="utf-8")) for _, path in sorted(files.items())]
+
+
+def write_page(results: Sequence[Result], docs: Path) -> Path:
+    """Write the page and its pictures into the folder. Return the page's file."""
+    found = docs / "results.md"
+    found.write_text(page(results), encoding="utf-8")
+    if compared := [each for each in results if not is_ablation(each)]:
+        pictures.save(
+            time_over_memory([(_heading(each), runs(each)) for each in compared]), docs / "results.png"
+        )
+    points = pd.DataFrame(predictions(results), columns=["series", "predicted", "measured"])
+    points[["predicted", "measured"]] *= 1e3
+    pictures.save(
+        pictures.predictions("Step time, predicted and measured", "ms", points), docs / "results-predictions.png"
+    )
+    return found
+
+
+def page(results: Sequence[Result]) -> str:
+    """Return the page as Markdown."""
+    compared = [each for each in results if not is_ablation(each)]
+    sections = [_ablation(each) if is_ablation(each) else _engines(each) for each in results]
+    if compared:
+        picture = "![Step time over peak memory](results.png)"
+        sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
+    setup = table(["", *map(_title, results)], [[name, *values] for name, values in _properties(results)])
+    return benchmarks.page(
+        "results", results="\n\n".join(sections), predictions=_predictions(results), setup=setup,
+        engines=_flags(results), left_out=_left_out(results),
+    )  # fmt: skip
+
+
+def is_ablation(result: Result) -> bool:
+    """Whether all candidates are plans of mdcs."""
+    return all(each["plans"] for each in result["comparison"]["candidates"])
+
+
+def steps(candidate: Result) -> list[float]:
+    """Seconds per step of each round."""
+    return [each["step_s"] for each in candidate["rounds"]]
+
+
+def peak(candidate: Result) -> float:
+    """The most bytes that any rank held in any round."""
+    return float(max(each["peak_bytes"] for each in candidate["rounds"]))
+
+
+def predicted(candidate: Result) -> str:
+    """The median of the predicted steps in ms. Empty without a plan."""
+    told = [each["predicted_step_s"] for each in candidate["rounds"] if each["predicted_step_s"] is not None]
+    return f"{statistics.median(told) * 1e3:,.0f}" if told else ""
+
+
+def under(result: Result, part: Result) -> tuple[list[Result], list[Result]]:
+    """The candidates of a budget that fit, the fastest first, and those that do not."""
+    # An engine without a plan has one run for all budgets; of a part of a floor, each plan has its own bytes.
+    some = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
+    limits = {each["name"]: each["budget_bytes"] or part["budget_bytes"] for each in some}
+    fits = [each for each in some if (limit := limits[each["name"]]) is None or peak(each) <= limit]
+    return sorted(fits, key=lambda each: statistics.median(steps(each))), [each for each in some if each not in fits]
+
+
+def over_best_other(own: Result, fitting: Sequence[Result]) -> tuple[str, Spread] | None:
+    """The fastest other candidate, and its step as a multiple of this one's. None without another."""
+    other = next((each for each in fitting if each is not own), None)
+    if other is None:
+        return None
+    return other["name"], Spread.of([b / a for a, b in zip(steps(own), steps(other), strict=False)])
+
+
+def predictions(results: Sequence[Result]) -> list[tuple[str, float, float]]:
+    """Name of the result, predicted and measured seconds of every run with a plan."""
+    return [
+        (result["name"], each["predicted_step_s"], each["step_s"])
+        for result in results
+        for candidate in result["comparison"]["candidates"]
+        for each in candidate["rounds"]
+        if each["predicted_step_s"] is not None
+    ]
+
+
+def runs(result: Result) -> pd.DataFrame:
+    """A row per round of every candidate, as :func:`analysis.runs` has rows."""
+    of = result["comparison"]
+    about = {"status": "ok", "scheduler": "own", "model": of["model"], "world": of["world"], "emulated": False}
+    return table_of([
+        about | run | {"strategy": each["name"], "engine": "mdcs" if each["plans"] else each["name"],
+                       "budget_bytes": each["budget_bytes"], "step_s_p10": run["step_s"], "step_s_p90": run["step_s"],
+                       "peak_bytes": peak(each)}
+        for each in of["candidates"] for run in each["rounds"]
+    ])  # fmt: skip
+
+
+def _verdicts(results: Sequence[Result]) -> str:
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        for part in result["comparison"]["budgets"]:
+            fitting, _ = under(result, part)
+            own = next((each for each in fitting if each["name"] == "mdcs"), None)
+            if own is None:
+                continue
+            other = over_best_other(own, fitting)
+            judged = "none", "", "is the only one that fits"
+            if other is not None:
+                judged = other[0], _ratio(other[1]), _verdict(other[1])
+            rows.append((_title(result), _budget(part), _ms(Spread.of(steps(own))), *judged))
+    return table(
+        ["measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs"], rows
+    )
+
+
+def _verdict(ratio: Spread) -> str:
+    if ratio.low > 1:
+        return "wins"
+    return "**loses**" if ratio.high < 1 else "cannot be told apart"
+
+
+def _engines(result: Result) -> str:
+    of, rows = result["comparison"], list[list[str]]()
+    for part in of["budgets"]:
+        fitting, others = under(result, part)
+        for each in fitting:
+            step, other = Spread.of(steps(each)), over_best_other(each, fitting)
+            rate = f"{of['batch_size'] * of['world'] / step.median:.1f}"
+            ratio = "" if other is None else _ratio(other[1])
+            rows.append([_budget(part), each["name"], _ms(step), rate, _mib(each), ratio, predicted(each)])
+        if others:
+            words = ", ".join(f"{each['name']} ({_mib(each)} MiB)" for each in others)
+            rows.append([_budget(part), f"do not fit: {words}"])
+    headings = "budget", "engine", "step ms", "samples/s", "peak MiB", "the best other takes ×", "predicted ms"
+    return f"## {_title(result)}\n\n{_about(result)}\n\n{table(headings, rows)}"
+
+
+def _ablation(result: Result) -> str:
+    told = [f"## What each decision wins: {_title(result)}\n\n{_about(result)}"]
+    for part in result["comparison"]["budgets"]:
+        here = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
+        base = next((steps(each) for each in here if each["name"] == "neither"), [])
+        rows = []
+        for each in here:
+            ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
+            decided = each["name"], ABLATION.get(each["name"], "")
+            rows.append([*decided, _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
+        headings = ["decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms"]
+        told.append(f"The budget is {_budget(part)}.\n\n{table(headings, rows)}")
+    return "\n\n".join(told)
+
+
+def _predictions(results: Sequence[Result]) -> str:
+    rows = []
+    names = {result["name"]: _title(result) for result in results}
+    for name, title in (*names.items(), (None, "all")):
+        errors = [told / said - 1 for of, told, said in predictions(results) if name in (None, of)]
+        if errors:
+            middle = statistics.median(map(abs, errors))
+            rows.append([title, len(errors), f"{middle:.1%}", percent(max(errors, key=abs))])
+    return table(["measurement", "runs", "median error", "worst"], rows)
+
+
+def _flags(results: Sequence[Result]) -> str:
+    """The overrides of each engine, and the results that have it so."""
+    flags: dict[tuple[str, str], dict[str, None]] = {}
+    for result in results:
+        for each in result["comparison"]["candidates"]:
+            flags.setdefault((each["name"], " ".join(each["overrides"])), {})[result["name"]] = None
+    return table(["engine", "overrides", "measured in"],
+                 [[name, f"`{words}`", ", ".join(where)] for (name, words), where in flags.items()])  # fmt: skip
+
+
+def _left_out(results: Sequence[Result]) -> str:
+    left: dict[str, list[str]] = {}
+    for name, why in dict(pair for result in results for pair in result["comparison"]["left_out"].items()).items():
+        left.setdefault(why, []).append(name)
+    return "".join(f"\nNot measured: {', '.join(names)} ({why}).\n" for why, names in left.items())
+
+
+def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
+    of = [each["comparison"] for each in results]
+    measured = [len(each["candidates"][0]["rounds"][0]["steps_s"]) for each in of]
+    losses = [max([0.0, *(value or 0.0 for value in each["losses"]["differences"].values())]) for each in of]
+    yield "model", [each["model"] for each in of]
+    yield "parameters", [f"{each['parameters'] / 1e6:.1f} M" if each["parameters"] else "–" for each in of]
+    yield "ranks, batch of each", [f"{each['world']}, {each['batch_size']}" for each in of]
+    yield "link", [each["shaped_link"] or "as it is" for each in of]
+    rounds = [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)]
+    yield "rounds, measured steps of each", rounds
+    yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
+    yield "date", [each["date"] for each in results]
+    yield "commit", [each["commit"] for each in results]
+    yield "machine", [each["machine"]["processor"] for each in results]
+    yield "load before and after", [", ".join(f"{load[0]:.1f}" for load in each["load"]) for each in results]
+    for package in results[0]["versions"] if results else ():
+        yield package, [each["versions"][package] or "–" for each in results]
+
+
+def _title(result: Result) -> str:
+    of = result["comparison"]
+    return f"{of['model']}, {of['world']} ranks" + (f", {of['shaped_link']}" if of["shaped_link"] else "")
+
+
+def _heading(result: Result) -> str:
+    """The title of a panel."""
+    of = result["comparison"]
+    size = f", {count(of['parameters'])} parameters" if of["parameters"] else ""
+    link = f" · link of {of['shaped_link']}" if of["shaped_link"] else ""
+    return f"{of['model']}{size} · {of['world']} ranks{link}"
+
+
+def _about(result: Result) -> str:
+    return f"`python -m benchmarks.results {result['name']}`: {result['about']}"
+
+
+def _budget(part: Result) -> str:
+    if part["budget_bytes"] is None:
+        return "none"
+    words = f"{part['budget_bytes'] / MIB:.0f} MiB"
+    return f"{words} ({part['budget']})" if "%" in (part["budget"] or "") else words
+
+
+def _mib(candidate: Result) -> str:
+    return f"{peak(candidate) / MIB:.0f}"
+
+
+def _ms(step: Spread) -> str:
+    return f"{step.median * 1e3:,.0f} [{step.low * 1e3:,.0f} to {step.high * 1e3:,.0f}]"
+
+
+def _ratio(ratio: Spread) -> str:
+    return f"{ratio.median:.2f} [{ratio.low:.2f} to {ratio.high:.2f}]"

@@ -26,9 +26,9 @@ from typing import Any
 
 import benchmarks
 from analysis.pictures import save
+from analysis.table import markdown as table
 from benchmarks import pictures
 from benchmarks.published_runs import CONTEXT_BYTES, DECODERS, DEVICES, INTERFERENCE, NCCL_BYTES, Case
-from experiments.markdown import table
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget

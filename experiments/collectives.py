@@ -28,7 +28,7 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.table import Table
 
 from analysis import pictures
-from analysis.pictures.collectives import size_label
+from analysis.pictures.comparisons import size_label
 from analysis.table import new_console, new_table
 from experiments.config.checks import load
 from experiments.config.schema import Config

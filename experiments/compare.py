@@ -38,12 +38,12 @@ from rich.console import Console
 import mdcs
 from analysis import load_run, pictures, table_of
 from analysis.comparison import lines, loss_differences
-from experiments.bounds import bounds_of, ideal_ddp_s
 from experiments.candidates import Candidate, candidates, group_of
 from experiments.compare_tables import show
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
 from experiments.config.targets import plain
+from experiments.explain import bounds_of, ideal_ddp_s
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.arguments import with_lists

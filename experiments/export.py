@@ -19,11 +19,14 @@ docs/export.md has a loader of 20 lines that needs only torch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from launch.place import require_alone
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -32,15 +35,16 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
-from experiments import flags
-from experiments.fsdp2.document import predicted_document
+from experiments.fsdp2 import predicted_document
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.sizes import MIB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file of the plan that the command line names. Return the exit code, 2 for an unusable plan."""
-    parser = flags.parser("export", __doc__)
+    require_alone("mdcs export")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="mdcs export", description=__doc__, formatter_class=form)
     parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
     parser.add_argument(
         "--to", type=Path, metavar="FILE", help="the file to write; default: fsdp2.json beside the plan"

@@ -7,14 +7,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
 
+from launch.place import require_alone
+
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from experiments import flags
 from experiments.job.submission import settled
 from hydra_plugins import _mdcs_jobs as jobs
 from launch import status
@@ -22,7 +24,9 @@ from launch import status
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table, or replace this process by `tail`. Return the exit code: 2 where there is nothing to show."""
-    parser = flags.parser("jobs", __doc__)
+    require_alone("mdcs jobs")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="mdcs jobs", description=__doc__, formatter_class=form)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--log", metavar="RUN[:RANK]")
     parser.add_argument("-f", "--follow", action="store_true")

@@ -31,8 +31,8 @@ from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
 from experiments import explain
-from experiments.bounds import bounds_of, ideal_ddp_s
 from experiments.config.schema import Config
+from experiments.explain import bounds_of, ideal_ddp_s
 from experiments.job import app, batch
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks

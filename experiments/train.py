@@ -24,7 +24,7 @@ from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.events import command_began
 from experiments.job.profiles import Profiles
-from experiments.job.report import report
+from experiments.job.sweep import report
 from launch.elastic import Warm
 
 

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import network, orphans, status
-from launch.rank import reason_of, report_of
-from launch.reserved import ReservedFile
+from launch.rank import ReservedFile, reason_of, report_of
 from launch.status import Status
 
 ATTEMPTS = "attempts"

@@ -17,7 +17,6 @@ import traceback
 from pathlib import Path
 
 from launch import orphans, status
-from launch.reserved import ReservedFile
 
 AGENT_PID = "MDCS_AGENT_PID"
 _MOST = 4000  # characters of a message or a traceback; the rank's log has the full text
@@ -81,3 +80,33 @@ if __name__ == "__main__":
         sys.stderr.flush()
     if code:
         os._exit(code)  # at once: a thread that waits for a failed message must not keep a failed rank alive
+
+
+class ReservedFile:
+    """Disk space for `size` bytes at `path`. The file appears there as a whole when it is written, padded with blanks.
+
+    One process writes the file; any process may have reserved the space before. File systems that copy on write may
+    lack the space despite the reservation.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self._part, self._size = path, path.with_name(f"{path.name}.part"), size
+
+    def take(self) -> None:
+        """Reserve the space. Raises OSError when the disk is full."""
+        self._fill(b"")
+
+    def write(self, text: str) -> None:
+        """Write the file, once. A text longer than `size` needs more disk space."""
+        self._fill(text.encode())
+        self._part.replace(self.path)
+
+    def give_back(self) -> None:
+        """Free the space if the file was not written."""
+        self._part.unlink(missing_ok=True)
+
+    def _fill(self, data: bytes) -> None:
+        data = data.ljust(self._size)
+        with open(self._part, "r+b" if self._part.exists() else "xb", buffering=0) as file:  # "wb" would free the room
+            while data:
+                data = data[file.write(data) :]

@@ -23,12 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config.commands import OWN
 from experiments.config.errors import explain
 from experiments.config.files import CONF
-from experiments.config.measured import with_profile
+from experiments.config.identity import with_profile
 from experiments.config.rules import check
 from experiments.config.schema import OPTION_GROUPS, Config, ConfigError, register, schema
 from experiments.config.started import adapted
 from experiments.config.targets import TARGET, make, plain
-from experiments.tasks.auto import Auto
+from experiments.tasks.builtin import Auto
 from mdcs.planner.recompute import KEEP
 from mdcs.planner.registry import decides_schedule
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from experiments.config.schema import Config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from experiments.config import targets
+from experiments.config.schema import ClusterConfig, Config, ConfigError, LinkConfig
 from experiments.config.targets import TARGET, plain
 from launch import network
 from mdcs.options import options, shown
 from mdcs.planner.recompute import AUTO, KEEP
 from mdcs.profile import cache
+from mdcs.profile.schema import Profile
 
 CODE = "code"
 """Last part of the key for the hash of a group's code."""
@@ -101,3 +111,93 @@ def device_name(config: Config) -> str:
 
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return cache.processor()
+
+
+_EMULATED = re.compile(r"emulated (?P<rate_gbit>\S+) Gbit/s (?P<latency_us>\S+) us (?P<depth>\S+) in flight")
+
+
+def with_profile(composed: DictConfig, said: Sequence[str], like: str | None = None) -> DictConfig:
+    """Return the composed config with what `profile.path`, or else `like`, says and the overrides `said` do not.
+
+    These are model, data, optimizer, precision, ranks, hosts, network and link. An experiment says the first four
+    itself. A file that is missing or no profile changes nothing: the checks refuse it. Raises ConfigError for a profile
+    of a class that is not here, e.g. because it has another name now.
+    """
+    path = OmegaConf.select(composed, "profile.path") or like
+    try:
+        profile = Profile.from_json(Path(str(path)).read_text(encoding="utf-8"))
+    except (OSError, ValueError, AttributeError):
+        return composed
+    about, keys = (
+        {"cluster.ranks": str(profile.world), **profile.about},
+        {each.partition("=")[0].lstrip("+~") for each in said},
+    )
+    made = composed.copy()
+    with read_write(made), open_dict(made):
+        if "experiment" not in keys:
+            for group in ("model", "data", "optimizer"):
+                if group in about and group not in keys:
+                    try:
+                        made[group] = _option(group, made[group], about, keys)
+                    except ConfigError as error:
+                        told = f"{path} was measured with other code than is here: leave it out to measure anew"
+                        raise ConfigError("profile.path", f"{told} ({error})") from error
+            for key in ("run.precision", "run.grad_precision"):
+                if key in about and key not in keys:
+                    OmegaConf.update(made, key, about[key])
+        if "link" not in keys:
+            _take(made.link, "link", LinkConfig(), _link(about.get("link", "")), keys)
+        cluster = {"ranks": int(about["cluster.ranks"])} if "cluster" in keys else _cluster(about, made.link.name)
+        _take(made.cluster, "cluster", ClusterConfig(), cluster, keys)
+    return made
+
+
+def _take(group: DictConfig, name: str, usual: Any, values: dict[str, Any], keys: set[str]) -> None:
+    """Set the values that nobody has said, neither an override nor a file."""
+    for key, value in values.items():
+        if f"{name}.{key}" not in keys and group[key] == getattr(usual, key):
+            group[key] = value
+
+
+def _option(group: str, given: DictConfig, about: dict[str, str], keys: set[str]) -> dict[str, Any]:
+    own = {key.removeprefix(f"{group}."): text for key, text in about.items() if key.startswith(f"{group}.")}
+    cls = targets.load(group, about[group], own)
+    told: Any = OmegaConf.to_container(given, resolve=True)
+    values = (
+        {key: value for key, value in told.items() if key != "name"} if told.get(targets.TARGET) == about[group] else {}
+    )
+    profiled = {name for name, field in options(cls).items() if field.metadata.get("profiled", True)}
+    known = {name: _value(text) for name, text in own.items() if name in profiled}
+    if "name" in options(cls):
+        known["name"] = own.get("name", cls.__name__)
+    asked = {name: told[name] for name in told if any(f"{key}.".startswith(f"{group}.{name}.") for key in keys)}
+    return values | known | asked | {targets.TARGET: about[group]}
+
+
+def _link(text: str) -> dict[str, Any]:
+    """Keys of the group link, from the text of a profile's identity."""
+    found = _EMULATED.fullmatch(text)
+    return {"name": "emulated", **{key: _value(each) for key, each in found.groupdict().items()}} if found else {}
+
+
+def _cluster(about: dict[str, str], link: str) -> dict[str, Any]:
+    """Keys of the group cluster, from a profile's identity. An emulated link stands in for hosts and their network."""
+    found: dict[str, Any] = {"ranks": int(about["cluster.ranks"])}
+    if about.get("backend") == "nccl":
+        found["device"] = "cuda"
+    if "emulated" in about:
+        return found | {"name": "emulated", "rank": int(about["emulated"].removeprefix("rank "))}
+    if link == "emulated":
+        return found
+    nodes = int(about["hosts"]) if about.get("hosts") else None
+    if rate := about.get("shaped_link"):
+        return found | {"name": "shaped", "rate_gbit": float(rate.partition(" ")[0]), "nodes": nodes}
+    return found | ({"name": "joined", "nodes": nodes, "network": about.get("network") or None} if nodes else {})
+
+
+def _value(text: str) -> Any:
+    """The value that `mdcs.options.shown` has shown."""
+    try:
+        return OverridesParser.create().parse_override(f"value={text}").value()
+    except HydraException:
+        return text

@@ -23,8 +23,7 @@ import analysis
 from analysis.events import METRICS, read_events
 from experiments.config.checks import as_mapping
 from experiments.config.schema import Config
-from experiments.trackers.aside import Aside
-from experiments.trackers.tracker import Event, Shown
+from experiments.trackers.tracker import Aside, Event, Shown
 
 if TYPE_CHECKING:
     import pandas as pd  # ranks, and programs that only say what is wrong, need not wait for this import

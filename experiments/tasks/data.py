@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens, described
-from experiments.tasks.samples import MASK, Arrays, Samples, Stream, random
+from experiments.tasks.inputs import MASK, Arrays, Images, Inputs, Pairs, Samples, Stream, Tokens, described, random
 from mdcs.options import Checked, option
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a data set is chosen before any process starts

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import Data
+from experiments.tasks.data import Data, token_samples
+from experiments.tasks.inputs import Arrays, Inputs, Pairs, Samples, Tokens
 from mdcs.options import OptionError, option
 
 _HELD_OUT = ("validation_matched", "validation", "test")
@@ -46,7 +47,7 @@ class Named(Data):
     def require_tokenizer(self, vocabulary: int) -> None:
         """Raise ValueError for a model whose vocabulary has not all tokens of the tokenizer."""
         if self.tokenizer is not None:
-            super().require_vocabulary(len(tokenizer(self.tokenizer)), vocabulary)
+            super().require_vocabulary(len(tokenizer_of(self.tokenizer)), vocabulary)
 
 
 def is_local(name: str) -> bool:
@@ -55,7 +56,7 @@ def is_local(name: str) -> bool:
 
 
 @lru_cache(maxsize=4)
-def rows(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, bool]:
+def rows_of(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, bool]:
     """The rows of a split, and whether they are a split of the source's own. Raises ValueError if they cannot be read.
     """
     import datasets
@@ -90,7 +91,7 @@ def split(indices: NDArray[np.int64], held_out: bool, one_in: int) -> NDArray[np
 
 
 @lru_cache(maxsize=1)
-def tokenizer(name: str) -> Any:
+def tokenizer_of(name: str) -> Any:
     """A tokenizer of transformers. Raises OptionError if there is none."""
     from transformers import AutoTokenizer
 
@@ -98,3 +99,126 @@ def tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, local_files_only=is_local(name))
     except Exception as error:  # as above
         raise OptionError("tokenizer", f"{name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+_TEXT_ONE_IN, _PAIRS_ONE_IN = 10, 5
+"""Held out of a source without splits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Named):
+    """Windows of the texts of a column. Raises OptionError without a path."""
+
+    name, gives, vocabulary = "text", Tokens, 256
+
+    subset: str | None = option(None, "which of the data sets of that name", profiled=False)
+    column: str = option("text", "the column that is read", profiled=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is None:
+            raise OptionError("path", "is needed: a name on the hub, or a file or folder here")
+
+    def samples(self, inputs: Inputs, held_out: bool) -> Samples:
+        """Windows of the texts, one after another and across rows; the last, if short, is left out. In a source without
+        splits, every tenth window is held out.
+        """
+        import datasets
+        import pyarrow as pa
+
+        assert isinstance(inputs, Tokens) and self.path is not None
+        self.require_tokenizer(inputs.vocabulary)
+        found, has_splits = rows_of(self.path, held_out, self.subset)
+        require_columns(self.path, found, self.column)
+        made = found.map(
+            partial(_text_tokens, self.tokenizer, self.column), batched=True, remove_columns=found.column_names,
+            features=datasets.Features(tokens=datasets.Sequence(datasets.Value("int32"))),
+        )  # fmt: skip
+        # One array over all rows: a view of the files that `map` has written.
+        tokens = pa.chunked_array([rows.flatten() for rows in made.data.column("tokens").chunks], pa.int32())
+        chosen = np.arange(max(0, (len(tokens) - 1) // inputs.sequence))
+        if not has_splits:
+            chosen = split(chosen, held_out, _TEXT_ONE_IN)
+        return token_samples(len(chosen), partial(_windows, tokens, inputs.sequence, chosen), inputs, self.seed)
+
+
+def _text_tokens(tokenizer: str | None, column: str, rows: dict[str, list[str]]) -> dict[str, Any]:
+    """The tokens of these rows, as one row."""
+    if tokenizer is None:
+        return {
+            "tokens": [np.frombuffer("".join(f"{row}\n" for row in rows[column]).encode(), np.uint8).astype(np.int32)]
+        }
+    made = tokenizer_of(tokenizer)
+    end = [] if made.eos_token_id is None else [made.eos_token_id]
+    return {"tokens": [[token for ids in made(rows[column])["input_ids"] for token in [*ids, *end]]]}
+
+
+def _windows(tokens: Any, sequence: int, chosen: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Windows of `sequence` tokens and the next one: [batch, sequence + 1]."""
+    starts = chosen[indices] * sequence
+    return np.stack([tokens.slice(start, sequence + 1).to_numpy() for start in starts]).astype(np.int64)
+
+
+SHIPPED = Path(__file__).with_name("nli.jsonl")
+PAD, CLS, SEP = 256, 257, 258
+Encode = Any
+"""(premises, hypotheses, sequence) → the arrays of a batch, without labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nli(Named):
+    """Pairs of sentences; without a path, those of a small file of this repository. Without a tokenizer, tokens are
+    bytes and three special ones.
+    """
+
+    name, gives, classes, vocabulary = "nli", Pairs, 3, SEP + 1
+
+    def samples(self, inputs: Inputs, held_out: bool) -> Samples:
+        """All samples of a split. In a source without splits, every fifth row is held out."""
+        assert isinstance(inputs, Pairs)
+        self.require_tokenizer(inputs.vocabulary)
+        rows, indices, labels = _pairs(self.path or str(SHIPPED), held_out)
+        encode = _bytes if self.tokenizer is None else partial(_pair_tokens, tokenizer_of(self.tokenizer))
+        return Samples(len(indices), partial(_pair_arrays, rows, indices, labels, encode, inputs.sequence))
+
+
+@lru_cache(maxsize=2)
+def _pairs(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of the source, the indices of the split's rows, and their labels. Raises ValueError if unreadable."""
+    rows, has_splits = rows_of(path, held_out)
+    require_columns(path, rows, "premise", "hypothesis", "label")
+    labels = np.asarray(rows["label"], dtype=np.int64)
+    indices = np.flatnonzero((labels >= 0) & (labels < Nli.classes))
+    if not has_splits:
+        indices = split(indices, held_out, _PAIRS_ONE_IN)
+    return rows, indices, labels[indices]
+
+
+def _pair_arrays(
+    rows: Any, indices: NDArray[np.int64], labels: NDArray[np.int64], encode: Encode, sequence: int,
+    chosen: NDArray[np.int64], epoch: int,
+) -> Arrays:  # fmt: skip
+    batch = rows[indices[chosen].tolist()]
+    return {**encode(batch["premise"], batch["hypothesis"], sequence), "labels": labels[chosen]}
+
+
+def _bytes(premises: list[str], hypotheses: list[str], sequence: int) -> Arrays:
+    """Encode as [CLS] premise [SEP] hypothesis [SEP] and padding. The longer sentence is cut first."""
+    shape = (len(premises), sequence)
+    ids, kinds, mask = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for row, (premise, hypothesis) in enumerate(zip(premises, hypotheses, strict=True)):
+        first, second = list(premise.encode()), list(hypothesis.encode())
+        half = (sequence - 3) // 2
+        first = first[: max(half, sequence - 3 - len(second))]
+        second = second[: sequence - 3 - len(first)]
+        whole = [CLS, *first, SEP, *second, SEP]
+        ids[row, : len(whole)] = whole
+        kinds[row, len(first) + 2 : len(whole)] = 1
+        mask[row, : len(whole)] = 1
+    return {"input_ids": ids, "token_type_ids": kinds, "attention_mask": mask}
+
+
+def _pair_tokens(tokenizer: Any, premises: list[str], hypotheses: list[str], sequence: int) -> Arrays:
+    made = tokenizer(premises, hypotheses, truncation=True, padding="max_length", max_length=sequence,
+                     return_token_type_ids=True, return_tensors="np")  # fmt: skip
+    return {name: made[name].astype(np.int64) for name in ("input_ids", "token_type_ids", "attention_mask")}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from numpy.random import Generator
+
 
 MASKED_SHARE = 0.15
 """Share of a sequence's positions that a masked language model predicts (BERT, Devlin et al. 2019)."""
@@ -102,3 +107,41 @@ Inputs = Tokens | Images | Pairs | Sampled
 def described(inputs: object) -> str:
     """Describe a model's inputs for messages: in words, or by the name of their class."""
     return str(getattr(inputs, "what", type(inputs).__name__))
+
+
+SHUFFLE, MASK, CONTENT, SPLIT = range(4)
+"""One word of the seed sequence per purpose. So an epoch's shuffle and its masks are independent."""
+
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A split of a data set: the number of samples, and `at(indices, epoch)`, which returns the arrays of one batch."""
+
+    count: int
+    at: Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A split that is read in its own order.
+
+    - samples: an iterable, read anew in every epoch.
+    - batch: samples → the arrays of one batch.
+    """
+
+    samples: Any
+    batch: Callable[[list[Any]], Any]
+
+
+@lru_cache(maxsize=2)
+def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The samples of an epoch in their order."""
+    return random(seed, SHUFFLE, epoch).permutation(count)
+
+
+def random(seed: int, *words: int) -> np.random.Generator:
+    """A random generator for a seed and a purpose, independent of other purposes."""
+    return np.random.default_rng([seed, *words])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from experiments.tasks.samples import Arrays, Samples, Stream, order
+from experiments.tasks.inputs import Arrays, Samples, Stream, order
 
 
 @dataclass(frozen=True)

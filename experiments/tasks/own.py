@@ -21,10 +21,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.tasks.data import Data
-from experiments.tasks.inputs import Inputs, Tokens
+from experiments.tasks.inputs import Inputs, Samples, Stream, Tokens
 from experiments.tasks.model import Model
 from experiments.tasks.optimizers import Optimizer
-from experiments.tasks.samples import Samples, Stream
 from mdcs.options import Checked, OptionError, option, shown
 
 if TYPE_CHECKING:

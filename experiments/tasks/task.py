@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from experiments.tasks.builtin import Synthetic
 from experiments.tasks.data import IGNORED
 from experiments.tasks.inputs import Inputs
-from experiments.tasks.synthetic import Synthetic
 
 Batch = dict[str, Tensor]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import markdown
+from analysis.table import markdown
 from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, predicted_values, train_values
 
 FOLDER = "tensorboard"
@@ -67,7 +67,7 @@ class TensorBoardMirror(Mirror):
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Add the table as Markdown."""
-        self._writer.add_text("runs", markdown.table(columns, rows))
+        self._writer.add_text("runs", markdown(columns, rows))
 
     def finish(self, ok: bool) -> None:
         """Close the event file."""

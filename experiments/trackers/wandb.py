@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.aside import one_line
-from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, predicted_values, train_values
+from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, one_line, predicted_values, train_values
 from mdcs.options import option
 
 STEP = "train/step"

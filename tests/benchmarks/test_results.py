@@ -9,9 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import benchmarks.pictures
 from analysis import pictures
 from benchmarks import results
-from benchmarks.results_page import newest, page, predictions, runs
+from benchmarks.results import newest, page, predictions, runs
 from experiments.config import checks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -93,7 +94,7 @@ def test_a_comparison_of_plans_alone_has_a_table_for_each_budget(result):
 
 
 def test_pictures_have_a_panel_per_measurement_and_a_point_per_run(result):
-    figure = pictures.time_over_memory([("one", runs(result)), ("two", runs(result))])
+    figure = benchmarks.pictures.time_over_memory([("one", runs(result)), ("two", runs(result))])
     words = "fastest: ddp: 900.0 ms (95 % of 3 runs: 900.0 to 1100); 2 of 3 others within that: noise decides"
     assert [" ".join(axes.get_title("left").split("\n")) for axes in figure.axes] == [f"one {words}", f"two {words}"]
     points = pd.DataFrame(predictions([result]), columns=["series", "predicted", "measured"])

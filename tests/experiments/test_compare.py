@@ -13,9 +13,9 @@ import yaml
 import mdcs
 from analysis.events import METRICS
 from experiments import compare
-from experiments.bounds import Bounds
 from experiments.config.checks import compose_config, composing
 from experiments.config.files import CONF, groups
+from experiments.explain import Bounds
 from experiments.job import run as jobs
 from experiments.job.events import job_event, start_event
 from experiments.job.tracking import JsonLines

@@ -6,16 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+import mdcs
 from experiments import explain
-from experiments.explain import ScheduleChoice, binding_slot, choices, kept_activations, schedule_choice
+from experiments.explain import ScheduleChoice, binding_slot, bounds_of, choices, ideal_ddp_s, kept_activations, schedule_choice
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler
+from mdcs.planner.registry import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers import Fusion, Wfbp
 from mdcs.planner.strategies import Greedy
+from mdcs.profile.link import Contention
+from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link, planned, recomputable
@@ -111,3 +114,26 @@ def test_where_all_is_recomputed_nothing_is_left_to_free() -> None:
     kept = kept_activations(planned(profile, "dp"))
     assert kept is not None and (kept.units, kept.frees_bytes, kept.costs_s) == (1, 0, 0.5)
     assert kept.step_s is not None and kept.step_s >= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
+    profile = job(seed)
+    for budget in (None, int(mdcs.floor_bytes(profile) * 1.1)):
+        for name in ("sequential", "priority", "fusion"):
+            plan = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget)
+            bounds = bounds_of(plan)
+            assert plan.prediction is not None
+            assert plan.prediction.compute_s * (1 - 1e-6) <= bounds.traffic_s <= bounds.structural_s
+            assert bounds.structural_s <= plan.prediction.step_s * (1 + 1e-6)
+
+
+def test_an_ideal_ddp_waits_for_nothing_but_the_link_and_the_update() -> None:
+    update = Optimizer(seconds_per_element=1 / 64)
+    slow = Contention(compute_per_message=1.0, dispatch_seconds=1.0)
+    profile = replace(chain(64, 64, 64, link=link(1 / 64, alpha=0.5), optimizer=update), contention=slow)
+    # All are 256 bytes, 4 s on the link. 2 s until the first gradients, 12 s of messages, 3 s of updates, 3 s of forward.
+    assert ideal_ddp_s(profile) == pytest.approx(2 + 12 + 3 + 3)
+    assert ideal_ddp_s(replace(profile, link=link(0.0))) == pytest.approx(6 + 3 + 3)
+    assert ideal_ddp_s(profile, micro_steps=2) == pytest.approx(9 + 2 + 12 + 3 + 3)

@@ -18,7 +18,7 @@ from experiments.job import frozen, record, submission
 from experiments.job import run as jobs
 from experiments.job.events import provenance
 from experiments.job.resolved import with_absolute_paths
-from experiments.tasks.text import Text
+from experiments.tasks.hub import Text
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
 from launch.claim import claim

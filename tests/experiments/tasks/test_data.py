@@ -15,13 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from experiments.tasks.builtin import Digits, StdlibBytes, Synthetic, text
 from experiments.tasks.data import IGNORED, Data
-from experiments.tasks.digits import Digits
+from experiments.tasks.hub import CLS, PAD, SEP, SHIPPED, Nli, Text
 from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens
-from experiments.tasks.nli import CLS, PAD, SEP, SHIPPED, Nli
-from experiments.tasks.stdlib_bytes import StdlibBytes, text
-from experiments.tasks.synthetic import Synthetic
-from experiments.tasks.text import Text
 
 TEXT = Tokens(sequence=32)
 MASKED = Tokens(sequence=40, masked=True)
@@ -142,7 +139,7 @@ def test_workers_change_no_batch_and_draw_nothing_from_torch_s_generator() -> No
 @pytest.fixture
 def numbered(monkeypatch: pytest.MonkeyPatch) -> int:
     """100 samples of one byte each, whose content is their index."""
-    monkeypatch.setattr("experiments.tasks.stdlib_bytes.text", lambda **_: np.arange(101, dtype=np.uint8))
+    monkeypatch.setattr("experiments.tasks.builtin.text", lambda **_: np.arange(101, dtype=np.uint8))
     return 100
 
 
@@ -169,7 +166,7 @@ def samples_seen(epoch: int, rank: int, world: int, batch_size: int, seed: int) 
 )
 def test_no_sample_is_seen_twice_in_an_epoch(seed: int, world: int, batch_size: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.tasks.stdlib_bytes.text", lambda **_: np.arange(101, dtype=np.uint8))
+        patch.setattr("experiments.tasks.builtin.text", lambda **_: np.arange(101, dtype=np.uint8))
         seen = [i for rank in range(world) for i in samples_seen(epoch, rank, world, batch_size, seed)]
     assert len(seen) == len(set(seen)) == 100 // (world * batch_size) * world * batch_size
     assert set(seen) <= set(range(100))

@@ -14,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from experiments.config import files, targets
 from experiments.config.schema import ConfigError
+from experiments.tasks.builtin import Digits, StdlibBytes
 from experiments.tasks.data import IGNORED
-from experiments.tasks.digits import Digits
 from experiments.tasks.model import Model
-from experiments.tasks.stdlib_bytes import StdlibBytes
 from experiments.tasks.task import Task, cross_entropy
 
 SMALL: list[tuple[str, dict[str, Any]]] = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments.tasks import waiting
-from experiments.tasks.timed import Timed
+from experiments.tasks.model import Timed
 from mdcs.sizes import MIB
 
 

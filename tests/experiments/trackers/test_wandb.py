@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.trackers import wandb as tracked
-from experiments.trackers.aside import Aside
-from experiments.trackers.tracker import Shown
+from experiments.trackers.tracker import Aside, Shown
 from experiments.trackers.wandb import Wandb, default_mode
 from tests.experiments.trackers.offline import Read
 

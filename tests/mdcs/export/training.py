@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mdcs
-from experiments.fsdp2.document import predicted_document
+from experiments.fsdp2 import predicted_document
 from mdcs.export.document import document
 from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
 from mdcs.plan.plan import Plan

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.trackers import aside
-from experiments.trackers.aside import Aside
-from experiments.trackers.tracker import Mirror
+from experiments.trackers import tracker as aside
+from experiments.trackers.tracker import Aside, Mirror
 
 
 class Broken(Exception):

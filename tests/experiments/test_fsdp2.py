@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from experiments.fsdp2.document import predicted_document
-from experiments.fsdp2.memory import MemoryWalk
-from experiments.fsdp2.step_prediction import best_steps, fsdp2_plan
+from experiments.fsdp2 import MemoryWalk, best_steps, fsdp2_plan, predicted_document
 from mdcs.export.document import document, groups_of, prefetch_lists
 from mdcs.planner.schedulers import Dear
 from mdcs.profile.link import Collectives, Kind

@@ -1,10 +1,11 @@
-"""Engines side by side, a panel per budget: where step time went, its bounds, and what else was measured in words."""
+"""Side by side: engines under budgets, algorithms of collectives, and predictions with what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -99,3 +100,53 @@ def _notes(document: Mapping[str, Any]) -> str:
     if not losses["equal"]:
         return words + "losses are NOT equal"
     return words + f"losses are equal (greatest relative difference {max(losses['differences'].values()):.1g})"
+
+
+@style.styled
+def collectives(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int], title: str) -> Figure:
+    """Plot of seconds per message over its size, both logarithmic: axes per operation, a line per algorithm.
+
+    ``seconds`` of a row is by size.
+    """
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    looks = style.palette(row["algorithm"] for row in rows)
+    figure = style.new_figure(9.2, 3.4, title)
+    for axes, operation in zip(figure.subplots(1, len(operations), sharey=True), operations, strict=True):
+        for row in rows:
+            if row["operation"] == operation:
+                axes.loglog(sizes, [s * 1e3 for s in row["seconds"]], **looks[row["algorithm"]])
+        axes.set_title(operation.replace("_", "-"))
+        axes.set_xticks(sizes, list(map(size_label, sizes)))
+        axes.minorticks_off()
+    figure.axes[0].set_ylabel("ms")
+    style.legend_below(figure, style.series_handles(looks))
+    return figure
+
+
+def size_label(size: int) -> str:
+    """Bytes of a message in whole KiB or MiB, for a tick or a column."""
+    return f"{size >> 10}K" if size < MIB else f"{size >> 20}M"
+
+
+@style.styled
+def predictions(title: str, unit: str, points: pd.DataFrame) -> Figure:
+    """Measured over predicted, with a band of ± 10 %. `points` has a row per run: series, predicted and measured, and,
+    where it is known, low and high of what was measured.
+    """
+    looks = style.palette(points["series"])
+    figure = style.new_figure(5.4, 4.6, f"{title}, N = {len(points)}")
+    axes = figure.subplots()
+    for name, rows in points.groupby("series"):
+        bars = [rows["measured"] - rows["low"], rows["high"] - rows["measured"]] if "low" in rows else None
+        how: dict[str, Any] = {"ls": "", "ms": 5, "alpha": 0.75, "elinewidth": 0.8, "capsize": 2, **looks[str(name)]}
+        axes.errorbar(rows["predicted"], rows["measured"], bars, **how)
+    both = points[["predicted", "measured"]]
+    ends = [0.95 * both.min(axis=None), 1.05 * both.max(axis=None)]
+    axes.plot(ends, ends, color=style.GREY, lw=1)
+    band = axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#E4E4E4", zorder=0)
+    band.set_label("± 10 %")
+    axes.grid(visible=True, axis="both")
+    axes.set_xlabel(f"predicted ({unit})")
+    axes.set_ylabel(f"measured ({unit})")
+    style.legend_below(figure, [*style.series_handles(looks), band])
+    return figure

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.reserved import ReservedFile
+from launch.rank import ReservedFile
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = """
 import os, pathlib, resource, sys
-from launch.reserved import ReservedFile
+from launch.rank import ReservedFile
 file = ReservedFile(pathlib.Path(sys.argv[1]), 4096)
 file.take()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # from here on no file may grow beyond what there is

@@ -160,34 +160,6 @@ class ModelState:
         """Load a plain loop's ``state_dict()`` of this optimizer. Collective where there are several optimizers."""
         self._load([(optimizer, saved)])
 
-    def watch_gradients(self, *units: str) -> None:
-        """Keep the gradients that these units (by name) are updated with, from now on; no names: keep none. Costs their
-        bytes.
-
-        Raises ValueError for a unit that is frozen or not in the plan.
-        """
-        named = {s.name: u for u, s in enumerate(self._engine.storages) if s.trainable}
-        for name in units:
-            if name not in named:
-                raise ValueError(f"watch_gradients({name!r}): give one of {', '.join(named)}")
-        self._engine.updates.captured_gradients = {named[name]: {} for name in units}
-
-    @without_autograd()
-    def gradients(self, unit: str) -> dict[str, Tensor]:
-        """Return by parameter the gradient of a watched unit's last update: averaged over ranks, clipped, unscaled,
-        whole.
-
-        Collective; drains first. Raises ValueError for a unit that is not watched, or was not updated since.
-        """
-        self._engine.drain("gradients()", needs_ranks=True)
-        for u, blocks in self._engine.updates.captured_gradients.items():
-            storage = self._engine.storages[u]
-            if storage.name == unit and len(blocks) == len(storage.blocks):
-                return self._engine.unsharder.gather_by_parameter(u, blocks)
-        raise ValueError(
-            f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it"
-        )
-
     def _can_drop(self) -> bool:
         """Return whether an iteration has gradients, no pass under way, and no updates yet."""
         sequencer = self._engine.sequencer

@@ -116,7 +116,6 @@ class Session(ModelState):
 
     def _change_plan(self, plan: Plan, call: str) -> None:
         engine = self._engine
-        watched = [engine.storages[u].name for u in engine.updates.captured_gradients]
         if self._checkpoints is not None:
             self._checkpoints.finish()
             self._checkpoints = None
@@ -131,7 +130,6 @@ class Session(ModelState):
             raise
         if self._wants_times:
             self._engine.recorder.begin_timing()
-        self.watch_gradients(*watched)
 
     def _count(self, steps: int) -> None:
         self._earlier, self._resumed_after = self._earlier + steps, self._resumed_after + steps

@@ -18,7 +18,7 @@ from mdcs.torch_compat import abort, nccl_keeps_buffers, without_autograd
 SIDE_PASS = "a pass without gradients (no_grad), torch.autograd.grad, or a pass in no_sync()"
 CALLS = (
     "a change of plans", "abandon()", "checkpoint()", "close()", "drain()", "evaluate()",
-    "a forward pass in evaluate()", "full_parameters()", "full_parameters(writeback=True)", "gradients()",
+    "a forward pass in evaluate()", "full_parameters()", "full_parameters(writeback=True)",
     "load_optimizer_state_dict()", "load_state_dict()", "optimizer_state_dict()", "resume()", "state_dict()",
     "the broadcast of buffers", SIDE_PASS,
 )  # fmt: skip

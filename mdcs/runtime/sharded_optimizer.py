@@ -209,8 +209,6 @@ class ShardedOptimizer:
         self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}
         self.forget()
-        # watched unit -> {block: gradient of its last update}
-        self.captured_gradients: dict[int, dict[int, Tensor]] = {}
         self._counts = [
             Counts(o) for o in dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)
         ]
@@ -326,9 +324,6 @@ class ShardedOptimizer:
                     runs = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
                 if self._clip_value is not None:
                     gradient.clamp_(-self._clip_value, self._clip_value)
-                captured = self.captured_gradients.get(part[0])  # looked up once: the loop may put another in its place
-                if captured is not None:
-                    captured[part[1]] = gradient.clone()
                 for run in runs:
                     # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message.
                     # Others go one by one, and no name holds a copy of a gradient while the next one is made.

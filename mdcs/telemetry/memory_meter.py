@@ -45,6 +45,8 @@ _SOURCE = Path(__file__).with_name("shim.c")
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHIM_TAGS = 16
+_READINGS = ("live", "peaks", "at_peak", "window")
+"""Readings of the shim, by their numbers there."""
 _BACKEND_THREADS = b"pt_gloo_runloop"  # gloo's native collectives allocate their copies in these threads
 _TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
 _TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
@@ -54,6 +56,7 @@ assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
 class Meter:
     """Counts the tensor bytes of this process. This base measures nothing: readings are None.
 
+    A meter restarts its peaks in `reset`, and in `window` those of the next window; each is independent of the other.
     ``disturbs``: whether a reading takes long enough to show in the time of a slot.
     """
 
@@ -73,22 +76,25 @@ class Meter:
 
     def live(self) -> Reading | None:
         """Return the bytes allocated now."""
-        return None
+        return self._read("live")
 
     def peaks(self) -> Reading | None:
         """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
-        return None
+        return self._read("peaks")
 
     def at_peak(self) -> Reading | None:
         """Return the bytes of each category at the instant of the total's peak, where categories are known."""
-        return self.peaks()
+        return self._read("at_peak")
 
     def window(self) -> Reading | None:
-        """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
-        return None
+        """Return the peaks (as `peaks`) since the previous call of `window`."""
+        return self._read("window")
 
     def reset(self) -> None:
         """Restart the peaks of `peaks` at the bytes that are live now."""
+
+    def _read(self, which: str) -> Reading | None:
+        return None
 
 
 class ShimMeter(Meter):
@@ -98,15 +104,10 @@ class ShimMeter(Meter):
     """
 
     def __init__(self) -> None:
-        shim = _shim()
+        shim, numbers = _shim(), ctypes.POINTER(ctypes.c_int64)
         self._set_tag = _function(shim, "mdcs_set_tag", ctypes.c_int, ctypes.c_int)
         self._retag = _function(shim, "mdcs_retag", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-        self._live = _function(shim, "mdcs_live", ctypes.c_int64, ctypes.c_int)
-        self._peak = _function(shim, "mdcs_peak", ctypes.c_int64, ctypes.c_int)
-        self._total_live = _function(shim, "mdcs_total_live", ctypes.c_int64)
-        self._total_peak = _function(shim, "mdcs_total_peak", ctypes.c_int64)
-        self._snapshot = _function(shim, "mdcs_snapshot", None, ctypes.POINTER(ctypes.c_int64))
-        self._window = _function(shim, "mdcs_window", None, ctypes.POINTER(ctypes.c_int64))
+        self._shim_reads = _function(shim, "mdcs_read", None, ctypes.c_int, numbers)
         self._reset_peaks = _function(shim, "mdcs_reset_peaks", None)
 
     def tag(self, category: str) -> AbstractContextManager[object]:
@@ -121,29 +122,14 @@ class ShimMeter(Meter):
         moved: int = self._retag(storage.data_ptr(), _TAGS[category])
         return max(0, moved)
 
-    def live(self) -> dict[str, int]:
-        """Return the bytes allocated now, by category and in total."""
-        return {name: self._live(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_live()}
-
-    def peaks(self) -> dict[str, int]:
-        """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
-        return {name: self._peak(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_peak()}
-
-    def at_peak(self) -> dict[str, int]:
-        """Return the bytes of each category at the instant of the total's peak; they add up to the total."""
-        out = (ctypes.c_int64 * _SHIM_TAGS)()
-        self._snapshot(out)
-        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: sum(out)}
-
-    def window(self) -> dict[str, int]:
-        """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
-        out = (ctypes.c_int64 * (_SHIM_TAGS + 1))()
-        self._window(out)
-        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: out[_SHIM_TAGS]}
-
     def reset(self) -> None:
         """Restart the peaks of `peaks` at the bytes that are live now."""
         self._reset_peaks()
+
+    def _read(self, which: str) -> Reading:
+        out = (ctypes.c_int64 * (_SHIM_TAGS + 1))()
+        self._shim_reads(_READINGS.index(which), out)
+        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: out[_SHIM_TAGS]}
 
 
 class CudaMeter(Meter):
@@ -165,25 +151,20 @@ class CudaMeter(Meter):
         self._peak = self._window_peak = 0
         self._meters.add(self)
 
-    def live(self) -> Reading:
-        """Return the total requested now (bytes)."""
-        return _only_total(self._requested("current"))
-
-    def peaks(self) -> Reading:
-        """Return the highest total since `reset` (bytes)."""
-        self._collect()
-        return _only_total(self._peak)
-
-    def window(self) -> Reading:
-        """Return the highest total since the previous call of `window` (bytes)."""
-        self._collect()
-        highest, self._window_peak = self._window_peak, 0
-        return _only_total(highest)
-
     def reset(self) -> None:
         """Restart the peak of `peaks` at the bytes that are live now; `window` keeps its own peak."""
         self._collect()
         self._peak = 0
+
+    def _read(self, which: str) -> Reading:
+        if which == "live":
+            total = self._requested("current")
+        else:
+            self._collect()
+            total = self._window_peak if which == "window" else self._peak
+            if which == "window":
+                self._window_peak = 0
+        return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}
 
     def _collect(self) -> None:
         # torch keeps one peak per device. Fold it into the run's peak and the window's peak of every meter, then
@@ -334,7 +315,3 @@ def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: ty
     function.restype = result
     function.argtypes = arguments
     return function
-
-
-def _only_total(total: int) -> Reading:
-    return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}

@@ -47,7 +47,7 @@ struct bytes {
 static pthread_mutex_t lock = PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
 static struct bytes live;
 static struct bytes peak;    /* since mdcs_reset_peaks */
-static struct bytes window;  /* peaks since the last mdcs_window */
+static struct bytes window;  /* peaks since the last reading of it */
 static struct bytes at_peak; /* live bytes when peak.total was last reached */
 static _Thread_local int current_tag;
 
@@ -311,13 +311,6 @@ EXPORT bool mdcs_adopt(void *pointer, int64_t bytes) {
 
 static bool valid(int tag) { return 0 <= tag && tag < TAGS; }
 
-static int64_t read_locked(const int64_t *counter) {
-    pthread_mutex_lock(&lock);
-    int64_t value = *counter;
-    pthread_mutex_unlock(&lock);
-    return value;
-}
-
 /* Tags what this thread allocates from now on; returns the tag before, or -1 (and changes nothing) for a
  * wrong tag. */
 EXPORT int mdcs_set_tag(int tag) {
@@ -356,18 +349,6 @@ EXPORT int64_t mdcs_retag(void *pointer, int tag) {
     return bytes;
 }
 
-EXPORT int64_t mdcs_live(int tag) { return valid(tag) ? read_locked(&live.tag[tag]) : -1; }
-EXPORT int64_t mdcs_peak(int tag) { return valid(tag) ? read_locked(&peak.tag[tag]) : -1; }
-EXPORT int64_t mdcs_total_live(void) { return read_locked(&live.total); }
-EXPORT int64_t mdcs_total_peak(void) { return read_locked(&peak.total); }
-
-/* Live bytes per tag at the instant of the total peak: they add up to it. */
-EXPORT void mdcs_snapshot(int64_t out[TAGS]) {
-    pthread_mutex_lock(&lock);
-    memcpy(out, at_peak.tag, sizeof at_peak.tag);
-    pthread_mutex_unlock(&lock);
-}
-
 EXPORT void mdcs_reset_peaks(void) {
     pthread_mutex_lock(&lock);
     peak = live;
@@ -375,11 +356,13 @@ EXPORT void mdcs_reset_peaks(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Peaks per tag, then of the total, since the previous call; the next window starts at what is live now. */
-EXPORT void mdcs_window(int64_t out[TAGS + 1]) {
+/* Reads bytes per tag, then of the total: those that are live (0), their peaks (1), those that were live at the
+ * instant of the total peak, which add up to it (2), or the peaks since the previous call with 3; the next window
+ * starts at what is live now. */
+EXPORT void mdcs_read(int which, int64_t out[TAGS + 1]) {
+    const struct bytes *read[] = {&live, &peak, &at_peak, &window};
     pthread_mutex_lock(&lock);
-    memcpy(out, window.tag, sizeof window.tag);
-    out[TAGS] = window.total;
-    window = live;
+    memcpy(out, read[which], sizeof live);
+    if (which == 3) window = live;
     pthread_mutex_unlock(&lock);
 }

@@ -134,36 +134,3 @@ def scale(strategy: str) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_a_loop_with_a_scaler_keeps_its_lines(two: Ranks, strategy: str):
     assert two.run(scale, strategy) == [[], []]
-
-
-class Replaced(dict[int, dict[int, torch.Tensor]]):
-    """Gradients of watched units, in whose place the loop puts none as soon as an update has looked for one."""
-
-    updates: Any
-
-    def get(self, unit: int, default: Any = None) -> Any:
-        self._replace(unit)
-        return super().get(unit, default)
-
-    def __contains__(self, unit: object) -> bool:
-        self._replace(unit)
-        return super().__contains__(unit)
-
-    def _replace(self, unit: object) -> None:
-        if unit == 0:
-            self.updates.captured_gradients = {}
-
-
-def watched_and_replaced() -> bool:
-    made, parallel = parallel_with("fsdp")
-    with parallel:
-        updates = parallel._engine.updates
-        watched = updates.captured_gradients = Replaced({0: {}})
-        watched.updates = updates
-        one_step(made, parallel)
-        parallel.drain()
-        return bool(watched[0]) and updates.captured_gradients == {}
-
-
-def test_watching_other_gradients_while_updates_run_fails_no_update(two: Ranks) -> None:
-    assert two.run(watched_and_replaced) == [True, True]

@@ -766,21 +766,6 @@ def test_the_backend_is_that_of_the_models_device(tmp_path, backend):
         dist.destroy_process_group()
 
 
-@on_two(*STRATEGIES)
-def gradients_on_purpose(strategy: str) -> list[str]:
-    made, plain = setup("tied"), setup("tied")
-    twin = Twin(plain.model, optimizer_for("adam", plain.model))
-    with parallel_for(Job("tied"), how(strategy), made) as (_, parallel, _):
-        parallel.watch_gradients("blocks.0", "embedding+head")
-        one_step(made, parallel)
-        made.loss(twin.ddp, made.batch(0, 0, dist.get_rank())).backward()
-        found = parallel.gradients("blocks.0") | parallel.gradients("embedding+head")
-        assert "watch_gradients('norm')" in said(lambda: parallel.gradients("norm"))
-        one_step(made, parallel, 1)
-    wanted = dict(plain.model.named_parameters())
-    return [n for n, g in found.items() if not torch.equal(g, wanted[n].grad)] + ([] if len(found) == 5 else [*found])
-
-
 @on_two(pytest.param("dp", "blocks", marks=pytest.mark.slow), ("fsdp", "blocks"), ("fsdp", "model"))
 def compiled_blocks_and_models(strategy: str, what: str) -> list[str]:
     job, made, plain = Job("tied", optimizer="plain sgd"), setup("tied"), setup("tied")

@@ -46,9 +46,8 @@ def test_masters_are_of_the_narrow_type_alone(two: Ranks, strategy: str) -> None
 def taken_out(strategy: str) -> dict[str, Any]:
     job = Job("mixed", steps=3)
     with parallel_for(job, How(strategy, "wfbp")) as (made, parallel, optimizer):
-        parallel.watch_gradients("blocks.0")
         train(job, made, parallel, optimizer)
-        state, gradients = parallel.state_dict(), parallel.gradients("blocks.0")
+        state = parallel.state_dict()
         with parallel.full_parameters(writeback=True):
             held = {name: p.detach().clone() for name, p in made.model.named_parameters()}
             with torch.no_grad():
@@ -59,8 +58,6 @@ def taken_out(strategy: str) -> dict[str, Any]:
     changed = "blocks.0.0.weight"
     return {
         "types": {name: state[name].dtype for name in types} == types == {n: p.dtype for n, p in model.named_parameters()},
-        "gradients": {name: g.dtype for name, g in gradients.items()} == {n: t for n, t in types.items() if n in gradients},
-        "moved": all(g.abs().sum() > 0 for g in gradients.values()),
         "held": all(torch.equal(held[name], state[name]) for name in held),
         "changed": all(torch.equal(later[name], state[name] + (name == changed)) for name in types),
         "closed": all(torch.equal(p, later[name]) for name, p in model.named_parameters()),

@@ -137,6 +137,41 @@ def run_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+class ModuleHook:
+    """A hook that torch.compile leaves out of what it compiles.
+
+    In a copy or pickle of the module it is a function of the standard library that does nothing: the copy drives no
+    plan, and a process without this package can load the pickle.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = _not_compiled(hook)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the hook."""
+        self._hook(*arguments)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+_WHOLE_GRAPHS = (
+    "mdcs sends messages before and after the forward of a unit, which no graph can hold. With fullgraph=True compile "
+    "what is "
+    'inside of a unit: wrap the compiled module itself, mdcs.ByClass(("OptimizedModule",)), or compile its forward, '
+    "block.forward = torch.compile(block.forward, fullgraph=True). Or leave fullgraph out"
+)
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return the hook excluded from torch.compile, with the reason for the graph break (torch 2.7 and later)."""
+    try:
+        disabled: Callable[..., None] = torch.compiler.disable(hook, reason=_WHOLE_GRAPHS)
+    except TypeError:
+        disabled = torch.compiler.disable(hook)
+    return disabled
+
+
 def operators(*names: str) -> dict[Any, list[str]]:
     """Return those of ATen's operators with these names that this torch has, each with the names of its arguments."""
     found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]

@@ -126,7 +126,7 @@ def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[
     """Write the config, the profile and the plan of a job with this batch."""
     job, plan = sized(config, planned.batch), planned.plan
     if profiled:
-        from mdcs.model.module_hooks import INPUTS  # late: importing torch takes seconds
+        from mdcs.profile.schema import INPUTS  # late: importing torch takes seconds
 
         job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
         about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mdcs.model.module_hooks import tensors_in
+from mdcs.model.aliases import tensors_in
 from mdcs.model.optimizers import parameters_of
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
-from mdcs.runtime import optimizer_state, state_dict
+from mdcs.runtime import optimizer_state, unshard
 from mdcs.runtime.engine import Engine
 from mdcs.torch_compat import without_autograd
 
@@ -53,9 +53,9 @@ class ModelState:
         Raises ValueError for an unknown name. Collective.
         """
         engine = self._engine
-        units = state_dict.units_of(self.model, engine.storages, names, "full_parameters()")
+        units = unshard.units_of(self.model, engine.storages, names, "full_parameters()")
         hold = functools.partial(
-            state_dict.full_parameters, engine.storages, engine.unsharder, units, keep=self._keeps(rank0_only),
+            unshard.full_parameters, engine.storages, engine.unsharder, units, keep=self._keeps(rank0_only),
             cpu=cpu, writeback=writeback, group=engine.groups.message_group,
         )  # fmt: skip
         call = f"full_parameters({'writeback=True' if writeback else ''})"
@@ -77,7 +77,7 @@ class ModelState:
         sizes = [storage.full_bytes for storage in engine.storages]
         fits, keep = engine.unsharder.fits(sum(sizes) + max(sizes)), self._keeps(rank0_only)
         with engine.recorder.pause():
-            state = state_dict.full_state_dict(
+            state = unshard.full_state_dict(
                 self.model, engine.storages, engine.unsharder, keep=keep, cpu=cpu or not fits
             )
         self._hand_out(state, fits)
@@ -91,7 +91,7 @@ class ModelState:
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
         self._engine.drain("load_state_dict()")
-        state_dict.load_full_state_dict(self.model, self._engine.storages, full)
+        unshard.load_full_state_dict(self.model, self._engine.storages, full)
 
     @without_autograd()
     def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> Any:
@@ -139,7 +139,7 @@ class ModelState:
             optimizer_state.load_options(optimizer.param_groups, saved)
         engine.optimizer_state.load(state)
 
-    # Calls of one of the optimizers (:class:`mdcs.runtime.optimizer_calls.Run`).
+    # Calls of one of the optimizers (:class:`mdcs.runtime.loop_access.Run`).
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RunError if the optimizer's options have changed since the iteration's updates."""

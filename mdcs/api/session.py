@@ -18,11 +18,11 @@ from mdcs.api.model_state import ModelState
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_passes import FirstPasses
-from mdcs.runtime import state_dict
+from mdcs.runtime import unshard
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.gradient_scaling import Scaler
-from mdcs.runtime.optimizer_calls import OptimizerCalls
+from mdcs.runtime.loop_access import OptimizerCalls
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.telemetry.timeline import Interval
 from mdcs.torch_compat import without_autograd
@@ -355,7 +355,7 @@ class Session(ModelState):
         """Return why a rank cannot have the whole model, and "" if it can."""
         plan = self.plan
         room = plan.budget - plan.reserve if self._was_in_pieces and plan.budget is not None else None
-        return state_dict.beyond_budget(self._engine.storages, self._engine.updates.updates, room)
+        return unshard.beyond_budget(self._engine.storages, self._engine.updates.updates, room)
 
     def _end(self, why: str, *, failed: bool = False) -> None:
         self._stop_listening()

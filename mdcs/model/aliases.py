@@ -1,4 +1,4 @@
-"""Memory that a model holds under two names: a plan can move only one of them.
+"""Memory that a model holds under two names: a plan can move only one of them. The tensors in a value.
 
 A run gives parameters memory of their own. A second parameter, a buffer or an attribute over the same memory would
 silently keep the first values. Overlaps are found by address, not by type.
@@ -184,3 +184,29 @@ def _overlap(a: _Region, b: _Region) -> bool:
         places = [taken.as_strided(r.tensor.shape, r.tensor.stride(), (r.begin - begin) // size) for r in (a, b)]
         places[0].fill_(True)
         return bool(places[1].any())
+
+
+# ---- tensors in a value
+
+_MOST_VISITED = 10_000  # objects looked into at most: one may refer to a whole program
+_WITHOUT_TENSORS = str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, nn.Module
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors [any shapes] in a value: in containers, and in attributes of objects of any class."""
+    visited: set[int] = set()  # objects may refer to themselves
+    queue = deque([value])
+    while queue and len(visited) < _MOST_VISITED:
+        each = queue.popleft()
+        if isinstance(each, Tensor):
+            yield each
+        elif not isinstance(each, _WITHOUT_TENSORS) and id(each) not in visited:
+            visited.add(id(each))
+            if isinstance(each, dict):
+                queue.extendleft(reversed(list(each.values())))
+            elif isinstance(each, (list, tuple)):
+                queue.extendleft(reversed(each))
+            else:
+                slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
+                names = [*getattr(each, "__dict__", ()), *slots]
+                queue.extendleft(getattr(each, name, None) for name in reversed(names))

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from mdcs.model.module_hooks import ModuleHook, tensors_in
+from mdcs.model.aliases import tensors_in
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.torch_compat import (
+    ModuleHook,
     at_end_of_backward,
     backward_pass,
     base_of,

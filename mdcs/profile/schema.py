@@ -19,6 +19,8 @@ from mdcs.profile.recompute import RecomputeOption, check_options
 from mdcs.sizes import MIB
 
 SCHEMA = 7
+INPUTS = "inputs"
+"""Key of ``Profile.about``: sizes of the profiled batch, in words."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mdcs.model.module_hooks import INPUTS, from_words
 from mdcs.profile.recompute import RecomputeOption
-from mdcs.profile.schema import Profile, Slot
+from mdcs.profile.schema import INPUTS, Profile, Slot
+from mdcs.runtime.activation_excess import from_words
 
 Use = tuple[int, str, int]
 """Unit, phase, and how often the unit came before in this phase."""

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdcs.model.module_hooks import ModuleHook
 from mdcs.profiler.job_identity import described
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.parameter_access import WITH_GRADIENTS
+from mdcs.runtime.loop_access import WITH_GRADIENTS
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading
-from mdcs.torch_compat import backward_pass, in_function_forward, version_of, without_torch_function
+from mdcs.torch_compat import ModuleHook, backward_pass, in_function_forward, version_of, without_torch_function
 
 
 class FirstPasses:

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard, only_reads
 from mdcs.model.hooks import Hooks
-from mdcs.model.module_hooks import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, UpdatePart, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused, dtype_name
 from mdcs.profile.link import Collectives, Link
 from mdcs.profile.recompute import RecomputeOption
-from mdcs.profile.schema import Optimizer, Profile, Unit
+from mdcs.profile.schema import INPUTS, Optimizer, Profile, Unit
 from mdcs.profiler.alias_tracker import AliasTracker
 from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.model_snapshot import preserve_model
@@ -35,6 +34,7 @@ from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.running_steps import watching
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
+from mdcs.runtime.activation_excess import BatchSizes, in_words
 from mdcs.runtime.executor import execution_on
 from mdcs.telemetry.memory_meter import Meter, current_meter
 

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mdcs.model.module_hooks import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import Updates
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.profile.schema import Profile
+from mdcs.profile.schema import INPUTS, Profile
 from mdcs.profiler.alias_tracker import UseTracker, storage_of
 from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.unit_tensors import UnitTensors
+from mdcs.runtime.activation_excess import BatchSizes, in_words
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading

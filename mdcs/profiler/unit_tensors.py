@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdcs.model.module_hooks import ModuleHook, tensors_in
+from mdcs.model.aliases import tensors_in
 from mdcs.model.units import ModelUnit
-from mdcs.torch_compat import StorageWeakRef
+from mdcs.torch_compat import ModuleHook, StorageWeakRef
 
 
 class UnitTensors:

@@ -3,8 +3,8 @@
 - ``engine``: the parts of a run, and what they do between passes.
 - ``context``: what every part of a run has, and the byte account.
 - ``storage``, ``sharded_optimizer``: the flat buffers of a unit; the optimizer on shards.
-- ``wire``, ``thread_transport``, ``stream_transport``: send messages, with threads on CPU, on streams on CUDA.
-- ``message_queue``: the order of messages, without torch or threads. ``messages``: pack one, send it, update by it.
+- ``wire``: the queue of messages. ``thread_transport``, ``stream_transport``: send them, with threads on CPU, on
+  streams on CUDA. ``messages``: pack one, send it, update by it.
 - ``communicator``, ``process_groups``: run a message's collective, own the process groups.
 - ``slot_sequencer``, ``slots``: follow the slots with the training thread.
 - ``departures``: units used otherwise than planned, and passes of the loop for which the plan waits.

@@ -10,21 +10,72 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from weakref import ReferenceType, ref
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from mdcs.model.module_hooks import INPUTS, BatchSizes, from_words, in_words
+from mdcs.model.aliases import tensors_in
 from mdcs.plan.ledger import SlotBytes
 from mdcs.plan.plan import Plan
+from mdcs.profile.schema import INPUTS
 from mdcs.runtime.errors import OverBudget
 from mdcs.sizes import MIB
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter
+from mdcs.torch_compat import ModuleHook
 
 _FADING = 8  # a slot's excess decays by 1/8 per period, so that one large batch does not count for ever
 _FIRST = 3  # first steps whose peak is read, where slots are not read
 _LEAST = 256  # excess below budget / _LEAST is ignored, unless the slot was above the budget
+
+Sizes = tuple[int, ...]
+"""Shape of a tensor."""
+
+
+class BatchSizes:
+    """Listens to modules; :attr:`sizes` is the shape of the step's input, None before the first call.
+
+    The input is the first tensor among the arguments of the first module that runs; of several calls of this module,
+    the largest input counts. Of a nested tensor only the number of elements is known. Passes without gradients, such as
+    evaluations, are not heard.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.restart()
+        self.handles = [m.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True) for m in modules]
+
+    def restart(self) -> None:
+        """Forget the sizes: a new step begins."""
+        self.sizes: Sizes | None = None
+        self._first: nn.Module | None = None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._first is None:
+            self._first = module
+        if module is self._first:
+            tensor = next(iter(tensors_in([*args, *kwargs.values()])), None)
+            if tensor is not None and (self.sizes is None or tensor.numel() > math.prod(self.sizes)):
+                self.sizes = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
+
+
+def in_words(sizes: Sizes) -> str:
+    """Return the sizes as text: ``8 x 32``."""
+    return " x ".join(map(str, sizes))
+
+
+def from_words(words: str) -> Sizes | None:
+    """Return the sizes of a text of :func:`in_words`; None for other texts."""
+    parts = words.split(" x ")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
 
 
 class ActivationExcess:

@@ -32,8 +32,8 @@ from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.state_dict import Fragment, fragments, fragments_in_memory
 from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.unshard import Fragment, fragments, fragments_in_memory
 
 _LEAVING_S = 5.0
 

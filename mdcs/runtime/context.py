@@ -34,7 +34,7 @@ class ByteAccount:
 
     Every allocation and release of a registered buffer is booked under one lock together with the real one. The
     account's categories therefore equal the allocator's to the byte. Admission counts promised bytes
-    (:mod:`mdcs.runtime.message_queue`).
+    (:mod:`mdcs.runtime.wire`).
 
     ``outside``: bytes of units that are whole outside of the plan.
     """

@@ -18,15 +18,14 @@ from torch import nn
 from mdcs.emulation import EmulatedCommunicator, pacer_for
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.hooks import Hooks, Listener, ReentrantPasses
-from mdcs.model.module_hooks import BatchSizes
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.plan import Plan
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
-from mdcs.runtime import optimizer_state, validation
-from mdcs.runtime.activation_excess import ActivationExcess
+from mdcs.runtime import loop_access, optimizer_state, validation
+from mdcs.runtime.activation_excess import ActivationExcess, BatchSizes
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.context import RunContext
@@ -35,11 +34,9 @@ from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forget_i
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.initialization import Handover, leave_units, shard_units
-from mdcs.runtime.message_queue import MessageQueue, queue_for
+from mdcs.runtime.loop_access import ParameterAccess, forbid_optimizer_calls
 from mdcs.runtime.messages import Connected, Messages
-from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
-from mdcs.runtime.parameter_access import ParameterAccess
 from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.slot_sequencer import SlotSequencer
@@ -48,7 +45,7 @@ from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.unshard import Evaluation, Unsharder
 from mdcs.runtime.validation import RunOptions, ValidationResult
-from mdcs.runtime.wire import Wire
+from mdcs.runtime.wire import MessageQueue, Wire, queue_for
 from mdcs.torch_compat import mark_stepped, without_autograd
 
 
@@ -160,7 +157,7 @@ class Engine:
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
         self._handles.append(Recomputation(units, chosen, self._hooks.recomputing))
         self._handles += [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
-        self._handles += [validation.refuse_state_dict(model, self.storages, place)]
+        self._handles += [loop_access.refuse_state_dict(model, self.storages, place)]
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
@@ -237,18 +234,18 @@ class Engine:
         self.check("step()")
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
-            problem = validation.find_changed_training(self.storages)
+            problem = loop_access.find_changed_training(self.storages)
             n = self.plan.micro_steps
             passes = "a forward and a backward pass" if n == 1 else f"{n} forward and backward passes"
             needs = f"step() needs {passes} before it; parallel.abandon() ends a batch that has none"
             raise place.error(problem or needs)
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
-        problem = validation.find_unseen_change(self.updates, self.storages, self.buffers, self.plan.world)
+        problem = loop_access.find_unseen_change(self.updates, self.storages, self.buffers, self.plan.world)
         alias = still_held(self.model, self.aliases) if problem is None and sequencer.step == 1 else None
         if alias is not None:
             problem = str(alias_refused(alias))
-        problem = problem or validation.find_removed_parameter(self.model, self.storages)
+        problem = problem or loop_access.find_removed_parameter(self.model, self.storages)
         if problem is not None:
             raise place.error(problem)
         if not sequencer.watches_memory:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from mdcs.model.elementwise import StateLayout
 from mdcs.model.optimizers import Updates
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer, UpdateRun
-from mdcs.runtime.state_dict import Fragment, copy_of, fragments
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.unshard import Unsharder
+from mdcs.runtime.unshard import Fragment, Unsharder, copy_of, fragments
 
 State = Mapping[Any, Mapping[str, Any]]
 """Parameter -> {key: value}."""

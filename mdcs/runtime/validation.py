@@ -1,22 +1,18 @@
-"""Refusals: before step 1 of plans, jobs and models that do not fit, and later of what a training loop must not do.
-
-Every message says what to do instead; docs/loops.md lists the mistakes of a loop.
+"""Refusals before step 1 of plans, jobs and models that do not fit. Every message says what to do instead.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from mdcs.emulation import Emulation
 from mdcs.model.guard import GuardedParameter
-from mdcs.model.module_hooks import ModuleHook
 from mdcs.model.optimizers import Optimizers, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import refuse_recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, dtype_name, refuse_shared_memory
@@ -24,14 +20,12 @@ from mdcs.plan.ledger import check
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.profile.recompute import NONE
 from mdcs.runtime import optimizer_state
-from mdcs.runtime.buffers import Buffers, check_buffers, layout
+from mdcs.runtime.buffers import check_buffers, layout
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction, Initializer
 from mdcs.runtime.process_groups import ProcessGroups
-from mdcs.runtime.sharded_optimizer import ShardedOptimizer
-from mdcs.runtime.storage import UnitStorage
-from mdcs.torch_compat import gradient_hooks, step_hooks, without_torch_function
+from mdcs.torch_compat import gradient_hooks, step_hooks
 
 _UNITS_ANEW = "call mdcs.partition(model) again, and make a new plan"
 _ANEW = "partition the model as it was then, or make a new plan (mdcs.autoplan)"
@@ -306,81 +300,3 @@ def agree_on_validation(
             raise PlanError(
                 f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all"
             )
-
-
-# ---- during the loop
-
-THAWED = "{}: requires_grad changed while a plan runs: call close(), change it, then parallelize() again"
-
-
-def find_unseen_change(
-    updates: ShardedOptimizer, storages: Sequence[UnitStorage], buffers: Buffers, world: int
-) -> str | None:
-    """Return why a change made by the training loop was not applied in this step, or None."""
-    optimizers = updates.optimizers
-    if len(optimizers.param_groups) != updates.groups:
-        return "the optimizer got another parameter group: close(), and parallelize() anew with it"
-    changed = updates.changed_option()
-    if changed is not None:
-        return (
-            f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
-            "may have run with its former value: change it before backward or after step()"
-        )
-    for optimizer in optimizers.members:
-        before, after = step_hooks(optimizer)
-        if before > 1 or after:  # one is refuse_calls'
-            return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
-        if optimizer.state:
-            return (
-                "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
-                "parallel.load_optimizer_state_dict()"
-            )
-    thawed = find_changed_training(storage for storage in storages if not storage.trainable)
-    if thawed is not None:
-        return thawed
-    buffer = buffers.changed() if buffers.option is None and world > 1 else None
-    if buffer is not None:
-        return (
-            f"buffer {buffer} changes in forward, on every rank in its own way: parallelize(…, broadcast_buffers=True) "
-            "for rank 0's at every step, as with DDP, or False for each rank's own"
-        )
-    return None
-
-
-def find_removed_parameter(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
-    """Return why a parameter had no gradient: the training loop removed or froze it; None: no such parameter."""
-    for storage in storages:
-        for i in storage.unused:
-            name = storage.names[i]
-            try:
-                is_there = model.get_parameter(name) is storage.parameters[i]
-            except AttributeError:
-                is_there = False
-            if not is_there:
-                return f"{name} was replaced or removed while a plan runs: close(), and parallelize() anew"
-            if not storage.parameters[i].requires_grad:
-                return THAWED.format(name)
-    return None
-
-
-def find_changed_training(storages: Iterable[UnitStorage]) -> str | None:
-    """Return which parameter is trained now and not in the plan, or the reverse; None if there is no such parameter."""
-    with without_torch_function():
-        for storage in storages:
-            for name, p in zip(storage.names, storage.parameters, strict=True):
-                if p.requires_grad != storage.trainable:
-                    return THAWED.format(name)
-    return None
-
-
-def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: ErrorContext) -> Any:
-    """Make ``model.state_dict()`` of closed parameters raise RunError; return a handle to undo this."""
-
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and not all(storage.guard.is_open for storage in storages):
-            raise place.error(
-                "model.state_dict() has no whole parameters while a plan runs. Write on every rank, not on rank 0 "
-                "alone: state = parallel.state_dict(rank0_only=True, cpu=True); then save it on rank 0"
-            )
-
-    return model.register_state_dict_pre_hook(ModuleHook(hook))

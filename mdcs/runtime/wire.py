@@ -1,15 +1,205 @@
-"""The wire of a run: the queue, the messages, and what compute may ask of the transport that sends them."""
+"""The wire of a run: the queue of the plan's messages, and what compute may ask of the transport that sends them.
+
+The queue has the order in which messages start, how many are in flight, and the bytes that they need. It is a pure
+state machine without threads or clocks. A transport tells it what happens, and does what it allows:
+
+    issue    compute has come to the message: its bytes are reserved
+    start    its turn has come: it goes on the link
+    land     its collective has ended and is unpacked
+    update   its updates are done: its own buffers are free
+    finish   compute comes behind it: what it frees of other buffers is free
+
+Each state is reached in the plan's order, so one count per state is the whole state. On threads a state is reached when
+it happens; updating and finishing are one there. On streams a state is reached when what is enqueued next comes behind
+it: on the link for ``landed`` and ``updated``, in compute for ``done``.
+
+A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message
+``number % n`` of the plan, in period ``number // n``. Period 0 is the prologue: it only gathers what the first forward
+needs, and passes over its other messages.
+
+A message starts after the message ``depth`` before it is updated, and after the message that it waits for is
+(:meth:`MessageQueue.starts_after`). Tests replay plans with this queue and compare with the simulator.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from mdcs.emulation import Pacer
+from mdcs.plan.admission import Admission
+from mdcs.plan.ledger import Ledger
+from mdcs.plan.plan import Plan
+from mdcs.profile.link import ExecutionModel
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import FailureChannel
 from mdcs.runtime.executor import run_on_comm_stream
-from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.messages import Messages
+
+
+class QueuedMessage(NamedTuple):
+    """A message of the plan as the queue sees it.
+
+    - ``waits_for``: index in the plan of the message that must be updated before this one starts, or -1.
+    - ``in_prologue``: whether the prologue sends it.
+    - ``held``: bytes that it allocates and that stay after it.
+    - ``freed``: bytes of slots and earlier messages that it frees when it is done.
+    - ``transient``: bytes that it needs only while it is in flight.
+    """
+
+    waits_for: int
+    in_prologue: bool
+    held: int
+    freed: int
+    transient: int
+
+
+class MessageQueue:
+    """Order and admission of the messages of a plan. Not thread-safe.
+
+    - ``messages``: one period, in wire order. ``admission``: what is reserved and in flight.
+    - ``has_own_updates``: updates run beside the link, which then carries one message at a time: a message starts when
+      the one before it has landed.
+    - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far, since the start of
+      training.
+    - ``first_period``: number of the prologue.
+    """
+
+    def __init__(self, messages: Sequence[QueuedMessage], admission: Admission, has_own_updates: bool = False) -> None:
+        self.messages, self.n = messages, len(messages)
+        self.admission, self.has_own_updates = admission, has_own_updates
+        self._begin(0)
+
+    def restart(self) -> int:
+        """Forget the position in the plan: the next period is a prologue. Return its number.
+
+        Nothing may be in flight. Only the bytes at rest stay reserved.
+        """
+        self._begin(self.issued // max(1, self.n) + 1)
+        self.admission.restart()
+        return self.first_period
+
+    def _begin(self, period: int) -> None:
+        self.first_period = period
+        self.issued = self.started = self.landed = self.updated = self.done = period * self.n
+        self._skipped: set[int] = set()  # messages that are passed over when their turn comes
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def admits_next(self, activations: int) -> bool:
+        """Return whether the next message fits beside ``activations`` bytes of the slot; it does if it is skipped."""
+        if self.is_skipped(self.issued):
+            return True
+        m = self.messages[self.issued % self.n]
+        return self.admission.admits(m.held + activations, m.transient)
+
+    def has_room(self, activations: int) -> bool:
+        """Return whether the next message fits beside ``activations`` and the excess, without waiting for any other."""
+        m = self.messages[self.issued % self.n]
+        return self.admission.has_room(m.held + activations, m.transient)
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def issue(self) -> int | None:
+        """Issue the next message: reserve its bytes. Return its number, or None for a message that is passed over."""
+        number = self.issued
+        self.issued += 1
+        if self.is_skipped(number):
+            self._skipped.add(number)
+            self._pass_skipped()
+            return None
+        m = self.messages[number % self.n]
+        self.admission.issue(m.held, m.transient, m.freed)
+        return number
+
+    def next_start(self) -> int | None:
+        """Return the number of the next message if it can start now, else None."""
+        number = self.started
+        if number == self.issued or self.updated <= self.starts_after(number):
+            return None
+        return None if self.has_own_updates and self.landed < number else number
+
+    def starts_after(self, number: int) -> int:
+        """Return the message that must be updated, with all before it, before this one starts; negative: none."""
+        after, first = number - self.admission.depth, number - number % self.n
+        waits_for = self.messages[number - first].waits_for
+        if waits_for < 0 or self.in_prologue(number):
+            return after
+        return max(after, first + waits_for)
+
+    def start(self) -> None:
+        """Put the next message on the link."""
+        self.started += 1
+        self._pass_skipped()
+
+    def land(self) -> None:
+        """End the collective of the oldest message on the link."""
+        self.landed += 1
+        self._pass_skipped()
+
+    def update(self) -> None:
+        """End the updates of the oldest message that has landed: its own buffers are free."""
+        self.updated += 1
+        self.landed = max(self.landed, self.updated)
+        self.admission.update()
+        self._pass_skipped()
+
+    def finish(self) -> None:
+        """Let compute come behind the oldest message: what it frees of other buffers is free."""
+        if self.updated == self.done:
+            self.update()
+        self.admission.finish(self.messages[self.done % self.n].freed)
+        self.done += 1
+        self._pass_skipped()
+
+    def send_ahead(self, number: int) -> None:
+        """Send a message that is not issued yet out of its turn, with nothing in flight: it is passed over later."""
+        m = self.messages[number % self.n]
+        self._skipped.add(number)
+        self.admission.reserve(m.held - m.freed)
+
+    def in_prologue(self, number: int) -> bool:
+        """Return whether the message belongs to the prologue."""
+        return number < (self.first_period + 1) * self.n
+
+    def is_skipped(self, number: int) -> bool:
+        """Return whether the message is passed over in its turn: unused in the prologue, or sent ahead."""
+        return number in self._skipped or self.in_prologue(number) and not self.messages[number % self.n].in_prologue
+
+    def _pass_skipped(self) -> None:
+        """Pass over skipped messages: each reaches every state when all before it have."""
+        skipped = self._skipped
+        if not skipped:
+            return
+        while self.started < self.issued and self.started in skipped:
+            self.started += 1
+        while self.landed < self.started and self.landed in skipped:
+            self.landed += 1
+        while self.updated < self.landed and self.updated in skipped:
+            self.updated += 1
+        while self.done < self.updated and self.done in skipped:
+            skipped.discard(self.done)
+            self.done += 1
+
+
+def queue_for(plan: Plan, ledger: Ledger, execution: ExecutionModel, on_streams: bool = False) -> MessageQueue:
+    """Return the queue of a plan, with the bytes of its ledger.
+
+    ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
+    own buffers. Without a budget the predicted peak is waited for. Without any limit compute would wait only where a
+    slot needs a message, and gradients would pile up.
+    """
+    order, sizes, soft_cap = plan.schedule, ledger.folded, None
+    if on_streams:
+        sizes = sizes._replace(transient=[e.own_bytes for e in ledger.messages])
+        soft_cap = None if plan.prediction is None else plan.prediction.peak_bytes
+    messages = [QueuedMessage(*each) for each in zip(order.waits_for, order.in_prologue, *sizes, strict=True)]
+    admission = Admission(plan.admissible, ledger.rest_bytes, execution.in_flight(plan.profile.link.depth), soft_cap)
+    return MessageQueue(messages, admission, execution.has_own_updates)
+
+
+# ---- the transport
 
 Gradients = tuple[tuple[int, int], ...]
 """(unit, bytes of its full gradients) pairs."""

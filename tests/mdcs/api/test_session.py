@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.api import loop_plan
-from mdcs.model.module_hooks import INPUTS
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import is_measured
 from mdcs.planner.strategies import Greedy, Uniform
+from mdcs.profile.schema import INPUTS
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.sizes import Budget

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from mdcs.model.module_hooks import INPUTS
-from mdcs.profile.schema import Profile, Slot
+from mdcs.profile.schema import INPUTS, Profile, Slot
 from mdcs.profiler.autoprofile import steps_of
 from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
 from tests.mdcs.profiles import chain, recomputable

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mdcs
-from mdcs.model.module_hooks import INPUTS, BatchSizes, from_words, in_words
 from mdcs.plan.ledger import SlotBytes, min_feasible_budget
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
+from mdcs.profile.schema import INPUTS
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
-from mdcs.runtime.activation_excess import ActivationExcess
+from mdcs.runtime.activation_excess import ActivationExcess, BatchSizes, from_words, in_words
 from mdcs.runtime.errors import OverBudget
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, of_job, planned

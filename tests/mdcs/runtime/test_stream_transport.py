@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mdcs.plan.admission import Admission
-from mdcs.runtime.message_queue import MessageQueue, QueuedMessage
 from mdcs.runtime.stream_transport import StreamTransport
+from mdcs.runtime.wire import MessageQueue, QueuedMessage
 
 GRADIENTS = ((0, 30),)
 

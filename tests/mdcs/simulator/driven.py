@@ -12,7 +12,7 @@ from itertools import count
 from mdcs.plan.cost import Cost
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
-from mdcs.runtime.message_queue import queue_for
+from mdcs.runtime.wire import queue_for
 
 
 class DrivenReplay:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from mdcs.plan.admission import Admission
-from mdcs.runtime.message_queue import MessageQueue, QueuedMessage
+from mdcs.runtime.wire import MessageQueue, QueuedMessage
 
 
 def reduction(freed: int = 0, transient: int = 0) -> QueuedMessage:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -51,6 +51,14 @@ class StepRecord:
     grad_norm: float | None = None
 
 
+class _Timed(NamedTuple):
+    """An interval of message or slot ``number``, in the period that begins with the backward of step ``period``."""
+
+    period: int
+    number: int
+    interval: Interval
+
+
 @dataclass
 class StepRecorder:
     """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read.
@@ -64,16 +72,13 @@ class StepRecorder:
     executor: Executor
     departing: int = 0
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
-    _intervals: list[Interval] = field(default_factory=list)
+    _intervals: list[_Timed] = field(default_factory=list)
     # the end of each iteration, and the begin of the first
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)
-    _sent: dict[int, Counter[str]] = field(default_factory=dict)  # by period: bytes
-    _count: dict[int, Counter[str]] = field(default_factory=dict)  # by period: messages
+    _sent: dict[int, list[int]] = field(default_factory=dict)  # by period: messages
     _notes: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step: fields of its record
     _pauses: deque[tuple[int, Any, Any]] = field(default_factory=deque)  # (iteration, begin, end)
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
-    # by period, named by the step of its backward: spans of slots ("compute"), messages and updates by index
-    _spans: dict[int, dict[tuple[str, int], Span]] = field(default_factory=dict)
     _host_s: dict[int, float] = field(default_factory=dict)  # by period: seconds that the host took for its messages
     _under_way: int = 0  # number of the current iteration
     _timed_from: int | None = None  # first iteration with all stamps
@@ -148,22 +153,21 @@ class StepRecorder:
         finally:
             self._pauses.append((self._under_way, begin, self.executor.record_timestamp()))
 
-    def _without_pauses(
-        self, begin: float, end: float, intervals: list[Interval], upto: int
-    ) -> tuple[float, list[Interval]]:
+    def _without_pauses(self, begin: float, end: float, upto: int) -> tuple[float, list[Interval]]:
         """Return the end of a span from ``begin``, and its intervals, on a clock that stands still in pauses.
 
         ``upto``: last iteration whose pauses the span may have.
         """
+        inside = [each for *_, each in self._intervals if each.end > begin and each.start < end]
         seconds = self.executor.seconds
         pauses = [(seconds(a), seconds(b)) for iteration, a, b in self._pauses if iteration <= upto]
         if not (pauses := [*intersection(pauses, [(begin, end)])]):
-            return end, intervals
+            return end, inside
 
         def moved(time: float) -> float:
             return time - length([(a, min(b, time)) for a, b in pauses])
 
-        return moved(end), [replace(i, start=moved(i.start), end=moved(i.end)) for i in intervals]
+        return moved(end), [replace(i, start=moved(i.start), end=moved(i.end)) for i in inside]
 
     def over_budget(self, step: int, slots: int, size: int) -> None:
         """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
@@ -203,13 +207,16 @@ class StepRecorder:
                 stamps.popleft()
 
     def _trim(self) -> None:
-        """Drop intervals that neither an unread iteration nor the last period needs."""
+        """Drop what neither an unread iteration nor one of the last periods needs."""
+        newest = max((timed.period for timed in self._intervals), default=0) - _TRACED
         if len(self._periods) == 3:
             (_, begun), (oldest, ended) = self._periods[0], self._steps[0]
             keep_from = min(self.executor.seconds(begun), self.executor.seconds(ended))
-            self._intervals = [i for i in self._intervals if i.end > keep_from]
+            self._intervals = [i for i in self._intervals if i.interval.end > keep_from or i.period > newest]
             for old in [k for k in self._sent if k <= oldest]:  # of iterations that were never read
-                del self._sent[old], self._count[old]
+                del self._sent[old]
+        for old in [k for k in self._host_s if k <= newest]:
+            del self._host_s[old]
 
     def _resolve(self, upto: int | None = None) -> None:
         """Convert stamps to intervals; not those after iteration ``upto`` that the device may not have reached."""
@@ -220,20 +227,12 @@ class StepRecorder:
                 later.append(raw)
                 continue
             if lane == "message":
-                kind, _, wire = self._messages[index]
-                self._sent.setdefault(period, Counter())[kind] += wire
-                self._count.setdefault(period, Counter())[kind] += 1
+                self._sent.setdefault(period, []).append(index)
             if begin is not UNTIMED:
-                found = self._interval(lane, index, begin, end)
-                self._intervals.append(found)
                 if lane == "compute":
                     period = iteration - (index >= self.plan.period.turn)
-                self._spans.setdefault(period, {})[lane, index] = found.start, found.end
+                self._intervals.append(_Timed(period, index, self._interval(lane, index, begin, end)))
         self._raw.extendleft(reversed(later))
-        for old in sorted(self._spans)[:-_TRACED]:
-            del self._spans[old]
-        for old in sorted(self._host_s)[:-_TRACED]:
-            del self._host_s[old]
 
     def traces(self) -> dict[int, PeriodTrace]:
         """Return what ran when in the last periods, by the step whose backward begins the period.
@@ -242,8 +241,11 @@ class StepRecorder:
         """
         length, n, out = self.plan.period.length, len(self.plan.messages), dict[int, PeriodTrace]()
         paused = {iteration for iteration, *_ in self._pauses}
-        for step, spans in self._spans.items():
-            following = self._spans.get(step + 1, {}).get(("compute", 0))
+        periods: dict[int, dict[tuple[str, int], Span]] = {}
+        for period, index, each in self._intervals:
+            periods.setdefault(period, {})[each.lane, index] = each.start, each.end
+        for step, spans in periods.items():
+            following = periods.get(step + 1, {}).get(("compute", 0))
             slots = [spans.get(("compute", q)) for q in range(length)]
             messages = [spans.get(("message", i)) for i in range(n)]
             if following is None or None in slots or None in messages or paused & {step, step + 1}:
@@ -276,9 +278,11 @@ class StepRecorder:
         while len(self._steps) >= 2 and self._steps[1][0] <= upto:
             (_, first), (step, last) = self._steps[0], self._steps[1]
             begin, end = self.executor.seconds(first), self.executor.seconds(last)
-            inside = [i for i in self._intervals if i.end > begin and i.start < end]
-            end, inside = self._without_pauses(begin, end, inside, step)
-            sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
+            end, inside = self._without_pauses(begin, end, step)
+            sent, count = Counter[str](), Counter[str]()
+            for kind, _, wire in (self._messages[index] for index in self._sent.pop(step, ())):
+                sent[kind] += wire
+                count[kind] += 1
             is_timed, notes = self._timed_from is not None and step >= self._timed_from, self._notes.pop(step, {})
             times = step_times(inside, begin, end) if is_timed else StepTimes(end - begin)
             if "grad_norm" in notes:
@@ -295,14 +299,9 @@ class StepRecorder:
         self.begin_timing()
         if len(self._periods) < 2:
             return 0.0, 0.0, []
-        (iteration, first), (_, last) = self._periods[-2:]
-        begin, end = self.executor.seconds(first), self.executor.seconds(last)
-        # Convert only recent stamps: a loop that calls only this would never drop the other intervals.
-        timed = [raw for raw in self._raw.copy() if raw[0] >= iteration - 1 and raw[3] is not UNTIMED]
-        recent = [self._interval(raw[1], *raw[2:5]) for raw in timed]
-        inside = [
-            replace(i, start=max(i.start, begin), end=min(i.end, end))
-            for i in (*self._intervals, *recent)
-            if i.end > begin and i.start < end
-        ]
-        return begin, *self._without_pauses(begin, end, inside, self._under_way)
+        self._resolve()
+        self._trim()
+        (_, first), (_, last) = self._periods[-2:]
+        begin = self.executor.seconds(first)
+        end, inside = self._without_pauses(begin, self.executor.seconds(last), self._under_way)
+        return begin, end, [replace(i, start=max(i.start, begin), end=min(i.end, end)) for i in inside]

@@ -279,9 +279,9 @@ def load_checkpoint(tree: dict[str, Any], reader: Any, planner: Any) -> None:
 # -- devices --------------------------------------------------------------------------------------------------------
 
 
-def spin(cycles: int, cuda: Any = torch.cuda) -> None:
-    """Launch a kernel that does nothing for so many cycles. ``cuda``: torch.cuda, or its stand-in in tests."""
-    cuda._sleep(cycles)
+def spin(cycles: int) -> None:
+    """Launch a kernel that does nothing for so many cycles."""
+    torch.cuda._sleep(cycles)
 
 
 _PAUSE = """
@@ -293,15 +293,13 @@ extern "C" __global__ void mdcs_pause(int nanoseconds) {
 """
 
 
-def pause_kernel(cuda: Any = torch.cuda) -> Callable[[float, Any], None] | None:
+def pause_kernel(cuda: Any = torch.cuda) -> Callable[[float, Any], None]:
     """Return a launcher (seconds, stream) of a kernel that spins by the device's timer, whatever its clock does.
 
-    None where torch (before 2.9) or the machine cannot compile one.
+    ``cuda``: torch.cuda, or its stand-in in tests. Raises AttributeError before torch 2.9, OSError or RuntimeError
+    where the machine has no compiler of kernels.
     """
-    try:
-        kernel = cuda._compile_kernel(_PAUSE, "mdcs_pause")
-    except Exception:  # no compiler of kernels: AttributeError, OSError, RuntimeError
-        return None
+    kernel = cuda._compile_kernel(_PAUSE, "mdcs_pause")
 
     def launch(seconds: float, stream: Any) -> None:
         left = round(seconds * 1e9)

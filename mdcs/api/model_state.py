@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mdcs.model.aliases import tensors_in
 from mdcs.model.optimizers import parameters_of
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
@@ -77,15 +76,9 @@ class ModelState:
         sizes = [storage.full_bytes for storage in engine.storages]
         fits, keep = engine.unsharder.fits(sum(sizes) + max(sizes)), self._keeps(rank0_only)
         with engine.recorder.pause():
-            state = unshard.full_state_dict(
+            return unshard.full_state_dict(
                 self.model, engine.storages, engine.unsharder, keep=keep, cpu=cpu or not fits
             )
-        self._hand_out(state, fits)
-        return state
-
-    def _hand_out(self, state: object, fits: bool = True) -> None:
-        device = self._engine.storages[0].device
-        self._engine.excess.hand_out([tensor for tensor in tensors_in(state) if tensor.device == device], fits)
 
     @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
@@ -110,7 +103,6 @@ class ModelState:
         self._engine.drain("optimizer_state_dict()", needs_ranks=True)
         only = {p for optimizer in optimizers for p in parameters_of(optimizer)}
         state = self._engine.optimizer_state.full(keep=keep, cpu=cpu, only=only)
-        self._hand_out(state)
         return [optimizer_state.to_state_dict(optimizer, state) if keep else {} for optimizer in optimizers]
 
     @without_autograd()

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mdcs.model.aliases import tensors_in
 from mdcs.plan.ledger import SlotBytes
@@ -98,8 +97,7 @@ class ActivationExcess:
         self._live = 0
         # this step's (bytes above budget, slot, its activations); -1: unknown
         self._above: list[tuple[int, int, int]] = []
-        self._has_warned = self._has_warned_of_state = False
-        self._states: list[ReferenceType[Tensor]] = []  # tensors of state dicts that the loop may hold
+        self._has_warned = False
         self.skips = False  # skip the next reading: it includes an evaluation or a state dict
 
     def arrived(self, slot: int, live: Mapping[str, int | None] | None) -> int:
@@ -138,21 +136,6 @@ class ActivationExcess:
             self._above.append((peak - self.budget, -1, -1))
         self.skips = False
 
-    def hand_out(self, state: Sequence[Tensor], fits: bool) -> None:
-        """Note the tensors [any shapes] of a state dict that the loop gets. Warn once if the budget has no room."""
-        if self.budget is None:
-            return
-        self._states = [each for each in self._states if each() is not None] + [ref(tensor) for tensor in state]
-        size = sum(tensor.nbytes for tensor in state)
-        if size > 0 and not fits and not self._has_warned_of_state:
-            self._has_warned_of_state = True
-            warnings.warn(
-                f"rank {self._rank}: state_dict() returns {size / MIB:.1f} MiB, more than the budget of "
-                f"{self.budget / MIB:.1f} MiB has room for: "
-                "rank0_only=True returns them on one rank, parallel.checkpoint() writes shards",
-                stacklevel=4,
-            )
-
     @property
     def is_larger(self) -> bool:
         """Whether the batch of this step is known to be larger than the profiled one."""
@@ -185,16 +168,12 @@ class ActivationExcess:
             text += (
                 f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
             )
-        elif held := sum(tensor.nbytes for each in self._states if (tensor := each()) is not None):
-            text += (
-                f". The loop holds {held / MIB:.2f} MiB that state_dict() has returned: delete it before the next step"
-            )
         elif self._left_out:
             text += f". The measured step left out {', '.join(self._left_out)}: measure one that runs all layers"
         else:
             text += (
-                ". The loop keeps what the measured step does not, such as outputs of a step or of an evaluation that "
-                "a variable holds until the next step: delete it before backward()"
+                ". The loop keeps what the measured step does not, such as a state dict, or outputs of a step or of an "
+                "evaluation that a variable holds until the next step: delete it before backward()"
             )
         more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
         return f"{text}, {more}"

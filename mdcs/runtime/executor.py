@@ -18,7 +18,7 @@ import torch
 
 from mdcs.profile.link import ExecutionModel
 from mdcs.runtime.errors import RunError
-from mdcs.torch_compat import pause_kernel, spin
+from mdcs.torch_compat import pause_kernel
 
 
 class Waitable(Protocol):
@@ -120,11 +120,6 @@ _POLL_SECONDS = 20e-6
 _PATIENCE_SECONDS = 300.0
 """Seconds for which :meth:`Executor.seconds` waits for a stamp."""
 
-_CYCLES = 20_000_000
-"""Cycles of the kernel that measures the length of a cycle: some 10 ms."""
-
-_RAISING_CYCLES = 200_000_000
-"""Cycles of the kernel before it, in which an idle device raises its clock."""
 
 
 class DeviceTimestamp:
@@ -243,18 +238,13 @@ class CudaExecutor(Executor):
         return True
 
     def sleep(self, seconds: float) -> None:
-        """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle."""
+        """Launch a kernel that spins. The first call compiles it. Raises RunError where that cannot be done."""
         if self._pause is None:
-            self._pause = pause_kernel(self.cuda) or self._cycles()
+            try:
+                self._pause = pause_kernel(self.cuda)
+            except (AttributeError, OSError, RuntimeError) as error:
+                raise RunError(f"emulated links on a GPU need torch 2.9 and its compiler: {error}") from error
         self._pause(seconds, self.current_stream())
-
-    def _cycles(self) -> Callable[[float, Any], None]:
-        """Return a pause by cycles, which is right as long as the device keeps its clock."""
-        spin(_RAISING_CYCLES, self.cuda)
-        begin = self.record_timestamp()
-        spin(_CYCLES, self.cuda)
-        length = begin.until(self.record_timestamp()) / _CYCLES
-        return lambda seconds, _: spin(int(seconds / length), self.cuda)
 
     def record_timestamp(self) -> DeviceTimestamp:
         """Record the time on the caller's stream."""

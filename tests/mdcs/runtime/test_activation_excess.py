@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -51,23 +53,37 @@ def loss_of(model: nn.Module, samples: int, step: int = 0) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def run(samples: list[int], strategy: str = "fsdp", keeps: int = 0, room: int = 0) -> dict[str, Any]:
-    """Steps of these batches, of which a variable ``keeps`` so many bytes until the next has its own; the profiled step does not.
+@contextmanager
+def in_need(
+    strategy: str = "fsdp", room: int = 0, *, is_slow: bool = False, **options: Any
+) -> Iterator[tuple[nn.Module, mdcs.Session, list[str]]]:
+    """A model, its run under a budget of what its schedule needs and ``room``, and the warnings.
 
-    The budget is what the schedule needs, and ``room``.
+    Behind a slow link messages are in flight for longer than slots.
     """
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if is_slow else 0.9)
     units = mdcs.partition(model, mdcs.ByClass("Linear"))
-    link = mdcs.Link.uniform(0.05, 100.0, 2, True)  # messages are in flight for longer than slots
+    link = mdcs.Link.uniform(0.05, 100.0, 2, True) if is_slow else mdcs.Link.uniform(1.0, 50.0)
     profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
     # The same plan in every run: activations are the measured ones, times are not.
     profile = dataclasses.replace(profile, slots=tuple(dataclasses.replace(slot, seconds=1e-3) for slot in profile.slots))
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform(strategy), Wfbp()))
     plan = dataclasses.replace(plan, budget=min_feasible_budget(plan) + room)
-    losses, kept = [], None
-    with warnings.catch_warnings(record=True) as said, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        try:
+            with mdcs.parallelize(model, optimizer, plan, units, timeout_s=20, **options) as parallel:
+                yield model, parallel, said
+        finally:
+            said += [str(w.message) for w in caught]
+
+
+def run(samples: list[int], strategy: str = "fsdp", keeps: int = 0, room: int = 0) -> dict[str, Any]:
+    """Steps of these batches, of which a variable ``keeps`` so many bytes until the next has its own; the profiled step does not."""
+    losses, kept = [], None
+    with in_need(strategy, room, is_slow=True) as (model, parallel, said):
         for step, size in enumerate(samples):
             loss = loss_of(model, size, step)
             kept = torch.zeros(keeps // 4)
@@ -76,16 +92,16 @@ def run(samples: list[int], strategy: str = "fsdp", keeps: int = 0, room: int = 
             losses.append(loss.item())
         parallel.drain()
         records = parallel.records(flush=True)
-        peak = parallel.memory()["measured"]["total"]
+        peak, plan = parallel.memory()["measured"]["total"], parallel.plan
     del kept
     return {
-        "said": [str(w.message) for w in said if "above the budget" in str(w.message)],
+        "said": [text for text in said if "above the budget" in text],
         "over": [r.over_budget for r in records],
         "slots": [r.slots_over_budget for r in records],
         "peak": peak,
         "budget": plan.budget,
         "losses": losses,
-        "inputs": profile.about[INPUTS],
+        "inputs": plan.profile.about[INPUTS],
     }
 
 
@@ -128,15 +144,7 @@ def test_what_the_loop_keeps_and_nothing_makes_room_for_is_said(two: Ranks):
 
 def evaluating() -> tuple[list[str], int]:
     """Whole parameters, a state dict and an evaluation between steps: they hold more than the budget, and are no training."""
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    units = mdcs.partition(model, mdcs.ByClass("Linear"))
-    link = mdcs.Link.uniform(1.0, 50.0)
-    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
-    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform("fsdp"), Wfbp()))
-    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
-    with warnings.catch_warnings(record=True) as said, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
-        warnings.simplefilter("always")
+    with in_need() as (model, parallel, said):
         for step in range(4):
             loss_of(model, SAMPLES, step).backward()
             parallel.step()
@@ -146,7 +154,7 @@ def evaluating() -> tuple[list[str], int]:
                 loss_of(model, 64 * SAMPLES)
             del copies
         records = parallel.records(flush=True)
-    return [str(w.message) for w in said], sum(r.slots_over_budget for r in records)
+    return said, sum(r.slots_over_budget for r in records)
 
 
 def test_evaluations_and_whole_parameters_between_steps_are_not_counted(two: Ranks):
@@ -155,41 +163,25 @@ def test_evaluations_and_whole_parameters_between_steps_are_not_counted(two: Ran
 
 def holding(what: str) -> list[str]:
     """Warnings of steps whose loop holds a state dict, of model or optimizer, or outputs of an evaluation with many samples."""
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    units = mdcs.partition(model, mdcs.ByClass("Linear"))
-    link = mdcs.Link.uniform(1.0, 50.0)
-    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
-    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform("fsdp"), Wfbp()))
-    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
-    with warnings.catch_warnings(record=True) as said, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
-        warnings.simplefilter("always")
+    with in_need() as (model, parallel, said):
         for step in range(3):
             loss_of(model, SAMPLES, step).backward()
             parallel.step()
             if what == "state":
                 held = parallel.state_dict()
             elif what == "moments":
-                held = optimizer.state_dict()
+                held = parallel.optimizer.state_dict()
             else:
                 with parallel.evaluate():
                     held = model(batch_of(64 * SAMPLES)[0])
         del held
-    return [str(w.message) for w in said]
+    return said
 
 
-def test_a_state_dict_is_named_and_one_above_the_budget_is_said(two: Ranks):
-    for told in two.run(holding, "state"):
-        above, steps = told
-        assert "state_dict() returns" in above and "has room for" in above
-        assert "MiB above the budget of" in steps and "that state_dict() has returned" in steps and "batch" not in steps
-    for [steps] in two.run(holding, "moments"):
-        assert "MiB above the budget of" in steps and "that state_dict() has returned" in steps
-
-
-def test_an_evaluation_is_no_batch_of_the_step(two: Ranks):
-    for [said] in two.run(holding, "outputs"):
-        assert "or of an evaluation" in said and "batch" not in said
+@pytest.mark.parametrize("what", ["state", "moments", "outputs"])
+def test_what_the_loop_holds_between_steps_is_said_once_and_is_no_batch(two: Ranks, what: str):
+    for [said] in two.run(holding, what):
+        assert "MiB above the budget of" in said and "The loop keeps what the measured step does not" in said
 
 
 # ---- one process
@@ -296,22 +288,14 @@ def test_sizes_are_those_of_the_first_module_s_largest_tensor():
 
 def raising(only: int | None) -> str:
     """Larger batches on all ranks, or on rank ``only``, in a run that raises: the error's text."""
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    units = mdcs.partition(model, mdcs.ByClass("Linear"))
-    link = mdcs.Link.uniform(1.0, 50.0)
-    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
-    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform("fsdp"), Wfbp()))
-    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
-    parallel = mdcs.parallelize(model, optimizer, plan, units, timeout_s=20, over_budget="raise")
-    for step in range(8):
-        larger = step >= 2 and only in (None, dist.get_rank())
-        try:
-            loss_of(model, 16 * SAMPLES if larger else SAMPLES, step).backward()
-            parallel.step()
-        except RuntimeError as e:
-            parallel.close()
-            return str(e)
+    with in_need(over_budget="raise") as (model, parallel, _):
+        for step in range(8):
+            larger = step >= 2 and only in (None, dist.get_rank())
+            try:
+                loss_of(model, 16 * SAMPLES if larger else SAMPLES, step).backward()
+                parallel.step()
+            except RuntimeError as e:
+                return str(e)
     return ""
 
 

@@ -428,10 +428,9 @@ def test_buffers_go_together_and_with_the_messages(two: Ranks):
 def test_an_emulated_link_takes_its_time_on_the_device():
     """A pause per message, behind what compute has done for it."""
     device, pauses = Device(("communication",)), []
-    device._sleep = lambda cycles: pauses.append(device.current.name)  # type: ignore[method-assign]
+    device._compile_kernel = lambda *_: lambda args, stream: pauses.append(stream.name)  # type: ignore[method-assign]
     made, link = setup("tied"), mdcs.Link.uniform(1.0, 10.0, depth=1, emulated=True)
     executor = CudaExecutor(CPU, device)
-    executor._seconds_per_cycle = 1e-9
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "executor_for", lambda _: executor)
         parallelize = mdcs.parallelize

@@ -203,6 +203,15 @@ def is_profiled() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+def named_range(phase: str, *what: object) -> AbstractContextManager[Any]:
+    """Return a context whose body is ``mdcs::<phase> <what>`` in a trace; next to free without a profiler."""
+    if not is_profiled():
+        return _NOTHING
+    return torch.profiler.record_function(" ".join([f"mdcs::{phase}", *map(str, what)]))
+
+
+_NOTHING = contextlib.nullcontext()
+
 # -- optimizers -----------------------------------------------------------------------------------------------------
 
 

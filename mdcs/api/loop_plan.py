@@ -40,9 +40,9 @@ from mdcs.profiler.progress import tell
 from mdcs.profiler.recompute_profile import estimated, recomputation, with_recomputation
 from mdcs.profiler.running_steps import RunningSteps, StepClock, TimedSteps, without_passes
 from mdcs.runtime.communicator import backend_of
+from mdcs.runtime.context import StepRecord
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.step_trace import StepRecord
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import current_meter
 

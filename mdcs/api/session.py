@@ -19,11 +19,11 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_passes import FirstPasses
 from mdcs.runtime import unshard
+from mdcs.runtime.context import StepRecord
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.gradient_scaling import Scaler
 from mdcs.runtime.loop_access import OptimizerCalls
-from mdcs.runtime.step_trace import StepRecord
 from mdcs.telemetry.timeline import Interval
 from mdcs.torch_compat import without_autograd
 

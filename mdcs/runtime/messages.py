@@ -27,13 +27,13 @@ from mdcs.plan.ledger import MessageBytes
 from mdcs.plan.schedule import Message
 from mdcs.profile.link import Collectives, Kind
 from mdcs.runtime.communicator import Communicator, NodeCommunicator
-from mdcs.runtime.context import RunContext, named_range
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.torch_compat import copy_all, is_profiled
+from mdcs.torch_compat import copy_all, is_profiled, named_range
 
 Part = tuple[int, int]
 """(unit, block)."""

@@ -27,10 +27,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mdcs.plan.admission import max_in_flight_bytes
-from mdcs.runtime.context import named_range
 from mdcs.runtime.messages import Transfer, Update
 from mdcs.runtime.thread_transport import LISTEN_SECONDS
 from mdcs.runtime.wire import Gradients, Wire
+from mdcs.torch_compat import named_range
 
 _STEPS_AHEAD = 2
 """Iterations that the host may be ahead of the device."""

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from mdcs.runtime.context import named_range
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.messages import Transfer
 from mdcs.runtime.wire import Wire
 from mdcs.sizes import MIB
+from mdcs.torch_compat import named_range
 
 LISTEN_SECONDS = 0.5
 """Seconds between checks, while waiting, whether another rank has left."""

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from mdcs.model.optimizers import Updates
 from mdcs.model.units import ModelUnit
 from mdcs.runtime.buffers import broadcast, write
-from mdcs.runtime.context import RunContext, named_range
+from mdcs.runtime.context import RunContext
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 from mdcs.sizes import MIB
-from mdcs.torch_compat import ModuleHook, without_autograd
+from mdcs.torch_compat import ModuleHook, named_range, without_autograd
 
 _NONE = -1  # no unit's number
 

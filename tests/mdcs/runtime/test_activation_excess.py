@@ -81,7 +81,7 @@ def in_need(
 
 
 def run(samples: list[int], strategy: str = "fsdp", keeps: int = 0, room: int = 0) -> dict[str, Any]:
-    """Steps of these batches, of which a variable ``keeps`` so many bytes until the next has its own; the profiled step does not."""
+    """Steps of these batches, of which a variable ``keeps`` so many bytes until the next has its own, as no profiled one."""
     losses, kept = [], None
     with in_need(strategy, room, is_slow=True) as (model, parallel, said):
         for step, size in enumerate(samples):

@@ -7,7 +7,8 @@ import threading
 import torch
 import torch.distributed as dist
 
-from mdcs.runtime.context import ByteAccount, named_range
+from mdcs.runtime.context import ByteAccount
+from mdcs.torch_compat import named_range
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, parallel_for, train
 

@@ -68,30 +68,6 @@ def job(
     return updates, storage, mine, alone, make(alone)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp"])
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "fused" not in name])
-def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int):
-    for seed in range(4):
-        updates, storage, mine, alone, theirs = job(optimizer, strategy, rank, seed)
-        for step in range(3):
-            flat = torch.randn(sum(SIZES))
-            for p, g in zip(alone, flat.split(SIZES), strict=True):
-                p.grad = g.clone()
-            theirs.step()
-            updates.freeze_options()
-            for b in range(len(storage.blocks)):
-                where = storage.block_slice(b) if strategy == "dp" else storage.owned_slice(b)
-                updates.step({(0, b): flat[where].clone()})
-            for optimizer_ in (mine, theirs):
-                for group in optimizer_.param_groups:
-                    group["lr"] *= 0.5
-            whole = torch.cat([p.detach() for p in alone])
-            for b in range(len(storage.blocks)):
-                where = storage.block_slice(b) if strategy == "dp" else storage.owned_slice(b)
-                assert torch.equal(storage.owned_shard(b), whole[where]), (seed, step, b)
-
-
 def by_run(updates: ShardedOptimizer) -> dict[tuple[int, int], list[tuple[slice, torch.optim.Optimizer]]]:
     """An optimizer of torch of its own for a copy of every run."""
     (optimizer,), groups = updates.optimizers.members, updates.optimizers.param_groups
@@ -154,18 +130,6 @@ def test_parameters_that_no_rank_has_used_are_left_without_a_read_of_each(unused
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_state_is_made_at_the_start_and_saved_after_an_update(optimizer: str):
-    updates, storage, *_ = job(optimizer, "zero2", 0, 0)
-    runs = [run for runs in updates.runs.values() for run in runs]
-    made = [run.state.copy() for run in runs]
-    assert not any(run.saved for run in runs)
-    updates.step({(0, b): torch.ones_like(storage.owned_shard(b)) for b in range(len(storage.blocks))})
-    for run, before in zip(runs, made, strict=True):
-        assert run.saved.keys() == before.keys()
-        assert all(run.state[key] is value for key, value in before.items())  # no memory is taken by an update
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_that_is_timed_is_one(optimizer: str):
     ours, theirs = (torch.randn(14, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     mine, its_own = (OPTIMIZERS[optimizer]([{"params": [p], "weight_decay": 0.1}]) for p in (ours, theirs))
@@ -176,23 +140,6 @@ def test_a_step_that_is_timed_is_one(optimizer: str):
         again()
         its_own.step()
         assert torch.equal(ours, theirs), step
-
-
-def test_a_schedule_acts_from_the_next_snapshot_on():
-    """An update in the next forward still belongs to the iteration before."""
-    updates, storage, mine, _, _ = job("sgd", "dp", 0, 0)
-    before = storage.flat_param.clone()
-    updates.freeze_options()
-    for group in mine.param_groups:
-        group.update(lr=0.0, weight_decay=0.0)
-    for b in range(len(storage.blocks)):
-        updates.step({(0, b): torch.ones(storage.blocks[b])})
-    assert (storage.flat_param != before).all()
-    before = storage.flat_param.clone()
-    updates.freeze_options()
-    for b in range(len(storage.blocks)):
-        updates.step({(0, b): torch.ones(storage.blocks[b])})
-    assert torch.equal(storage.flat_param, before)
 
 
 def test_an_update_waits_for_a_compilation():

@@ -41,15 +41,6 @@ def storage_of(rank: int, strategy: str = "sdp", blocks: int = 1) -> tuple[UnitS
     return storage, parameters
 
 
-def test_each_rank_keeps_its_part_and_the_whole_is_freed():
-    first, (a, _) = storage_of(0)
-    second, _ = storage_of(1)
-    assert first.shard is not None and first.shard.tolist() == [*range(8)]
-    assert second.shard is not None and second.shard.tolist() == [*range(8, 15), 0]
-    assert not first.is_full and first.flat_param.untyped_storage().nbytes() == 0
-    assert first.full_bytes == 16 * 4
-
-
 def test_a_rank_owns_a_part_of_every_block():
     """So that a gather of one block is one contiguous piece of the buffer."""
     storage, _ = storage_of(1, blocks=3)
@@ -67,15 +58,6 @@ def test_a_rank_owns_a_part_of_every_block():
     ]
 
 
-def test_strategies_update_what_they_keep():
-    whole, _ = storage_of(1, "dp")
-    assert whole.owned_shard(0).tolist() == [*range(15), 0]
-    resident, _ = storage_of(1, "zero2")
-    assert resident.shard is None and resident.owned_shard(0).tolist() == [*range(8, 15), 0]
-    resident.owned_shard(0).fill_(9)  # a view: the update is in place
-    assert resident.flat_param.tolist() == [*range(8), *[9] * 8]
-
-
 def test_views_that_autograd_saved_are_valid_after_a_gather():
     storage, (a, _) = storage_of(0)
     storage.allocate()
@@ -87,40 +69,6 @@ def test_views_that_autograd_saved_are_valid_after_a_gather():
     storage.flat_param.copy_(torch.arange(16.0))
     loss.backward()
     assert x.grad is not None and x.grad.tolist() == [4, 6, 8, 10]  # columns of [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_reshard_and_place_own_are_inverse():
-    storage, _ = storage_of(1)
-    storage.allocate()
-    storage.flat_param.copy_(torch.arange(10.0, 26.0))
-    storage.shard_from(storage.flat_param)
-    assert storage.shard is not None and storage.shard.tolist() == [*range(18, 26)]
-    storage.flat_param.zero_()
-    storage.copy_shard_into_flat(0)
-    assert storage.flat_param.tolist() == [0] * 8 + [*range(18, 26)]
-
-
-def test_gradients_are_set_added_and_averaged():
-    storage, (a, b) = storage_of(0)
-    storage.allocate_gradient()
-    for micro, last in ((0, False), (1, True)):
-        for index, p in enumerate((a, b)):
-            p.grad = torch.full(p.shape, 1.0 + micro + 10 * index)
-            storage.accumulate_gradient(index, micro == 0, 0.5 if last else None)
-            assert p.grad is None
-    # (1 + 2) / 2 and (11 + 12) / 2; padding stays zero, whatever the memory held.
-    assert storage.full_gradient.tolist() == [1.5] * 8 + [11.5] * 7 + [0]
-    held = storage.full_gradient.untyped_storage()
-    storage.free_gradient()
-    assert held.nbytes() == 0 and storage.gradient is None
-
-
-def test_one_micro_step_sets_the_average_at_once():
-    storage, (a, _) = storage_of(0)
-    storage.allocate_gradient()
-    a.grad = torch.full((2, 4), 3.0)
-    storage.accumulate_gradient(0, True, 0.5)
-    assert storage.full_gradient[:8].tolist() == [1.5] * 8
 
 
 def odd(strategy: str) -> tuple[UnitStorage, list[nn.Parameter]]:
@@ -148,19 +96,6 @@ def test_parameters_begin_at_16_bytes_and_keep_their_strides():
     assert all(
         place.view(storage.flat_param).stride() == p.stride() for p, place in zip(parameters, storage.places, strict=True)
     )
-
-
-def test_padding_between_parameters_is_zero_in_gradients():
-    storage, parameters = odd("dp")
-    storage.allocate_gradient()
-    flat = storage.full_gradient
-    flat.fill_(torch.nan)
-    storage.zero_padding(flat)
-    for i, p in enumerate(parameters):
-        p.grad = torch.ones_like(p)
-        storage.accumulate_gradient(i, True, 2.0)
-    assert flat.sum() == 2 * sum(p.numel() for p in parameters)
-    assert all((place.view(flat) == 2).all() for place in storage.places)
 
 
 # ---- who has the memory: the plan, or a use that the plan does not have

@@ -11,8 +11,8 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.runtime.context import UNTIMED, StepRecorder
 from mdcs.runtime.executor import Executor
-from mdcs.runtime.step_trace import UNTIMED, StepRecorder
 from mdcs.telemetry.timeline import Interval
 
 

@@ -212,7 +212,7 @@ class Writer(FileSystemWriter):
         super().finish(metadata, results)
         tensors = {info.relative_path for info in metadata.storage_data.values()}
         rank_files = {RUN, *map(directory.rank_file, range(self._world))}
-        directory.finish(self._folder, {".metadata", *tensors, *rank_files}, world=self._world)
+        directory.finish(self._folder, {".metadata", *tensors, *rank_files})
         if self._keep is not None:
             directory.keep_last(self._folder.parent, self._keep)
 

@@ -6,7 +6,6 @@ tensors a folder has files of plain values, such as random states.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -24,7 +23,6 @@ import torch
 MANIFEST = "manifest.json"
 RUN = "run.pt"
 """Name of the file with the values that all ranks have in common."""
-SCHEMA = 1
 _PARTIAL = ".partial"
 _NAME = re.compile(r"step-(\d+)")
 
@@ -64,19 +62,17 @@ def write(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def finish(folder: Path, files: Iterable[str], **about: Any) -> Path:
+def finish(folder: Path, files: Iterable[str]) -> Path:
     """Write the manifest, then rename the folder so that it counts as complete. Replaces an older folder of this step.
 
     ``files``: the names of all files. Raises CheckpointError for a file that some rank wrote to another file system.
     """
-    writing, sizes, step = partial(folder), {}, int(folder.name.partition("-")[2])
+    writing, sizes = partial(folder), {}
     for name in sorted(files):
         if not (writing / name).is_file():
             raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
         sizes[name] = (writing / name).stat().st_size
-    manifest = {"schema": SCHEMA, "step": step, **about, "files": sizes}
-    manifest["sha256"] = _sha256(manifest)
-    write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write(writing / MANIFEST, json.dumps({"files": sizes}, indent=1).encode())
     _sync(writing)
     if folder.exists():
         _delete(folder)
@@ -123,34 +119,19 @@ def choose(among: Sequence[Path], problem: Callable[[Path], str | None], *, warn
 def find_problem(folder: Path) -> str | None:
     """Return why a folder cannot be used, with the file's name; None if every file has its size."""
     try:
-        for file, size in read_manifest(folder)["files"].items():
+        for file, size in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items():
             path = folder / file
             if not path.is_file():
                 return f"{file} is missing"
             if path.stat().st_size != size:
                 return f"{file} has {path.stat().st_size} bytes, not the {size} that were written"
-    except CheckpointError as error:
-        return str(error)
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}: it was not finished"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not what was written"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return None
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest. Raises CheckpointError if it is missing, damaged, or of another schema."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        whole = manifest.pop("sha256") == _sha256(manifest)
-    except FileNotFoundError:
-        raise CheckpointError(f"it has no {MANIFEST}: it was not finished") from None
-    except (ValueError, KeyError, AttributeError):
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{MANIFEST} is not what was written")
-    if manifest["schema"] != SCHEMA:
-        raise CheckpointError(f"{MANIFEST} has schema {manifest['schema']}, this version reads {SCHEMA}")
-    assert isinstance(manifest, dict)
-    return manifest
 
 
 def _delete(folder: Path) -> None:
@@ -158,10 +139,6 @@ def _delete(folder: Path) -> None:
     gone = folder.with_name(f"{folder.name}.deleted{_PARTIAL}")
     folder.rename(gone)
     shutil.rmtree(gone)
-
-
-def _sha256(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(folder: Path) -> None:

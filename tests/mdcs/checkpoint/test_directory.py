@@ -13,16 +13,15 @@ def write(root: Path, step: int) -> Path:
     partial = directory.begin(directory.folder_of(root, step))
     for name in ("a", "b"):
         (partial / name).write_bytes(f"{name} of {step}".encode() * 100)
-    return directory.finish(directory.folder_of(root, step), ["a", "b"], world=2)
+    return directory.finish(directory.folder_of(root, step), ["a", "b"])
 
 
 def test_a_folder_counts_with_its_manifest(tmp_path):
     partial = directory.begin(directory.folder_of(tmp_path, 3))
     (partial / "a").write_bytes(b"data")
     assert directory.complete_checkpoints(tmp_path) == []
-    made = directory.finish(directory.folder_of(tmp_path, 3), ["a"], world=2)
+    made = directory.finish(directory.folder_of(tmp_path, 3), ["a"])
     assert directory.complete_checkpoints(tmp_path) == [made] and directory.find_problem(made) is None
-    assert directory.read_manifest(made)["step"] == 3 and directory.read_manifest(made)["world"] == 2
 
 
 def test_what_a_rank_has_written_elsewhere_does_not_count(tmp_path):
@@ -59,18 +58,12 @@ def cut(made: Path) -> None:
     (made / "a").write_bytes((made / "a").read_bytes()[:-1])
 
 
-def renumber(made: Path) -> None:
-    text = (made / directory.MANIFEST).read_text()
-    (made / directory.MANIFEST).write_text(text.replace('"world": 2', '"world": 4'))
-
-
 def cut_manifest(made: Path) -> None:
     (made / directory.MANIFEST).write_text((made / directory.MANIFEST).read_text()[:-20])
 
 
 HARM = {
     cut: "a has 599 bytes, not the 600 that were written",
-    renumber: "manifest.json is not what was written",
     cut_manifest: "manifest.json is not what was written",
     lambda made: (made / "a").unlink(): "a is missing",
     lambda made: (made / directory.MANIFEST).unlink(): "it has no manifest.json: it was not finished",

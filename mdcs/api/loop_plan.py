@@ -302,7 +302,7 @@ class LoopPlan:
         for plan in on_rank_zero(lambda: self._calibration_plans(job)):
             phase(f"measuring messages in {TRIED} steps under {_name(plan)}")
             ran = yield Stage(plan, TRIED, TimedSteps)
-            own = [trace for step, trace in ran.engine.recorder.traces().items() if step > 1]
+            own = [trace for step, trace in ran.engine.recorder.traces().items() if step > ran.records[0].step]
             runs.append(Run(plan, [trace for of_rank in all_gather_object(own) for trace in of_rank]))
         found = fit_costs(profile, runs)
         if found.reliability_warning and ran.engine.rank == 0:

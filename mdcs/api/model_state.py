@@ -32,7 +32,7 @@ class ModelState:
         self.optimizer = self.optimizers[0]
         self._engine = run
         self._checkpoints: Checkpoints | None = None
-        self._resumed_after = 0  # steps before those of the present plan
+        self._resumed_after = 0  # steps before this session
 
     @property
     def plan(self) -> Plan:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -52,7 +52,6 @@ class Session(ModelState):
         super().__init__(run, units)
         self._choice, self._was_in_pieces = choice, was_in_pieces
         self._heard: Listener | None = None
-        self._earlier = 0  # steps of this session before the present plan
         self._unread: list[StepRecord] = []  # of plans before
         self._earlier_norm: float | None = None
         self._wants_times = False
@@ -106,12 +105,16 @@ class Session(ModelState):
         assert self._choice is not None and self._heard is not None
         engine, heard, call = self._engine, self._heard, "a change of plans"
         self._stop_listening()
+        began = time.monotonic()
         engine.drain(call)
+        drained = time.monotonic()
         records = self._records(flush=True) if self.is_choosing else []
         self._unread += records
         self._choice.end_stage(Ran(engine, heard, records))
         if self._choice.plan is not engine.plan:
+            began += time.monotonic() - drained  # the choice is no part of the change
             self._change_plan(self._choice.plan, call)
+            self._engine.recorder.note(engine.sequencer.step, handover_s=time.monotonic() - began)
         self._listen()
 
     def _change_plan(self, plan: Plan, call: str) -> None:
@@ -120,19 +123,17 @@ class Session(ModelState):
             self._checkpoints.finish()
             self._checkpoints = None
         self._earlier_norm = self._run_norm()
-        before = engine.retire(call)
-        self._count(engine.sequencer.step - 1)
+        engine.retire(call)
         try:
             trained = Trained(self.model, self._optimizers, self.units)
-            self._engine = Engine(trained, plan, self._options, None, before)
+            self._engine = Engine(trained, plan, self._options, None, engine)
         except BaseException:
-            before.fail()
+            for storage in engine.storages:  # some are in pieces, and some are gone
+                storage.guard.close()
+            engine.end("planning anew failed", failed=True)
             raise
         if self._wants_times:
             self._engine.recorder.begin_timing()
-
-    def _count(self, steps: int) -> None:
-        self._earlier, self._resumed_after = self._earlier + steps, self._resumed_after + steps
 
     def _stop_listening(self) -> None:
         if self._heard is not None:
@@ -268,8 +269,7 @@ class Session(ModelState):
 
     def _records(self, flush: bool) -> list[StepRecord]:
         engine = self._engine
-        found = engine.recorder.finished(engine.sequencer.step - (1 if flush else 2), flush)
-        return [dataclasses.replace(record, step=self._earlier + record.step) for record in found]
+        return engine.recorder.finished(engine.sequencer.step - (1 if flush else 2), flush)
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """Return (begin, end, intervals) of the last whole period, from first backward slot to first backward slot.

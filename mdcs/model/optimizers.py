@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mdcs.model.elementwise import StateLayout, state_layouts
@@ -243,3 +243,42 @@ def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
             "step(), on every rank: with parallel.full_parameters(writeback=True): …"
         )
     return optimizer
+
+
+class ParameterPlace(NamedTuple):
+    """Where a parameter lies: ``numel`` elements from ``offset`` on in the flat buffers.
+
+    ``order``: its dimensions, from the one with the largest stride to the one with the smallest.
+    """
+
+    offset: int
+    numel: int
+    shape: torch.Size
+    order: tuple[int, ...]
+
+    def flattened(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape as its elements lie in the flat buffers: a view, if it is dense."""
+        return tensor.permute(self.order).reshape(-1)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of a flat buffer, in its shape and strides."""
+        return self.shaped(flat[self.offset : self.offset + self.numel])
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Return the parameter's elements [flat] in its shape and strides."""
+        if self.order == tuple(range(len(self.shape))):
+            return flat.view(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat.view([self.shape[dim] for dim in self.order]).permute(inverse)
+
+
+def dense_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the largest stride to the smallest; in order if the tensor leaves gaps or overlaps."""
+    strides, step = tensor.stride(), 1
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    for dim in reversed(order):
+        if tensor.shape[dim] > 1:
+            if strides[dim] != step:
+                return tuple(range(tensor.dim()))
+            step *= tensor.shape[dim]
+    return order

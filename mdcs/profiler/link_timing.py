@@ -225,9 +225,10 @@ class LinkBenchmark:
     @contextmanager
     def of_nodes(self, per_node: int) -> Iterator[None]:
         """Send messages within nodes of so many ranks, inside of the block."""
-        self._groups = ProcessGroups(None, self.device, _TIMEOUT_S, needs_control=False, per_node=per_node)
+        self._groups = ProcessGroups(None, self.device, _TIMEOUT_S, needs_control=False)
         failed = True
         try:
+            self._groups.connect_nodes(per_node)
             yield
             barrier()
             failed = False

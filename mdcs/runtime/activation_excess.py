@@ -80,13 +80,13 @@ def from_words(words: str) -> Sizes | None:
 class ActivationExcess:
     """Excess seen so far, slot by slot, and the bytes that admission adds. All 0 where the plan has no budget.
 
-    ``raises``: a step above the budget is an error.
+    ``first``: number of the plan's first step. ``raises``: a step above the budget is an error.
     """
 
     def __init__(
-        self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes, *, raises: bool = False
+        self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes, *, first: int = 1, raises: bool = False
     ) -> None:
-        self._raises = raises
+        self._raises, self._first = raises, first
         self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
         self._names = [plan.period.in_words(q) for q in range(plan.period.length)]
         self._profiled = from_words(plan.profile.about.get(INPUTS, ""))
@@ -128,11 +128,11 @@ class ActivationExcess:
 
         Call at the end of the step.
         """
-        if self.budget is None or not (step <= _FIRST or self.is_larger):
+        if self.budget is None or not (step < self._first + _FIRST or self.is_larger):
             return
         peak = (meter.window() or {}).get(TOTAL)
         # the first window began before training
-        if peak is not None and peak > self.budget and step > 1 and not self.skips:
+        if peak is not None and peak > self.budget and step > self._first and not self.skips:
             self._above.append((peak - self.budget, -1, -1))
         self.skips = False
 

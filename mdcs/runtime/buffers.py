@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.model.optimizers import dense_order
 from mdcs.model.units import UnsupportedModel
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.process_groups import ProcessGroups
-from mdcs.runtime.storage import dense_order
 from mdcs.sizes import MIB
 from mdcs.torch_compat import copy_all, has_batch_statistics, version_of, without_autograd
 

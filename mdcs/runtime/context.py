@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import CATEGORIES
@@ -94,6 +93,7 @@ class StepRecord:
     - ``slots_over_budget``: slots whose measured peak exceeded the budget; ``over_budget``: by at most so many bytes.
     - ``departures``: what the step did otherwise than the plan, in words ("left out layers.3"), and how often;
       ``departed_s``: the seconds that this took.
+    - ``handover_s``: seconds of the change to this step's plan, before the step, if there was one.
     - ``grad_norm``: global norm of the gradient before it was clipped; None without clipping.
     """
 
@@ -105,6 +105,7 @@ class StepRecord:
     slots_over_budget: int = 0
     departures: dict[str, int] = field(default_factory=dict)
     departed_s: float = 0.0
+    handover_s: float = 0.0
     grad_norm: float | None = None
 
 
@@ -228,20 +229,16 @@ class StepRecorder:
     def over_budget(self, step: int, slots: int, size: int) -> None:
         """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
         if slots:
-            self._note(step, slots_over_budget=slots, over_budget=size)
+            self.note(step, slots_over_budget=slots, over_budget=size)
 
     def departures(self, step: int, counts: dict[str, int], seconds: float) -> None:
         """Record what the iteration did otherwise than the plan."""
         if counts:
-            self._note(step, departures=counts, departed_s=seconds)
+            self.note(step, departures=counts, departed_s=seconds)
             self.departing += 1
 
-    def norm(self, step: int, norm: Tensor) -> None:
-        """Record the gradient's norm [scalar] of a step: copied to the host behind what is enqueued now, and read with
-        the record."""
-        self._note(step, grad_norm=norm.to("cpu", non_blocking=True))
-
-    def _note(self, step: int, **fields: Any) -> None:
+    def note(self, step: int, **fields: Any) -> None:
+        """Record fields of the step's record."""
         self._notes.setdefault(step, {}).update(fields)
 
     def period(self, stamp: Any) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -169,9 +170,14 @@ class Departures:
 class Lending:
     """Both sides: :meth:`borrow` in the training thread, :meth:`answer` in the presence thread of ``words``."""
 
-    def __init__(self, context: RunContext, storages: list[UnitStorage], words: FailureChannel) -> None:
-        self._context, self._storages, self._words = context, storages, words
-        self._rank, self._borrowed, self._answered = context.rank, 0, 0
+    def __init__(self, words: FailureChannel) -> None:
+        self._words, self._rank = words, words.place.rank
+        self._borrowed = self._answered = 0
+        words.duties.append(weakref.WeakMethod(self.answer))
+
+    def serve(self, context: RunContext, storages: list[UnitStorage]) -> None:
+        """Lend these units from now on: those of the plan that runs."""
+        self._context, self._storages = context, storages
 
     def borrow(self, unit: int) -> None:
         """Fill the full parameters of a unit with this rank's part and those of the other ranks.

@@ -27,13 +27,13 @@ from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import loop_access, optimizer_state, validation
 from mdcs.runtime.activation_excess import ActivationExcess, BatchSizes
 from mdcs.runtime.buffers import Buffers
-from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
+from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures, Lending, SidePasses
 from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forget_in_child
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.gradient_scaling import UpdateScale
-from mdcs.runtime.initialization import Handover, leave_units, shard_units
+from mdcs.runtime.initialization import leave_units, shard_units
 from mdcs.runtime.loop_access import ParameterAccess, forbid_optimizer_calls
 from mdcs.runtime.messages import Connected, Messages
 from mdcs.runtime.optimizer_state import OptimizerState
@@ -61,17 +61,17 @@ class Trained:
 class Engine:
     """The parts of a run. Hooks tell the sequencer of slots; it issues messages to the queue and waits for them.
 
-    ``group``: the ranks; None: all. ``before``: what has the units now; None: they are plain and whole.
+    ``group``: the ranks; None: all. ``before``: the run of another plan, which :meth:`retire` has stopped. It gives its
+    units, process groups and failure channel, and ends. None: units are plain and whole.
     """
 
     def __init__(
         self, trained: Trained, plan: Plan, options: RunOptions, group: dist.ProcessGroup | None = None,
-        before: Handover | None = None,
+        before: Engine | None = None,
     ) -> None:  # fmt: skip
         model, optimizers, units = trained.model, trained.optimizers, trained.units
         self.model, self.optimizers, self.plan, self.options = model, optimizers, plan, options
-        world = dist.get_world_size(group) if dist.is_initialized() else 1
-        rank = dist.get_rank(group) if dist.is_initialized() else 0
+        rank, world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.rank = rank if options.emulate is None else options.emulate.rank
         device = units[0].parameters[0][1].device
         self.device = device = options.device if device.type == "meta" else device
@@ -80,46 +80,50 @@ class Engine:
         found = validation.validate(
             model, optimizers, plan, units, options, processes=world, backend=backend_of(group, device), device=device
         )
-        self.groups = groups = ProcessGroups(
-            group, device, options.timeout_s, needs_control=options.needs_norm,
-            per_node=plan.profile.per_node if any(k.in_node for k in plan.strategies) else 0,
-        )
-        self.place = ErrorContext(self.rank)
         self._handles: list[Any] = []  # what a run that ends, or cannot begin, removes from model and optimizers
+        if before is None:
+            self.groups = ProcessGroups(group, device, options.timeout_s, needs_control=options.needs_norm)
+            self.place = ErrorContext(self.rank)
+        else:
+            self.groups, self.place = before.groups, before.place
         try:
-            validation.agree_on_validation(found, model, plan, self.place, groups)
+            if any(k.in_node for k in plan.strategies):
+                self.groups.connect_nodes(plan.profile.per_node)
+            validation.agree_on_validation(found, model, plan, self.place, self.groups)
             validation.warn_untrained(found.untrained if rank == 0 else ())
             self._assemble(found, before)
         except BaseException as error:
-            self._disassemble(error)
+            self._disassemble(error, before)
             raise
 
-    def _assemble(self, found: ValidationResult, before: Handover | None) -> None:
+    def _assemble(self, found: ValidationResult, before: Engine | None) -> None:
         model, optimizers, plan, options, units = self.model, self.optimizers, self.plan, self.options, found.units
         groups, place, world = self.groups, self.place, self.groups.world
         self.context = context = RunContext(plan, place, self.device, options.timeout_s)
         self.meter, self.executor = context.meter, context.executor
         self.account, self.recorder = context.account, context.recorder
-        self.aliases = attributes_over_parameters(model)
+        self.aliases = attributes_over_parameters(model) if before is None else []
 
         # Failure: the other ranks hear why this one leaves.
-        run = groups.all_gather_object(uuid.uuid4().hex)[0] if world > 1 else None
-        self.failures = FailureChannel(place, run, world)
-        place.explain = self.failures.annotate
+        if before is None:
+            run = groups.all_gather_object(uuid.uuid4().hex)[0] if world > 1 else None
+            self.failures = FailureChannel(place, run, world)
+            self.lending = Lending(self.failures)
+        else:
+            self.failures, self.lending = before.failures, before.lending
 
         # Units: flat parameters, shards and gradients. Closed parameters refuse to be used.
         self.access = ParameterAccess(place)
         assert found.initialisation is not None and found.updates is not None
 
         def make(u: int) -> UnitStorage:
-            with contextlib.nullcontext() if before is None else before.whole(u):
-                refuse = functools.partial(self.access.refuse, u)
-                return UnitStorage(context, u, found.ordered[u], refuse)
+            refuse = functools.partial(self.access.refuse, u)
+            return UnitStorage(context, u, found.ordered[u], refuse, None if before is None else before.storages[u])
 
-        # units and buffers of a run before are on all ranks already
-        self.storages = shard_units(
-            model, found.initialisation, make, groups.message_group if before is None else None, place
-        )
+        if before is None:
+            self.storages = shard_units(model, found.initialisation, make, groups.message_group, place)
+        else:
+            self.storages = [make(u) for u in range(len(units))]
         self.updates = ShardedOptimizer(context, self.storages, found.updates, found.group_of, options.clip_value)
         self.buffers = Buffers(model, options.broadcast_buffers)
 
@@ -141,12 +145,11 @@ class Engine:
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self._handles.append(batch)
         raises = options.over_budget == "raise"
-        self.excess = ActivationExcess(plan, context.ledger.slots, self.rank, batch, raises=raises)
-        lending = Lending(context, self.storages, self.failures)
-        self.failures.duties.append(weakref.WeakMethod(lending.answer))
+        self.excess = ActivationExcess(plan, context.ledger.slots, self.rank, batch, first=place.step, raises=raises)
+        self.lending.serve(context, self.storages)
         self.unsharder = Unsharder(context, self.wire)
         self.evaluation = Evaluation(context, units, self.unsharder, groups)
-        departures = Departures(context, self.wire, lending)
+        departures = Departures(context, self.wire, self.lending)
         reentrant = ReentrantPasses([p for storage in self.storages if storage.trainable for p in storage.parameters])
         side = SidePasses(context, self.wire, departures, self.evaluation, groups)
         self.sequencer = SlotSequencer(context, self.wire, side, self.excess, reentrant)
@@ -165,18 +168,18 @@ class Engine:
             self.optimizer_state.load(optimizers.state)
             optimizers.clear_state()  # the state is on shards from now on
         else:
-            before.give_state(self.optimizer_state)
-            before.end()
+            self.optimizer_state.take_over(before.optimizer_state)
+            before.end("a new plan has them", is_over=False)
         if plan.budget is not None:
             self.executor.limit(plan.budget + self.wire.pool_bytes)
         for storage in self.storages:
             if not storage.is_open_between_steps:
                 storage.guard.close()
         self.is_closed = False
-        self.recorder.step(0, self.executor.record_timestamp())
+        self.recorder.step(place.step - 1, self.executor.record_timestamp())
         self.reset_memory()  # profiling, and the copy of the weights into flat buffers, are not training
 
-    def _disassemble(self, error: BaseException) -> None:
+    def _disassemble(self, error: BaseException, before: Engine | None) -> None:
         """Undo a start that failed: units that are whole on this rank are plain again, others say why they are not."""
         if "failures" in vars(self):
             self.failures.publish(error)
@@ -185,7 +188,7 @@ class Engine:
             self.wire.stop()
         for handle in self._handles:
             handle.remove()
-        if "storages" in vars(self):
+        if "storages" in vars(self) and before is None:
             self.access.ended = f"its start failed: {error}"
             leave_units(self.storages)
         self.groups.destroy(failed=True)
@@ -193,11 +196,7 @@ class Engine:
     def _connect(self, collectives: Collectives, in_node: bool) -> Connected:
         if self.options.emulate is not None:
             return EmulatedCommunicator(collectives, self.options.emulate)
-
-        groups, of = self.groups, functools.partial(Communicator, collectives, synchronous=self.executor.runs_ahead)
-        if in_node:
-            return NodeCommunicator(of(groups.node_group), of(groups.replica_group))
-        return of(groups.message_group)
+        return self.groups.communicator(collectives, in_node, synchronous=self.executor.runs_ahead)
 
     @property
     def queue(self) -> MessageQueue:
@@ -356,17 +355,20 @@ class Engine:
             return str(e)
         return ""
 
-    def end(self, why: str, *, failed: bool = False) -> None:
-        """Stop the threads and remove the hooks, without the other ranks. ``why``: why parameters are not whole."""
+    def end(self, why: str, *, failed: bool = False, is_over: bool = True) -> None:
+        """Stop the threads and remove the hooks, without the other ranks. ``why``: why parameters are not whole.
+
+        ``is_over``: no other plan goes on with the process groups.
+        """
         if self.is_closed:
             return
-        self.is_closed = True
-        self.access.ended = why
+        self.is_closed, self.access.ended = True, why
         self._stop_threads.detach()
         self.wire.stop()
-        self.failures.end()
         self._leave_model()
-        self.groups.destroy(failed=failed)
+        if is_over:
+            self.failures.end()
+            self.groups.destroy(failed=failed)
 
     def forget(self) -> None:
         """Leave the run to the process that this one was forked from."""
@@ -375,13 +377,14 @@ class Engine:
         self.failures.forget()
         self._hooks.remove()
 
-    def retire(self, call: str) -> Handover:
-        """Stop between two steps, for this ``call``; return what gives the units to the next run. Collective."""
+    def retire(self, call: str) -> None:
+        """Stop between two steps, for this ``call``: the engine of another plan may take over. Collective."""
         problem = self._give_up(call)
         if problem is not None:
             raise RunError(f"rank {self.rank}: {call}: {problem}")
         self._leave_model()
-        return Handover(self.storages, self.unsharder, self.optimizer_state, self.end)
+        for storage in self.storages:
+            storage.guard.open()
 
     def _leave_model(self) -> None:
         if self.plan.budget is not None:

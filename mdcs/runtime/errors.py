@@ -87,7 +87,7 @@ class FailureChannel:
         self._doing = doing or (lambda: f"the run in step {place.step}")
         self.store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
         self.duties: list[weakref.WeakMethod[Callable[[dist.Store], None]]] = []
-        self._has_published = False
+        self._has_published, place.explain = False, self.annotate
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if self.store is not None:

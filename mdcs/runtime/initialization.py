@@ -8,7 +8,6 @@ initialises, so that random states stay alike; then rank 0's values are broadcas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,7 @@ from torch import Tensor, nn
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import ErrorContext
-from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.storage import UnitStorage, leave_meta
-from mdcs.runtime.unshard import Unsharder
 from mdcs.torch_compat import version_of
 
 InitFunction = Callable[[nn.Module], object]
@@ -98,10 +95,9 @@ def shard_units(
     model: nn.Module, initialisation: Initializer, make: Callable[[int], UnitStorage],
     group: dist.ProcessGroup | None, place: ErrorContext,
 ) -> list[UnitStorage]:
-    """Return the units' storages, settled.
+    """Return the units' storages, settled, with rank 0's values; buffers have rank 0's, too.
 
-    With a ``group`` rank 0's values are broadcast, those of buffers, too. Raises
-    UnsupportedModel for parameters or buffers that the initialisation of their module does not set.
+    Raises UnsupportedModel for parameters or buffers that the initialisation of their module does not set.
     """
     storages: dict[int, UnitStorage] = {}
     for members in initialisation.together:
@@ -175,42 +171,3 @@ def _is_left(tensor: Tensor, made: tuple[Tensor, int] | None) -> bool:
 
 def _path(module: str, local: str) -> str:
     return f"{module}.{local}" if module else local
-
-
-class Handover:
-    """A run that ends between two steps and gives its units to the next one, one by one: only the one that moves is
-    whole.
-
-    The run has no hooks any more, and nothing in flight.
-
-    ``end``: ends that run for good; ``failed=True`` without the other ranks.
-    """
-
-    def __init__(
-        self, storages: Sequence[UnitStorage], unsharder: Unsharder, state: OptimizerState, end: Callable[..., None]
-    ) -> None:
-        self._storages, self._unsharder, self._state, self._end = storages, unsharder, state, end
-        self._started = state.started()
-        for storage in storages:
-            storage.guard.open()
-
-    def end(self) -> None:
-        """End the run, whose units the next one has. Collective."""
-        self._end("a new plan has them")
-
-    def fail(self) -> None:
-        """End the run where the next one could not be made: some of its units are in pieces, and some are gone."""
-        for storage in self._storages:
-            storage.guard.close()
-        self._end("planning anew failed", failed=True)
-
-    def give_state(self, to: OptimizerState) -> None:
-        """Give the optimizer's state to the next run, which has the parameters. Collective."""
-        to.take_over(self._state, self._started)
-
-    @contextmanager
-    def whole(self, unit: int) -> Iterator[None]:
-        """Hold a unit whole, for the last time: its parameters must have other memory at the end. Collective."""
-        self._unsharder.unshard(unit)
-        yield
-        self._storages[unit].release()

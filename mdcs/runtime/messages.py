@@ -125,7 +125,7 @@ class Messages:
         self._is_alone = self.plan.world == 1
         self._known_sizes: dict[tuple[Kind, tuple[Part, ...]], _Sizes] = {}
         self._waiting: dict[Part, Tensor] = {}  # reduced gradients that wait for a later message's update
-        self._step_of_period_0 = 0
+        self._step_of_period_0 = context.place.step - 1
         self._updated: dict[int, list[Part]] = {}  # index of a message -> what its update updates
         for message, update in zip(self.plan.messages, self.plan.schedule.updated_by, strict=True):
             if update >= 0:
@@ -224,7 +224,9 @@ class Messages:
         if work is not None:
             update.is_due, update.scale = self.scale.factor(update.gradients, work)
             if update.is_due and self.scale.norm is not None:
-                self._recorder.norm(update.transfer.step, self.scale.norm)
+                # copied to the host behind what is enqueued now, and read with the record
+                norm = self.scale.norm.to("cpu", non_blocking=True)
+                self._recorder.note(update.transfer.step, grad_norm=norm)
 
     def update(self, update: Update) -> None:
         """Update parameters and optimizer state."""

@@ -94,7 +94,7 @@ class OptimizerState:
         trained = {p for storage in self._storages if storage.trainable for p in storage.parameters}
         frozen = [(p, values) for p, values in state.items() if p not in trained]
         self.kept = {p: {key: _made(v, p) for key, v in values.items()} for p, values in frozen}
-        self._updates.forget()
+        self._updates.make_runs()
         for u in range(len(self._storages)):
             self._prepare(u, wanted, state)
         self._updates.make_state()
@@ -132,32 +132,46 @@ class OptimizerState:
         for key, fragment in self.fragments():
             fragment.load(state[fragment.parameter][key])
 
-    def take_over(self, before: OptimizerState, started: Started) -> None:
-        """Take over another run's state of the same units, which loses it. One key of one unit is whole at a time.
-        Collective.
+    def take_over(self, before: OptimizerState) -> None:
+        """Take over another plan's units and their state, unit by unit; that plan loses them. Collective.
 
-        ``started``: of :meth:`started`, as it was when the other run had all of its parameters.
+        A rank keeps what it has updated if it goes on to update that. Of other units the parameters, then one key of
+        the state after the other, are whole for a while. Units that need fewer bytes than before come first.
         """
         self.kept = before.kept
-        self._updates.forget()
-        for u, storage in enumerate(self._storages):
-            begun = {p: started[p] for p in storage.parameters if p in started}
-            state = {
-                p: copies | {key: torch.empty_like(p, device="meta") for key in keys}
-                for p, (copies, keys) in begun.items()
-            }
-            named = list(zip(storage.names, storage.parameters, strict=True))
-            known = histories([named], self._updates.updates, state)
-            self._prepare(u, {(u, i): history for (_, i), history in known.items()}, state)
-            for key in sorted({key for _, keys in begun.values() for key in keys}):
-                whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
-                for name, fragment in self.fragments(unit=u):
-                    if name == key:
-                        place = before._storages[u].places[before._places[fragment.parameter][1]]
-                        fragment.load(place.view(whole))
-            for _, _, run in before._runs(u):
-                run.clear()
+        pairs = [*zip(before._storages, self._storages, strict=True)]
+        moves = {u for u, (old, new) in enumerate(pairs) if not new.stays_in_parts(old)}
+        started = before.started(moves)
+        grows = [new.bytes_at_rest - old.bytes_at_rest for old, new in pairs]
+        for u in sorted(range(len(pairs)), key=grows.__getitem__):
+            old, new = pairs[u]
+            if u in moves:
+                before._unsharder.unshard(u)
+                new.take_over(old)
+                self._updates.make_runs([u])
+                self._take_state(u, before, started)
+            else:
+                new.take_over(old)
+                self._updates.keep(u, before._updates)
         self._updates.make_state()
+
+    def _take_state(self, u: int, before: OptimizerState, started: Started) -> None:
+        storage = self._storages[u]
+        begun = {p: started[p] for p in storage.parameters if p in started}
+        state = {
+            p: copies | {key: torch.empty_like(p, device="meta") for key in keys} for p, (copies, keys) in begun.items()
+        }
+        named = list(zip(storage.names, storage.parameters, strict=True))
+        known = histories([named], self._updates.updates, state)
+        self._prepare(u, {(u, i): history for (_, i), history in known.items()}, state)
+        for key in sorted({key for _, keys in begun.values() for key in keys}):
+            whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
+            for name, fragment in self.fragments(unit=u):
+                if name == key:
+                    place = before._storages[u].places[before._places[fragment.parameter][1]]
+                    fragment.load(place.view(whole))
+        for _, _, run in before._runs(u):
+            run.clear()
 
     # -- out
 
@@ -210,17 +224,23 @@ class OptimizerState:
                     for fragment in fragments(storage, start, run.flat(value), limit):
                         yield key, fragment
 
-    def started(self) -> Started:
-        """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective."""
+    def started(self, units: Collection[int] | None = None) -> Started:
+        """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective.
+
+        ``units``: of these, None: of all. Of units that every rank updates no rank is asked.
+        """
         here: list[tuple[dict[str, Any], list[str], list[tuple[int, int]]]] = []
         for u, b, run in self._runs():
+            if units is not None and u not in units:
+                continue
             values, layout = dict(run.saved), self._updates.layout_of(run)
             if values:
                 copies = {k: copy_of(values.pop(k), cpu=True) for k in list(values) if k in layout.replicated}
                 here.append((copies, sorted(values), [self._places[p] for _, p in self._parameters(u, b, run)]))
+        asks = any(s.parts > 1 for u, s in enumerate(self._storages) if units is None or u in units)
         return {
             self._storages[u].parameters[i]: (copies, keys)
-            for ranks in self._exchange(here)  # a rank that has padding only has no state
+            for ranks in (self._exchange(here) if asks else [here])  # a rank that has padding only has no state
             for copies, keys, places in ranks
             for u, i in places
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mdcs.runtime.communicator import backend_of
+from mdcs.profile.link import Collectives
+from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.torch_compat import abort, nccl_keeps_buffers, without_autograd
 
 SIDE_PASS = "a pass without gradients (no_grad), torch.autograd.grad, or a pass in no_sync()"
@@ -43,40 +45,46 @@ class ProcessGroups:
     - ``norm_group``: the finisher thread's collectives, if ``needs_control``. On NCCL it is ``message_group``: the
       collectives are on the device, between messages.
     - ``host_group``: the training thread's collectives, on gloo.
-    - ``node_group``, ``replica_group``: with ``per_node`` ranks per node, this rank's node, and the ranks with its
-      place in all nodes.
+    - ``node_group``, ``replica_group``: this rank's node, and the ranks with its place in all nodes, once
+      :meth:`connect_nodes` has made them.
 
     Collectives time out after ``timeout_s``.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool,
-        per_node: int = 0,
-    ) -> None:  # fmt: skip
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool
+    ) -> None:
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._own: list[dist.ProcessGroup] = []
-        self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self.message_group = self.norm_group = self.host_group = self.node_group = self.replica_group = None
+        self._group, self._timeout, self._device = group, timedelta(seconds=timeout_s), device
+        self.message_group = self.norm_group = self.host_group = None
+        self.node_group: dist.ProcessGroup | None = None
+        self.replica_group: dist.ProcessGroup | None = None
         if self.world == 1:
             return
-        timeout, backend = self._timeout, backend_of(group, device)
-        # NCCL's watchdog counts from the enqueue, some steps ahead of the device, and kills the process. With more time
-        # for it, our own error, which names the step, comes first.
-        of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
+        backend = backend_of(group, device)
         if backend == "nccl" and nccl_keeps_buffers():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
-        self.message_group = self._new(of_messages, backend)
+        self.message_group = self._new_for_messages()
         if needs_control:
-            self.norm_group = self.message_group if backend == "nccl" else self._new(timeout)
-        self.host_group = self._new(timeout)
-        if per_node:
+            self.norm_group = self.message_group if backend == "nccl" else self._new(self._timeout)
+        self.host_group = self._new(self._timeout)
+
+    def connect_nodes(self, per_node: int) -> None:
+        """Make the groups for ``per_node`` ranks per node, once. Collective."""
+        if self.world > 1 and self.node_group is None:
             nodes = [list(range(first, first + per_node)) for first in range(0, self.world, per_node)]
-            self.node_group = self._new(of_messages, backend, nodes)
-            self.replica_group = self._new(of_messages, backend, list(zip(*nodes, strict=True)))
+            self.node_group = self._new_for_messages(nodes)
+            self.replica_group = self._new_for_messages(list(zip(*nodes, strict=True)))
+
+    def _new_for_messages(self, parts: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
+        backend = backend_of(self._group, self._device)
+        # NCCL's watchdog counts from the enqueue, some steps ahead of the device, and kills the process. With more time
+        # for it, our own error, which names the step, comes first.
+        made = self._new(self._timeout + _STEPS_AHEAD if backend == "nccl" else self._timeout, backend, parts)
         # Connect now: otherwise the first messages would, on NCCL for seconds, inside of a forward pass.
-        for made in (self.message_group, self.node_group, self.replica_group):
-            if made is not None:
-                dist.all_reduce(torch.zeros(1, device=device), group=made)
+        dist.all_reduce(torch.zeros(1, device=self._device), group=made)
+        return made
 
     def _new(
         self, timeout: timedelta, backend: str = "gloo", parts: Sequence[Sequence[int]] | None = None
@@ -94,6 +102,13 @@ class ProcessGroups:
         # would find its old addresses in the store and connect to nobody. So it is never destroyed.
         self._own += chosen if everyone else []
         return chosen[0]
+
+    def communicator(
+        self, collectives: Collectives, in_node: bool, synchronous: bool
+    ) -> Communicator | NodeCommunicator:
+        """Return the collectives of messages, of the world or of this rank's node."""
+        of = functools.partial(Communicator, collectives, synchronous=synchronous)
+        return NodeCommunicator(of(self.node_group), of(self.replica_group)) if in_node else of(self.message_group)
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Return one more group, on gloo, for a thread of its own; None without torch.distributed. Collective."""

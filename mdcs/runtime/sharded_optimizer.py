@@ -21,10 +21,10 @@ from torch.optim.sgd import sgd
 
 from mdcs.model.elementwise import FUNCTIONAL, StateLayout
 from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options
-from mdcs.model.optimizers import NOT_TRAINED, Updates
+from mdcs.model.optimizers import NOT_TRAINED, ParameterPlace, Updates
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.context import RunContext
-from mdcs.runtime.storage import ParameterPlace, UnitStorage
+from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import Meter
 from mdcs.torch_compat import nothing_compiles, version_of
 
@@ -208,7 +208,6 @@ class ShardedOptimizer:
         self.groups = len(self.optimizers.param_groups)
         self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}
-        self.forget()
         self._counts = [
             Counts(o) for o in dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)
         ]
@@ -226,9 +225,17 @@ class ShardedOptimizer:
                 with self.meter.tag("optimizer"):
                     run.state = self._rules[run.group].reserve(self._now[run.group], run.parameter)
 
-    def forget(self) -> None:
-        """Drop all state, and the cuts that it needed. Parameters that are in no optimizer have no runs."""
-        for u, storage in enumerate(self.storages):
+    def keep(self, unit: int, before: ShardedOptimizer) -> None:
+        """Take over the runs of a unit, with their state, from another plan's optimizer: the same ones (not copies)."""
+        for part in [part for part in before.runs if part[0] == unit]:
+            self.runs[part], before.runs[part] = before.runs[part], []
+            for run in self.runs[part]:
+                run.parameter = run.piece(self.storages[unit].owned_shard(part[1]))
+
+    def make_runs(self, units: Iterable[int] | None = None) -> None:
+        """Make the runs of these units (None: of all), without state. Parameters that are in no optimizer have none."""
+        for u in range(len(self.storages)) if units is None else units:
+            storage = self.storages[u]
             for b in range(len(storage.blocks) if storage.trainable else 0):
                 self.runs[u, b] = list(
                     self._whole_runs(storage, b) if storage.layout.is_whole else self._flat_runs(u, b)

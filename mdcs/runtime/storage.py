@@ -17,55 +17,17 @@ is the concatenation of its parts.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mdcs.model.guard import Guard, Refuse
+from mdcs.model.optimizers import ParameterPlace, dense_order
+from mdcs.plan.lifetimes import at_rest, unit_rows
 from mdcs.profile.layout import owned_part
 from mdcs.runtime.context import RunContext
 from mdcs.sizes import aligned
 from mdcs.torch_compat import without_torch_function
-
-
-class ParameterPlace(NamedTuple):
-    """Where a parameter lies: ``numel`` elements from ``offset`` on in the flat buffers.
-
-    ``order``: its dimensions, from the one with the largest stride to the one with the smallest.
-    """
-
-    offset: int
-    numel: int
-    shape: torch.Size
-    order: tuple[int, ...]
-
-    def flattened(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the parameter's shape as its elements lie in the flat buffers: a view, if it is dense."""
-        return tensor.permute(self.order).reshape(-1)
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter's part of a flat buffer, in its shape and strides."""
-        return self.shaped(flat[self.offset : self.offset + self.numel])
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        """Return the parameter's elements [flat] in its shape and strides."""
-        if self.order == tuple(range(len(self.shape))):
-            return flat.view(self.shape)
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.view([self.shape[dim] for dim in self.order]).permute(inverse)
-
-
-def dense_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the largest stride to the smallest; in order if the tensor leaves gaps or overlaps."""
-    strides, step = tensor.stride(), 1
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-    for dim in reversed(order):
-        if tensor.shape[dim] > 1:
-            if strides[dim] != step:
-                return tuple(range(tensor.dim()))
-            step *= tensor.shape[dim]
-    return order
 
 
 class UnitStorage:
@@ -76,15 +38,17 @@ class UnitStorage:
     the meta device get memory on the device of ``context``, filled with NaN. :meth:`init_shards` then keeps only what
     the strategy keeps at rest.
 
+    ``before``: the storage that another plan has of the unit. Its full buffer is used on; :meth:`take_over` follows.
+
     - ``parts``: ranks among which updates are divided. Ranks with the same part are replicas.
     - ``replica``: (number of this rank among the replicas of its part, number of replicas).
-    - ``full_bytes``: bytes of the full parameters, with padding.
+    - ``full_bytes``: bytes of the full parameters, with padding. ``bytes_at_rest``: of the ledger.
     - ``is_outside``: whether it is whole outside of the plan.
     """
 
     def __init__(
         self, context: RunContext, unit: int, parameters: list[tuple[str, nn.Parameter]],
-        refuse: Refuse = lambda name, what: None,
+        refuse: Refuse = lambda name, what: None, before: UnitStorage | None = None,
     ) -> None:  # fmt: skip
         plan, meter, planned = context.plan, context.meter, context.plan.profile.units[unit]
         self.unit, self.rank, self.meter, self._account = unit, context.rank, meter, context.account
@@ -97,6 +61,7 @@ class UnitStorage:
         self.replica = self.rank // self.parts, plan.world // self.parts
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
         self.offsets, self.full_bytes = plan.offsets[unit], self.layout.param_bytes
+        self.bytes_at_rest = sum(at_rest(unit_rows(plan.period, unit, self.strategy)).values())
         first = self.parameters[0]
         self.device = context.device if first.is_meta else first.device
         self.places = self._lay_out()
@@ -108,20 +73,25 @@ class UnitStorage:
         self._owned = [owned_part(offset, size, self.parts, self.rank) for offset, size in cuts]
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
         self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
-        with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
-            self.flat_param = torch.zeros(self.layout.elements, dtype=first.dtype, device=self.device)
+        self.flat_param: Tensor = self._flattened() if before is None else before.flat_param
+        self.shard: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
+        self.guard = Guard(parameters, refuse)
+
+    def _flattened(self) -> Tensor:
+        """Return the full buffer, of which the parameters are views from now on."""
+        with self.meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
+            flat = torch.zeros(self.layout.elements, dtype=self.parameters[0].dtype, device=self.device)
         with torch.no_grad():
             for p, place in zip(self.parameters, self.places, strict=True):
-                view = place.view(self.flat_param)
+                view = place.view(flat)
                 if p.is_meta:
                     leave_meta(p, view.fill_(torch.nan))
                 else:
                     view.copy_(p.detach())
                     p.data = view
-        self.shard: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
-        self.guard = Guard(parameters, refuse)
+        return flat
 
     def _lay_out(self) -> list[ParameterPlace]:
         """Return the places of the parameters."""
@@ -134,13 +104,44 @@ class UnitStorage:
 
     def init_shards(self) -> None:
         """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
-        if self.strategy.sharded or self.master_dtype is not None:
+        if self._has_shard:
             with self.meter.tag("parameters" if self.master_dtype is None else "optimizer"):
                 size, dtype = self.layout.elements // self.parts, self.master_dtype or self.flat_param.dtype
                 self.shard = torch.empty(size, dtype=dtype, device=self.device)
         self.shard_from(self.flat_param)
         if self.strategy.sharded:
             self._resize(0)
+
+    @property
+    def _has_shard(self) -> bool:
+        return self.strategy.sharded or self.master_dtype is not None
+
+    def stays_in_parts(self, before: UnitStorage) -> bool:
+        """Return whether this rank needs nothing of the other ranks to :meth:`take_over`: it updates what it has
+        updated."""
+        is_gathered = self.trainable or self.strategy.sharded or not before.strategy.sharded
+        return (self.parts, self.blocks) == (before.parts, before.blocks) and is_gathered
+
+    def take_over(self, before: UnitStorage) -> None:
+        """Keep what the strategy keeps between steps of what another plan's storage has, which has no memory then.
+
+        ``before`` is whole unless the unit :meth:`stays_in_parts`. Of such a unit, what other ranks have updated is not
+        up to date before the plan's first gather: it is closed.
+        """
+        stays, shard = self.stays_in_parts(before), before.shard
+        if not self.strategy.sharded:
+            with self.meter.tag("parameters"):
+                self._resize(self.full_bytes)
+            self.meter.retag(self.flat_param, "parameters")
+            for b in range(len(before.blocks) if stays else 0):
+                before.copy_shard_into_flat(b)
+        if stays and self._has_shard and shard is not None:
+            self.shard, before.shard = shard, None
+        else:
+            self.init_shards()
+            before.release_shard()
+        if stays and self.trainable and self.parts > 1:
+            self.guard.close()
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -225,6 +226,10 @@ class UnitStorage:
     def release(self) -> None:
         """Free all parameters, whole and in shards, for good."""
         self._resize(0)
+        self.release_shard()
+
+    def release_shard(self) -> None:
+        """Free the shard for good."""
         if self.shard is not None:
             self.shard.untyped_storage().resize_(0)
 

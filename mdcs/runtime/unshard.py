@@ -212,7 +212,7 @@ class Fragment(NamedTuple):
     """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start`` in
     memory.
 
-    ``order``: the parameter's dimensions in memory (:class:`mdcs.runtime.storage.ParameterPlace`).
+    ``order``: the parameter's dimensions in memory (:class:`mdcs.model.optimizers.ParameterPlace`).
     """
 
     parameter: nn.Parameter

@@ -21,7 +21,6 @@ from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.profiler.memory_bounds import whole_bytes
 from mdcs.runtime.engine import Engine
-from mdcs.runtime.initialization import Handover
 from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
@@ -298,7 +297,7 @@ def without_a_next_engine() -> str:
 
     def full(*arguments: Any) -> Engine:
         """Fail as a device without memory does, in the place of the engine of the plan that was measured for."""
-        if isinstance(arguments[-1], Handover):
+        if isinstance(arguments[-1], Engine):
             raise RuntimeError("out of memory")
         return Engine(*arguments)
 

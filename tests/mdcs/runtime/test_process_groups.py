@@ -64,7 +64,9 @@ def test_groups_of_messages_are_connected_when_they_are_made(monkeypatch: pytest
         (process_groups, "backend_of", lambda group, device: backend),
     ):
         monkeypatch.setattr(owner, name, value)
-    own = ProcessGroups(None, torch.device("cpu"), 20.0, needs_control=True, per_node=2)
+    own = ProcessGroups(None, torch.device("cpu"), 20.0, needs_control=True)
+    for _ in range(2):
+        own.connect_nodes(2)
     if backend == "nccl":
         assert made[:2] == [("nccl", 80.0), ("gloo", 20.0)] and set(made[2:]) == {("nccl", 80.0)}
     assert len({own.message_group, own.node_group, own.replica_group, own.host_group}) == 4

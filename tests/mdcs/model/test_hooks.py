@@ -94,40 +94,6 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(torch.ones(2, 3)).square().sum()
 
 
-def test_a_chain_runs_forward_and_back() -> None:
-    model = Net("abc")
-    log, _ = hooked(model)
-    loss = loss_of(model)
-    assert log.take() == "a( ) b( ) c( )"
-    loss.backward()
-    assert log.take() == "c* c+ b* b+ a* a+ end"
-
-
-def test_units_around_one_module_run_in_their_order_and_back() -> None:
-    """As others do: so a plan of slots in the order of the units, made before a pass has run, is followed."""
-    model = nn.Sequential(linear(), nn.LayerNorm(3), linear())
-    model[1].bias.requires_grad_(False)
-    log, _ = hooked(model)
-    loss_of(model).backward()
-    assert log.take() == "0( ) 1( 1[frozen]( ) ) 2( ) 2* 2+ 1[frozen]* 1* 1+ 0* 0+ end"
-
-
-def test_a_module_called_twice_has_two_slots_and_one_gradient() -> None:
-    model = Net("aba")
-    log, _ = hooked(model)
-    loss_of(model).backward()
-    assert log.take() == "a( ) b( ) a( ) a* b* b+ a* a+ end"
-
-
-def test_tied_modules_are_uses_of_one_unit() -> None:
-    a, c = linear(), linear()
-    c.weight = a.weight
-    model = Net("abc", a=a, c=c)
-    log, _ = hooked(model)
-    loss_of(model).backward()
-    assert log.take() == "a+c( ) b( ) a+c( ) a+c* b* b+ a+c* a+c+ end"
-
-
 class Block(nn.Module):
     """A parameter of its own, used before and after the layer inside."""
 
@@ -140,18 +106,52 @@ class Block(nn.Module):
         return result
 
 
-def test_a_nested_unit_runs_inside_the_outer_one() -> None:
-    model = Net("ab", a=Block())
-    log, _ = hooked(model)
-    loss_of(model).backward()
-    assert log.take() == "a( a.layer( ) ) b( ) b* b+ a* a.layer* a.layer+ a+ end"
+def layers_around_one(frozen: str) -> nn.Module:
+    model = nn.Sequential(linear(), nn.LayerNorm(3), linear())
+    model.get_parameter(frozen).requires_grad_(False)
+    return model
 
 
-def test_wrapped_blocks_are_one_slot() -> None:
-    model = Net("ab", a=Block(), b=Block())
-    log, _ = hooked(model, ByClass(("Block",)))
+def frozen(model: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def tied_ends() -> nn.Module:
+    model = Net("abc")
+    model.get_submodule("c").weight = model.get_submodule("a").weight
+    return model
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], WrapPolicy | None, str]] = {
+    "a chain": (lambda: Net("abc"), None, "a( ) b( ) c( ) c* c+ b* b+ a* a+ end"),
+    # Units around one module run in their order and back, as others do: so a plan of slots in the order of the units, made
+    # before a pass has run, is followed.
+    "units around one module": (
+        lambda: layers_around_one("1.bias"), None, "0( ) 1( 1[frozen]( ) ) 2( ) 2* 2+ 1[frozen]* 1* 1+ 0* 0+ end"
+    ),
+    "a module called twice has one gradient": (lambda: Net("aba"), None, "a( ) b( ) a( ) a* b* b+ a* a+ end"),
+    "tied modules are uses of one unit": (tied_ends, None, "a+c( ) b( ) a+c( ) a+c* b* b+ a+c* a+c+ end"),
+    "a nested unit runs inside": (
+        lambda: Net("ab", a=Block()), None, "a( a.layer( ) ) b( ) b* b+ a* a.layer* a.layer+ a+ end"
+    ),
+    "wrapped blocks are one slot": (
+        lambda: Net("ab", a=Block(), b=Block()), ByClass(("Block",)), "a( ) b( ) b* b+ b+ a* a+ a+ end"
+    ),
+    "frozen units have no gradient, and none flows through the first": (
+        lambda: frozen(Net("abc"), "a", "c"), None, "a( ) b( ) c( ) c* b* b+ end"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_slots_of_a_step(name: str) -> None:
+    make, policy, slots = STEPS[name]
+    model = make()
+    log, _ = hooked(model, policy)
     loss_of(model).backward()
-    assert log.take() == "a( ) b( ) b* b+ b+ a* a+ a+ end"
+    assert log.take() == slots
 
 
 class Checkpointed(nn.Module):
@@ -202,15 +202,6 @@ def test_a_reentrant_checkpoint_runs_its_units_in_backward_slots_of_their_own() 
     assert twice == "a( ) a( ) c( ) c* c+ a* a~ a+ a+ a~ a+ a+ end"
     leaves = run(lambda model, x: again(model.a, x))
     assert leaves == "a( a.layer( ) ) c( ) c* c+ a* a~ a.layer* a.layer~ a* a.layer* a.layer+ a+ end"
-
-
-def test_frozen_units_have_slots_but_no_gradient() -> None:
-    model = Net("abc")
-    model.get_submodule("a").requires_grad_(False)
-    model.get_submodule("c").requires_grad_(False)
-    log, _ = hooked(model)
-    loss_of(model).backward()
-    assert log.take() == "a( ) b( ) c( ) c* b* b+ end"  # no gradient flows through a
 
 
 def test_every_backward_pass_ends() -> None:

@@ -33,46 +33,6 @@ def send_all(queue: MessageQueue) -> None:
 # ---- by hand
 
 
-def test_at_most_depth_messages_are_in_flight() -> None:
-    queue = queue_of([gather()] * 4, depth=2)
-    for _ in range(4):
-        queue.issue()
-    started = []
-    while (index := queue.next_start()) is not None:
-        started.append(index)
-        queue.start()
-    assert started == [0, 1]
-    queue.finish()
-    assert queue.next_start() == 2
-
-
-def test_a_gather_waits_for_the_update_of_its_parameters() -> None:
-    queue = queue_of([reduction(), gather(waits_for=0)], depth=8)
-    queue.issue(), queue.issue()
-    send_all(queue)  # the prologue, which has no updates
-    queue.issue(), queue.issue()
-    queue.start()
-    queue.land()
-    assert queue.next_start() is None and queue.starts_after(3) == 2
-    queue.finish()
-    assert queue.next_start() == 3
-
-
-def test_with_updates_beside_the_link_the_next_message_starts_when_one_has_landed() -> None:
-    queue = queue_of([reduction()] * 3, depth=2, has_own_updates=True)
-    for _ in range(6):
-        queue.issue()
-    queue.start()
-    assert queue.next_start() is None
-    queue.land()
-    assert queue.next_start() == 4
-    queue.start()
-    queue.land()
-    assert queue.next_start() is None  # two updates are not done
-    queue.finish()
-    assert queue.next_start() == 5
-
-
 def test_a_message_does_not_wait_until_compute_comes_behind_the_one_before() -> None:
     queue = queue_of([reduction(freed=5, transient=3)] * 3, depth=1, has_own_updates=True, at_rest=100, cap=108)
     for _ in range(3):

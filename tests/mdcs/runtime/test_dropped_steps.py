@@ -16,7 +16,7 @@ from mdcs.api import loop_plan
 from tests.mdcs.api.test_session import blocks, quickly, texts
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import said
-from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for, profile_of, setup
+from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, parallel_for, plan_for, profile_of, setup
 
 STEPS, LIMIT = 6, 1e6
 BAD = (1, 2, 5)  # steps by number
@@ -89,10 +89,8 @@ def planned(how: How, bad: tuple[int, ...], micro_steps: int, scaled: bool, drop
 
     options: dict[str, Any] = {"bad": bad, "micro_steps": micro_steps}
     wanted = with_ddp(plain.model, loss_of, optimizer_for("adam", plain.model), scaled, **options)
-    optimizer, units = optimizer_for("adam", made.model), mdcs.partition(made.model, made.policy)
-    plan = plan_for(job, how, profile_of(job, how, made, units, optimizer))
     scale = mdcs.LossScale(growth_interval=2) if scaled else None
-    with mdcs.parallelize(made.model, optimizer, plan, units, clip_norm=LIMIT, loss_scale=scale, timeout_s=20) as parallel:
+    with parallel_for(job, how, made, loss_scale=scale) as (_, parallel, optimizer):
         drop = {"zero_grad": optimizer.zero_grad, "abandon": parallel.abandon}[drops]
         scaler = parallel.scaler if scaled else None
         found = train(lambda *at: loss_of(made.model, *at), optimizer, parallel.clip_grad_norm_, scaler, drop, **options)
@@ -222,11 +220,8 @@ def norms_after_steps(how: How) -> list[tuple[float, float | None]]:
     """The norm that clipping returns, and what ``grad_norm`` is right after ``step()``, of runs that do not ask before."""
     out: list[tuple[float, float | None]] = []
     for asks in (True, False):
-        made, job = setup("tied"), Job("tied", clip_norm=LIMIT)
-        optimizer, units = optimizer_for("adam", made.model), mdcs.partition(made.model, made.policy)
-        plan = plan_for(job, how, profile_of(job, how, made, units, optimizer))
         norms = []
-        with mdcs.parallelize(made.model, optimizer, plan, units, clip_norm=LIMIT, timeout_s=20) as parallel:
+        with parallel_for(Job("tied", clip_norm=LIMIT), how) as (made, parallel, optimizer):
             for step in range(STEPS):
                 made.loss(made.model, made.batch(step, 0, dist.get_rank())).backward()
                 if asks:
@@ -249,11 +244,8 @@ def dropped_between_micro_steps(strategy: str) -> list[str]:
     """The gradients of the first pass of each second step are dropped, under a plan without a barrier."""
     made, plain, job = setup("tied"), setup("tied"), Job("tied", 2)
     ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
-    optimizers = [optimizer_for("adam", m) for m in (made.model, plain.model)]
-    units, how = mdcs.partition(made.model, made.policy), How(strategy, "wfbp")
-    plan = plan_for(job, how, profile_of(job, how, made, units, optimizers[0]))
-    with mdcs.parallelize(made.model, optimizers[0], plan, units, timeout_s=20) as parallel:
-        for model, optimizer in ((made.model, optimizers[0]), (ddp, optimizers[1])):
+    with parallel_for(job, How(strategy, "wfbp"), made) as (_, parallel, ours):
+        for model, optimizer in ((made.model, ours), (ddp, optimizer_for("adam", plain.model))):
             for step in range(STEPS):
                 for micro in range(2):
                     with ddp.no_sync() if model is ddp and not micro else nullcontext():

@@ -412,9 +412,8 @@ def a_rate_in_a_tensor(strategy: str) -> list[str]:
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=torch.tensor(0.1), foreach=False)
         for m in (wanted.model, made.model)
     )
-    twin, units = Twin(wanted.model, theirs), mdcs.partition(made.model, made.policy)
-    plan = plan_for(job, How(strategy, "dear"), profile_of(job, How(), made, units, ours))
-    with mdcs.parallelize(made.model, ours, plan, units, timeout_s=20) as parallel:
+    twin = Twin(wanted.model, theirs)
+    with parallel_for(job, How(strategy, "dear"), made, ours) as (_, parallel, _):
         for step in range(4):
             one_step(made, parallel, step)
             twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
@@ -678,11 +677,9 @@ def idioms(strategy: str) -> list[str]:
     wanted = reference(job).state
     made = setup("tied")
     optimizer = torch.optim.Adam([(n, p) for n, p in made.model.named_parameters() if p.requires_grad], lr=1e-2)
-    units = mdcs.partition(made.model, made.policy)
-    plan = plan_for(job, how(strategy), profile_of(job, how(strategy), made, units, optimizer))
     schedule = job.scheduler(optimizer)
     seen: list[float] = []
-    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+    with parallel_for(job, how(strategy), made, optimizer) as (_, parallel, _):
         made.model.norm.weight.register_hook(lambda g: seen.append(g.norm().item()))
         for step in range(job.steps):
             made.model.train()

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import mdcs
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how
-from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, setup
+from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, setup
 
 
 def plain_lines(strategy: str) -> dict[str, Any]:
@@ -95,9 +94,7 @@ def a_schedule_from_before() -> tuple[list[str], bool]:
     optimizer = optimizer_for(job.optimizer, made.model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     wrapped = vars(optimizer)["step"]
-    units = mdcs.partition(made.model, made.policy)
-    plan = plan_for(job, how("fsdp"), profile_of(job, how("fsdp"), made, units, optimizer))
-    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20), warnings.catch_warnings(record=True) as warned:
+    with parallel_for(job, how("fsdp"), made, optimizer), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         made.loss(made.model, made.batch(0, 0, dist.get_rank())).backward()
         optimizer.step()

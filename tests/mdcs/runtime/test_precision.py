@@ -14,7 +14,7 @@ from torch import nn
 import mdcs
 from mdcs.runtime.gradient_scaling import LossScale
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, Job, optimizer_for, plan_for, profile_of, setup
+from tests.mdcs.runtime.training import How, Job, optimizer_for, parallel_for, setup
 
 pytestmark = pytest.mark.slow
 
@@ -51,12 +51,9 @@ def plain_losses(job: Job) -> tuple[float, ...]:
 
 def beside_a_plain_loop(job: Job, how: How, value: float) -> dict[str, Any]:
     made = setup(job.model, half=job.half)
-    optimizer = optimizer_for(job.optimizer, made.model)
-    units = mdcs.partition(made.model, made.policy)
     scale = LossScale(value) if job.half == "fp16" else None
-    plan = plan_for(job, how, profile_of(job, how, made, units, optimizer))
     losses = []
-    with mdcs.parallelize(made.model, optimizer, plan, units, loss_scale=scale, timeout_s=20) as parallel:
+    with parallel_for(job, how, made, loss_scale=scale) as (_, parallel, _):
         for step in range(job.steps):
             for micro in range(job.micro_steps):
                 loss = made.loss(made.model, made.batch(step, micro, dist.get_rank())) / job.micro_steps

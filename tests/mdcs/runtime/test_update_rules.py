@@ -63,9 +63,7 @@ def count_steps(way: How) -> list[Any]:
     job, made, plain = Job("tied", 1, "own count", None if way.cross_iteration else math.inf), setup("tied"), setup("tied")
     ours, theirs = (OwnCount([p for p in m.model.parameters() if p.requires_grad], lr=0.1) for m in (made, plain))
     ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
-    units = mdcs.partition(made.model, made.policy)
-    plan = plan_for(job, way, profile_of(job, way, made, units, ours))
-    with mdcs.parallelize(made.model, ours, plan, units, clip_norm=job.clip_norm, timeout_s=20) as parallel:
+    with parallel_for(job, way, made, ours) as (_, parallel, _):
         for step in range(5):
             for model, optimizer in ((made.model, ours), (ddp, theirs)):
                 made.loss(model, made.batch(step, 0, dist.get_rank())).backward()

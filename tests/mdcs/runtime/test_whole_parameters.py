@@ -18,7 +18,7 @@ from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.optimizers import SEVERAL, WHOLE
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_optimizer_state import differences
-from tests.mdcs.runtime.training import How, Job, Setup, differing, plan_for, profile_of, setup
+from tests.mdcs.runtime.training import How, Job, Setup, differing, parallel_for, setup
 
 STEPS = 4
 HOWS = How("dp"), How("zero2", "priority", bytes=200), How("sdp", "dear"), How("fsdp"), How("random", "random")
@@ -32,11 +32,8 @@ def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 @contextmanager
 def parallel_with(name: str, how: How, model: str = "tied") -> Iterator[tuple[Setup, mdcs.Session, list[torch.optim.Optimizer]]]:
     made = setup(model)
-    optimizers = optimizers_of(name, made.model)
-    units, job = mdcs.partition(made.model, made.policy), Job(model, optimizer=f"several {name}")
-    plan = plan_for(job, how, profile_of(job, how, made, units, optimizers))
-    with mdcs.parallelize(made.model, optimizers, plan, units, timeout_s=20) as parallel:
-        yield made, parallel, optimizers
+    with parallel_for(Job(model, optimizer=f"several {name}"), how, made, optimizers_of(name, made.model)) as run:
+        yield run
 
 
 def train(

@@ -457,16 +457,15 @@ def plan_for(job: Job, how: How, profile: Profile, model: nn.Module | None = Non
 
 @contextmanager
 def parallel_for(
-    job: Job, how: How, made: Setup | None = None, *, plan: mdcs.Plan | None = None, timeout_s: float = 20.0
-) -> Iterator[tuple[Setup, mdcs.Session, torch.optim.Optimizer]]:
+    job: Job, how: How, made: Setup | None = None, optimizer: Any = None, *, plan: mdcs.Plan | None = None, **options: Any
+) -> Iterator[tuple[Setup, mdcs.Session, Any]]:
     made = made or setup(job.model, job.double)
-    optimizer = optimizer_for(job.optimizer, made.model)
+    optimizer = optimizer or optimizer_for(job.optimizer, made.model)
     units = mdcs.partition(made.model, made.policy)
     if plan is None:
         plan = plan_for(job, how, profile_of(job, how, made, units, optimizer), made.model)
-    with mdcs.parallelize(
-        made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=timeout_s
-    ) as parallel:
+    options = {"clip_norm": job.clip_norm, "timeout_s": 20.0} | options
+    with mdcs.parallelize(made.model, optimizer, plan, units, **options) as parallel:
         yield made, parallel, optimizer
 
 

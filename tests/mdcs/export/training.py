@@ -74,9 +74,7 @@ def as_ddp(name: str, how: How) -> dict[str, Any]:
     plan = planned(made, how)
     twin = copy.deepcopy(made.model)
     wrapped = DistributedDataParallel(twin)
-    expected = losses(
-        made, wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-2), torch.nn.utils.clip_grad_norm_, 4
-    )
+    expected = losses(made, wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-2), torch.nn.utils.clip_grad_norm_, 4)
     file = json.loads(json.dumps(document(plan)))
     apply_plan(made.model, file)
     got = losses(made, made.model, torch.optim.Adam(parameter_groups(made.model), lr=1e-2), clip_grad_norm_, 4)

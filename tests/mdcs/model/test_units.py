@@ -69,9 +69,7 @@ def test_by_class_blocks_are_units_and_the_rest_is_by_leaf() -> None:
 
 def test_where_units_nest_the_innermost_owns() -> None:
     units = partition(Model(), ByClass(("Block", "LayerNorm")))
-    assert sizes(units) == {
-        "model": 4, "blocks.0": 76, "blocks.0.norm": 8, "blocks.1": 76, "blocks.1.norm": 8, "head": 10,
-    }  # fmt: skip
+    assert sizes(units) == {"model": 4, "blocks.0": 76, "blocks.0.norm": 8, "blocks.1": 76, "blocks.1.norm": 8, "head": 10}
 
 
 def test_a_class_that_is_not_there_is_refused() -> None:

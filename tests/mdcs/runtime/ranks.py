@@ -137,9 +137,7 @@ class Ranks:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return "\n".join(
-            f"--- rank {r}:\n{self._stderr(r).read_text(errors='replace')[-6000:]}" for r in range(self.world)
-        )
+        return "\n".join(f"--- rank {r}:\n{self._stderr(r).read_text(errors='replace')[-6000:]}" for r in range(self.world))
 
     def stop(self) -> None:
         for pipe in self._pipes:
@@ -214,9 +212,7 @@ def _call(rank: int, world: int, store: str, module: str, name: str, arguments: 
     gc.collect()
     _count_from_here()
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     except RuntimeError as e:
         return Outcome(kind=NOT_CONNECTED, message=str(e), trace=traceback.format_exc())
     try:

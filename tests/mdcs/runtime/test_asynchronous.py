@@ -359,9 +359,7 @@ def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monke
 
     def stop(parallel: mdcs.Session) -> None:
         device.is_stuck = True
-        monkeypatch.setattr(
-            parallel._engine.wire.failures, "peer_failure", lambda: "rank 1 left the run in step 2: KeyError"
-        )
+        monkeypatch.setattr(parallel._engine.wire.failures, "peer_failure", lambda: "rank 1 left the run in step 2: KeyError")
 
     with pytest.raises(mdcs.RunError, match="rank 0, step 4: rank 1 left the run in .* to finish step 1"):
         train(plan, device, stop)

@@ -16,10 +16,7 @@ from tests.mdcs.runtime.devices import CONTRACT, HOWS, emulated_run, equal, para
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, setup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 4
 
 

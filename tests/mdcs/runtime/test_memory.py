@@ -45,11 +45,7 @@ BUFFERS = tuple(c for c in CATEGORIES if c != "activations")
 STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random", "greedy")
 SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random")
 # Transformers whose weights outweigh their activations, and a ResNet, of which the opposite is true.
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"width": 64, "samples": 1},
-    "bert": {"width": 64, "samples": 1},
-    "resnet": {},
-}
+SHAPES: dict[str, dict[str, Any]] = {"gpt2": {"width": 64, "samples": 1}, "bert": {"width": 64, "samples": 1}, "resnet": {}}
 BLOCK = 40_000
 # One model meets all strategies and schedulers; the others, which are slow, share them.
 COMBINATIONS = [

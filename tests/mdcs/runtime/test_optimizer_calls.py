@@ -59,9 +59,7 @@ def plain_lines(strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
 def test_a_loop_keeps_its_lines(two: Ranks, strategy):
     for found in two.run(plain_lines, strategy):
-        assert found == {
-            "state": [], "losses": True, "weights": [], "loaded": 2.0, "warned": [], "own again": set(),
-        }  # fmt: skip
+        assert found == {"state": [], "losses": True, "weights": [], "loaded": 2.0, "warned": [], "own again": set()}
 
 
 def closures() -> list[str]:

@@ -235,9 +235,7 @@ class Training:
         rng = random.Random(-seed - 1)
         strategy = rng.choice(["fsdp", "fsdp", "fsdp", "sdp", "zero2", "dp", "random", "random"])
         scheduler = "joint" if rng.random() < 0.02 else rng.choice([s for s in SCHEDULERS if s != "memory_aware"])
-        return cls(
-            seed, strategy, scheduler, rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.5
-        )
+        return cls(seed, strategy, scheduler, rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.5)
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(self.seed)

@@ -44,10 +44,7 @@ from tests.mdcs.runtime.training import (
 
 STEPS = 3
 PLANS, CALLS = 104, 4  # all but the first call are slow
-BETWEEN = (
-    "", "", "drain", "evaluate", "evaluate in vain", "state", "load", "full", "collective", "caught", "left out",
-    "reopen",
-)  # fmt: skip
+BETWEEN = ("", "", "drain", "evaluate", "evaluate in vain", "state", "load", "full", "collective", "caught", "left out", "reopen")
 
 
 def random_plan(

@@ -55,9 +55,7 @@ def job(
         )
 
     unit = Unit("u", (24, 24), True, (0, 0), (0, 0))
-    profile = Profile(
-        (unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), 2, Link((0.0,) * 4, (0.0,) * 4)
-    )
+    profile = Profile((unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), 2, Link((0.0,) * 4, (0.0,) * 4))
     plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(StrategyAssignment(Job(profile), (Strategy(strategy),)))
     mine = make(ours)
     context = RunContext(plan, ErrorContext(rank))

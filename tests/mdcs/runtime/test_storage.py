@@ -93,9 +93,7 @@ def test_parameters_begin_at_16_bytes_and_keep_their_strides():
     assert parameters[1].stride() == (15, 1, 15, 5)
     assert parameters[1].is_contiguous(memory_format=torch.channels_last)
     assert parameters[2].is_contiguous()
-    assert all(
-        place.view(storage.flat_param).stride() == p.stride() for p, place in zip(parameters, storage.places, strict=True)
-    )
+    assert all(place.view(storage.flat_param).stride() == p.stride() for p, place in zip(parameters, storage.places, strict=True))
 
 
 # ---- who has the memory: the plan, or a use that the plan does not have

@@ -36,9 +36,7 @@ def parallel_with(name: str, how: How, model: str = "tied") -> Iterator[tuple[Se
         yield run
 
 
-def train(
-    made: Setup, model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range = range(STEPS)
-) -> list[float]:
+def train(made: Setup, model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range = range(STEPS)) -> list[float]:
     """The loop of people who have several optimizers, each with a schedule."""
     losses, schedules = [], [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step / 10)) for o in optimizers]
     for schedule in schedules if steps.start else ():

@@ -48,9 +48,7 @@ class Tied(nn.Module):
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)) for _ in range(blocks)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)) for _ in range(blocks))
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight

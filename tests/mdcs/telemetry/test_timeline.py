@@ -15,10 +15,7 @@ from tests.mdcs.telemetry.timelines import two_ranks
 GRID = 60
 
 # Ends on whole numbers, so that the half-way points 0.5, 1.5 … of a unit grid measure every length exactly.
-spans = st.lists(
-    st.tuples(st.integers(0, GRID), st.integers(0, GRID)).map(lambda p: (float(min(p)), float(max(p)))),
-    max_size=12,
-)
+spans = st.lists(st.tuples(st.integers(0, GRID), st.integers(0, GRID)).map(lambda p: (float(min(p)), float(max(p)))), max_size=12)
 
 
 def covered(spans_, point):
@@ -138,11 +135,7 @@ def test_the_file_has_the_documented_keys(timeline):
         "end": 0.7,
         "bytes": 4096,
     }
-    assert data["memory"][0] == {
-        "slot": "B1",
-        "predicted": {"parameters": 10, "gradients": 20},
-        "measured": None,
-    }
+    assert data["memory"][0] == {"slot": "B1", "predicted": {"parameters": 10, "gradients": 20}, "measured": None}
 
 
 @pytest.mark.parametrize(

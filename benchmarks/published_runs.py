@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,7 @@ class Predicted:
         return self.needed <= self.case.device.memory_gib * GIB
 
 
+@cache
 def predict(case: Case, rate: float) -> Predicted:
     """Predict a run on devices that reach ``rate`` operations per second."""
     plan = case.plan(rate)

@@ -9,6 +9,7 @@ dataclasses of Hydra's schema (`register`). :mod:`experiments.config.checks` app
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -351,6 +352,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
+@functools.cache
 def schema() -> DictConfig:
     """The schema into which Hydra composes.
 

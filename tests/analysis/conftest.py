@@ -79,10 +79,7 @@ def toy_timelines(world=2, layers=6, measured_memory=True):
     predicted, predicted_period = toy_period(layers=layers)
     ranks, periods = zip(*(toy_period(rank, layers, noise=0.12) for rank in range(world)), strict=True)
     unmeasured = tuple(SlotMemory(m.slot, m.predicted) for m in memory)
-    return (
-        Timeline(max(periods), slots, tuple(ranks), memory),
-        Timeline(predicted_period, slots, (predicted,), unmeasured),
-    )
+    return (Timeline(max(periods), slots, tuple(ranks), memory), Timeline(predicted_period, slots, (predicted,), unmeasured))
 
 
 def toy_times(strategy, scheduler, budget_mib, share):
@@ -138,9 +135,7 @@ def write_run(
     _, memory = toy_memory()
     by_category = dict(max(memory, key=lambda m: sum(m.predicted.values())).predicted)
     measured_memory = {key: int(value * 0.98) for key, value in by_category.items()}
-    kinds = {"dp": {"AR": 152}, "fsdp": {"RS": 76, "AG_F": 76, "AG_B": 70}}.get(
-        strategy, {"RS": 76, "AG_F": 76}
-    )
+    kinds = {"dp": {"AR": 152}, "fsdp": {"RS": 76, "AG_F": 76, "AG_B": 70}}.get(strategy, {"RS": 76, "AG_F": 76})
     sent = {kind: int(mib * MIB) for kind, mib in kinds.items()}
     messages = {kind: int(mib) for kind, mib in kinds.items()}
     job = {
@@ -212,20 +207,10 @@ def write_run(
         }
         text += json.dumps(summary) + "\n"
     elif ending == "failed":
-        text += json.dumps(
-            {
-                "event": "failure",
-                "status": "failed",
-                "reason": "peer closed the connection",
-                "rank": 1,
-                "step": 7,
-            }
-        )
+        text += json.dumps({"event": "failure", "status": "failed", "reason": "peer closed the connection", "rank": 1, "step": 7})
     elif ending == "infeasible":
         reason = "infeasible: the budget of 384 MiB is below the floor of 402 MiB"
-        text += json.dumps(
-            {"event": "failure", "status": "failed", "reason": reason, "rank": None, "step": None}
-        )
+        text += json.dumps({"event": "failure", "status": "failed", "reason": reason, "rank": None, "step": None})
     elif ending == "killed":
         text += '{"event": "step", "step": 13, "warmup": false, "lo'
     (folder / "metrics.jsonl").write_text(text)
@@ -254,13 +239,7 @@ def sweep(run_writer):
     for scheduler in ("memory_aware", "priority"):
         for budget_mib in (480, 640, 800):
             for share in (0.0, 0.25, 0.5, 0.75, 1.0) if budget_mib == 640 else (0.5,):
-                run_writer(
-                    f"{number}",
-                    scheduler=scheduler,
-                    budget_mib=budget_mib,
-                    share=share,
-                    timelines=share == 0.5,
-                )
+                run_writer(f"{number}", scheduler=scheduler, budget_mib=budget_mib, share=share, timelines=share == 0.5)
                 number += 1
     run_writer(f"{number}", scheduler="priority", budget_mib=384, share=0.5, ending="infeasible")
     return run_writer.sweep

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from analysis.__main__ import main
+from tests.analysis.conftest import toy_timelines
 
 
 def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
@@ -23,6 +24,9 @@ def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     processes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert processes == {"predicted", "rank 0", "rank 1"}
+    lasts = {e["name"]: e["dur"] for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2}
+    for interval in toy_timelines()[0].ranks[0].intervals:
+        assert lasts[interval.name] == pytest.approx(interval.duration_s * 1e6)
 
 
 @pytest.mark.slow
@@ -32,9 +36,9 @@ def test_everything_goes_to_the_sweep_s_folder_by_default(sweep):
 
 
 def test_pictures_and_table_for_a_paper(sweep, tmp_path):
-    assert main([str(sweep), "--out", str(tmp_path), "--format", "pdf,svg,tex", "--columns", "1"]) == 0
+    assert main([str(sweep), "--out", str(tmp_path), "--format", "svg,tex", "--columns", "1"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"step_time.pdf", "step_time.svg", "curve-budget-640-mib.pdf", "table.tex"} <= names and "step_time.png" not in names
+    assert {"step_time.svg", "curve-budget-640-mib.svg", "table.tex"} <= names and "step_time.png" not in names
     table = (tmp_path / "table.tex").read_text()
     assert "\\toprule" in table and "ilp · priority & 640 & 0.25" in table
 
@@ -60,16 +64,6 @@ def test_a_sweep_in_which_all_failed_still_has_its_table(run_writer, capsys):
     assert main([str(run_writer.sweep)]) == 0
     assert "infeasible" in capsys.readouterr().out
     assert {path.name for path in run_writer.sweep.iterdir()} == {"0", "table.csv", "report.html"}
-
-
-def test_the_trace_of_one_run(run_writer):
-    folder = run_writer("0", timelines=True)
-    assert main([str(folder)]) == 0
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    timeline = json.loads((folder / "timeline.json").read_text())
-    first = timeline["ranks"][0]["intervals"][0]
-    traced = next(e for e in events if e["name"] == first["name"] and e["pid"] == 2)
-    assert traced["dur"] == pytest.approx((first["end"] - first["start"]) * 1e6)
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,7 @@ def test_a_bound_is_of_every_run_or_not_known():
 
 
 def test_losses_are_compared_step_by_step_with_the_base_s_first_run():
-    curves = {
-        "mdcs": [[2.0, 1.0], [2.0, 1.1]],
-        "ddp": [[2.0, 1.0], [2.002, 1.0]],
-        "short": [[2.0]],
-        "broken": [[2.0, math.nan]],
-    }
+    curves = {"mdcs": [[2.0, 1.0], [2.0, 1.1]], "ddp": [[2.0, 1.0], [2.002, 1.0]], "short": [[2.0]], "broken": [[2.0, math.nan]]}
     found = loss_differences(curves, "mdcs")
     assert found == pytest.approx({"mdcs": 0.1, "ddp": 0.001, "short": math.inf, "broken": math.inf})
 

@@ -23,12 +23,7 @@ def test_a_finished_run_is_a_row_with_the_numbers_of_its_steps_and_its_summary(r
     summary = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
     row = row_of(folder)
-    assert (row["name"], row["model"], row["strategy"], row["scheduler"]) == (
-        "0",
-        "gpt-small",
-        "fsdp",
-        "dear",
-    )
+    assert (row["name"], row["model"], row["strategy"], row["scheduler"]) == ("0", "gpt-small", "fsdp", "dear")
     assert (row["budget_bytes"], row["schedule_share"]) == (512 * MIB, 0.25)
     assert (row["world"], row["emulated"], row["cross_iteration"], row["status"]) == (2, True, True, "ok")
     steps = load_run(folder).measured_steps["step_s"]

@@ -272,10 +272,7 @@ def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
     assert "update scratch" not in legend_of(figure)
     totals = [sum(m.measured.values()) / 2**20 for m in measured.memory]
     expected = [sum(m.predicted.values()) / 2**20 for m in measured.memory]
-    assert (
-        figure.axes[0].get_title("left")
-        == f"peak {max(totals):.4g} MiB measured, {max(expected):.4g} MiB predicted"
-    )
+    assert figure.axes[0].get_title("left") == f"peak {max(totals):.4g} MiB measured, {max(expected):.4g} MiB predicted"
     top_of_stack, outline, dashed = figure.axes[0].findobj(StepPatch)[-3:]
     assert np.allclose(top_of_stack.get_data().values, totals)
     assert np.allclose(outline.get_data().values, totals)

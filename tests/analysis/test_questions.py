@@ -89,10 +89,7 @@ def test_models_and_links_are_not_mixed(run_writer):
 def test_labels_name_strategy_and_scheduler_once(run_writer):
     run_writer("0", strategy="joint", scheduler="joint")
     run_writer("1", strategy="fsdp", scheduler="wfbp", cross_iteration=False)
-    assert [label(row) for _, row in analysis.runs(run_writer.sweep).iterrows()] == [
-        "joint",
-        "fsdp · wfbp · barrier",
-    ]
+    assert [label(row) for _, row in analysis.runs(run_writer.sweep).iterrows()] == ["joint", "fsdp · wfbp · barrier"]
 
 
 def test_the_best_run_is_the_fastest_that_finished(run_writer):

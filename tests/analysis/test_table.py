@@ -58,19 +58,14 @@ def test_rows_are_sorted_and_the_fastest_is_marked(sweep, printed):
     assert keys == sorted(keys)
     frame = analysis.runs(sweep)
     best = frame.loc[frame["step_s"].idxmin()]
-    assert line_of(printed, "fastest").split()[1:3] == [
-        best["scheduler"],
-        f"{best['budget_bytes'] / 2**20:.0f}",
-    ]
+    assert line_of(printed, "fastest").split()[1:3] == [best["scheduler"], f"{best['budget_bytes'] / 2**20:.0f}"]
 
 
 def test_long_names_and_reasons_fit(run_writer):
     run_writer("0", scheduler="a_scheduler_with_a_very_long_name", cross_iteration=False)
     folder = run_writer("1", ending="failed")
     text = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(
-        text.replace("peer closed", "peer [bold] " + "very " * 40 + "closed")
-    )
+    (folder / "metrics.jsonl").write_text(text.replace("peer closed", "peer [bold] " + "very " * 40 + "closed"))
     file = io.StringIO()
     print_table(analysis.runs(run_writer.sweep), file)
     assert max(len(line) for line in file.getvalue().splitlines()) <= WIDTH

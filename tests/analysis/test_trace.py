@@ -52,10 +52,7 @@ def test_messages_in_flight_together_get_threads_of_their_own(timeline):
 
 def test_memory_becomes_counters_at_the_start_of_each_slot(timeline):
     counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
-    assert [(c["ts"], c["args"]) for c in counters] == [
-        (0.0, {"parameters": 10, "gradients": 20}),
-        (5e5, {"parameters": 10}),
-    ]
+    assert [(c["ts"], c["args"]) for c in counters] == [(0.0, {"parameters": 10, "gradients": 20}), (5e5, {"parameters": 10})]
 
 
 def test_slots_of_a_unit_that_is_used_twice_are_taken_in_order(timeline):

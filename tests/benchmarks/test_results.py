@@ -20,9 +20,7 @@ MIB = 2**20
 
 
 def candidate(name, steps, peak_mib, budget=None, plans=False, predicted=None):
-    rounds = [
-        {"step_s": step, "steps_s": [step], "peak_bytes": peak_mib * MIB, "predicted_step_s": predicted} for step in steps
-    ]
+    rounds = [{"step_s": step, "steps_s": [step], "peak_bytes": peak_mib * MIB, "predicted_step_s": predicted} for step in steps]
     words = {"budget_bytes": budget, "budget": None if not plans else "floor+50%" if budget else "none"}
     return {"name": name, "overrides": [f"engine={name}"], "plans": plans, "rounds": rounds, **words}
 

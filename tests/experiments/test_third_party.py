@@ -40,10 +40,7 @@ MISTAKES = [  # what any option may say is in config/test_config.py; one of a ki
     ("scheduler.ahaed=2", "scheduler.ahaed: no such key of scheduler=late; did you mean scheduler.ahead?"),
     ("model.waist=64", "model.waist: must be < width=64, got 64"),
     ("scheduler._target_=stranger.broken.A", "scheduler._target_: stranger.broken.A: ZeroDivisionError: division by zero"),
-    (
-        "strategy=nth",
-        f"strategy: no such option nth; options: {', '.join(sorted({*groups()['strategy'], 'every_nth'}))}",
-    ),
+    ("strategy=nth", f"strategy: no such option nth; options: {', '.join(sorted({*groups()['strategy'], 'every_nth'}))}"),
     ("scheduler._target_=stranger.odd.Nameless", "scheduler._target_: stranger.odd.Nameless has no name, for tables"),
     ("scheduler._target_=stranger.odd.Untyped", "scheduler._target_: stranger.odd.Untyped: name 'Nowhere' is not defined"),
     ("strategy._target_=stranger.planners.Late", "strategy._target_: stranger.planners.Late has no method choose or plan"),

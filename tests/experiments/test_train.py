@@ -47,12 +47,7 @@ def test_a_job_that_ends_well(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "dp wfbp, gpt2-tiny, 2 ranks: step 3/3 loss 0.3333" in done.stdout
     assert f"the run is in {tmp_path / 'out'}; its first step ended after 2.5 s; mdcs report " in done.stdout
-    assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == [
-        "job",
-        "start",
-        *["step"] * 3,
-        "summary",
-    ]
+    assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == ["job", "start", *["step"] * 3, "summary"]
     assert "threads: null" not in (tmp_path / "out/config.yaml").read_text()
 
 
@@ -167,10 +162,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     assert train(tmp_path, *QUICK, *grid, ranks=False).returncode == 0
     jobs = [job["overrides"] for job in json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]]
     common = ["run.steps=3", "run.unmeasured_steps=1"]
-    assert jobs == [
-        [*common, "strategy=dp", "scheduler=wfbp"],
-        [*common, "strategy=fsdp", "scheduler=sequential"],
-    ]
+    assert jobs == [[*common, "strategy=dp", "scheduler=wfbp"], [*common, "strategy=fsdp", "scheduler=sequential"]]
 
 
 @pytest.mark.slow
@@ -217,13 +209,9 @@ def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     assert read_events(metrics)[-1]["reason"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "command", [[str(ROOT / "experiments/train.py")], [str(ROOT / "experiments/plan.py")]]
-)
+@pytest.mark.parametrize("command", [[str(ROOT / "experiments/train.py")], [str(ROOT / "experiments/plan.py")]])
 def test_the_scripts_work_from_any_folder(tmp_path, command):
-    done = subprocess.run(
-        [sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "strategy:\n  _target_: mdcs.planner.strategies.Uniform\n  each: dp\n" in done.stdout
 

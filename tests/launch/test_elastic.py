@@ -24,9 +24,7 @@ CLUSTER = elastic.Cluster(ranks=2, timeout_s=TIMEOUT_S, startup_s=60.0)
 
 
 def fail(folder: Path, what: str, **kwargs) -> elastic.Outcome:
-    return elastic.run(
-        folder, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=[what, str(folder)], **kwargs
-    )
+    return elastic.run(folder, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=[what, str(folder)], **kwargs)
 
 
 def processes(folder: Path) -> list[int]:
@@ -92,10 +90,7 @@ def test_the_reason_is_the_first_failure_and_not_what_it_caused(tmp_path, what, 
 @pytest.mark.slow
 def test_a_job_that_hangs_is_ended_by_its_timeout_and_names_who_was_where(tmp_path):
     outcome = fail(tmp_path, "hung")
-    assert (
-        outcome.reason
-        == "no rank has moved for 4 s: rank 0 at step 3 (all-reduce), rank 1 at step 3 (all-reduce)"
-    )
+    assert outcome.reason == "no rank has moved for 4 s: rank 0 at step 3 (all-reduce), rank 1 at step 3 (all-reduce)"
     assert_nothing_left(tmp_path)
 
 
@@ -133,9 +128,7 @@ def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
         "arguments = ['hung', str(folder)];"
         "elastic.run(folder, elastic.Cluster(2), {}, module='tests.launch.ranks.fail', arguments=arguments)"
     )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

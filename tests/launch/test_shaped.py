@@ -68,9 +68,7 @@ class Seen:
 def run(seen: Seen, module: str, *arguments: str) -> elastic.Outcome:
     """A job whose ranks run `module` once they have been seen."""
     arguments = (str(seen.folder), module, *arguments)
-    return elastic.run(
-        seen.folder, CLUSTER, {}, module="tests.launch.ranks.seen", arguments=arguments, on_tick=seen.look
-    )
+    return elastic.run(seen.folder, CLUSTER, {}, module="tests.launch.ranks.seen", arguments=arguments, on_tick=seen.look)
 
 
 def test_a_job_ends_well_and_each_rank_was_in_a_namespace_of_its_own(tmp_path):

@@ -373,8 +373,7 @@ def test_a_plan_that_was_taken_home_belongs_to_a_runs_identity_by_what_is_in_it(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "name"),
-    [("model=mlp", "synthetic"), ("model=timed", "synthetic"), ("model=bert-tiny", "stdlib_bytes")],
+    ("chosen", "name"), [("model=mlp", "synthetic"), ("model=timed", "synthetic"), ("model=bert-tiny", "stdlib_bytes")]
 )
 def test_a_model_chooses_its_data_where_the_config_does_not(chosen, name):
     data = composed(chosen, "data.batch_size=3").data

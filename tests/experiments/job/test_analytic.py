@@ -53,9 +53,7 @@ def test_slots_take_the_seconds_and_bytes_of_their_operations():
     tokens, inside = 12, 12 * (34 * 8 + 5 * 2 * 4)
     forward = tokens * (24 * 64 + 4 * 4 * 8) / 500
     head = 2 * tokens * 8 * 10 / 500
-    assert [s.seconds for s in profile.slots] == pytest.approx(
-        [0, forward, forward, head, 2 * head, 2 * forward, 2 * forward, 0]
-    )
+    assert [s.seconds for s in profile.slots] == pytest.approx([0, forward, forward, head, 2 * head, 2 * forward, 2 * forward, 0])
     output = 2 * tokens * 8
     assert [s.live for s in profile.slots[:4]] == [0, output, output + inside, output + 2 * inside]
     assert profile.slots[3].peak == output + 2 * inside + 6 * tokens * 10

@@ -70,12 +70,8 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_begun(tmp_path):
 
 def test_numbers_that_json_does_not_know_become_null(tmp_path):
     with JsonLines(tmp_path / "m") as metrics:
-        metrics.write(
-            {"event": "step", "loss": math.nan, "bytes": {"AR": math.inf}, "list": [1.0, -math.inf]}
-        )
-    assert read_events(tmp_path / "m") == [
-        {"event": "step", "loss": None, "bytes": {"AR": None}, "list": [1.0, None]}
-    ]
+        metrics.write({"event": "step", "loss": math.nan, "bytes": {"AR": math.inf}, "list": [1.0, -math.inf]})
+    assert read_events(tmp_path / "m") == [{"event": "step", "loss": None, "bytes": {"AR": None}, "list": [1.0, None]}]
 
 
 # ---- what a tracker is shown

@@ -146,24 +146,13 @@ def numbered(monkeypatch: pytest.MonkeyPatch) -> int:
 def samples_seen(epoch: int, rank: int, world: int, batch_size: int, seed: int) -> list[int]:
     per_epoch = 100 // (world * batch_size)
     stream = batches(
-        "stdlib_bytes",
-        Tokens(sequence=1),
-        rank=rank,
-        world=world,
-        batch_size=batch_size,
-        seed=seed,
-        first_step=epoch * per_epoch,
+        "stdlib_bytes", Tokens(sequence=1), rank=rank, world=world, batch_size=batch_size, seed=seed, first_step=epoch * per_epoch
     )
     return [int(i) for batch in itertools.islice(stream, per_epoch) for i in batch["input_ids"].flatten()]
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**63),
-    world=st.integers(1, 7),
-    batch_size=st.integers(1, 14),
-    epoch=st.integers(0, 3),
-)
+@given(seed=st.integers(0, 2**63), world=st.integers(1, 7), batch_size=st.integers(1, 14), epoch=st.integers(0, 3))
 def test_no_sample_is_seen_twice_in_an_epoch(seed: int, world: int, batch_size: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.tasks.builtin.text", lambda **_: np.arange(101, dtype=np.uint8))
@@ -179,9 +168,7 @@ def test_each_epoch_has_its_own_order_of_the_same_samples(numbered: int) -> None
 
 
 def test_a_number_of_epochs_ends_and_drops_the_remainder(numbered: int) -> None:
-    stream = batches(
-        "stdlib_bytes", Tokens(1), rank=1, world=2, batch_size=7, seed=0, epochs=2, held_out=True
-    )
+    stream = batches("stdlib_bytes", Tokens(1), rank=1, world=2, batch_size=7, seed=0, epochs=2, held_out=True)
     assert len(list(stream)) == 2 * (numbered // 14)
 
 
@@ -257,9 +244,7 @@ def test_an_enlarged_digit_is_the_same_digit() -> None:
 
 def test_held_out_digits_are_others_and_all_classes_are_there() -> None:
     def epoch(held_out: bool) -> tuple[set[bytes], set[int]]:
-        stream = batches(
-            "digits", VECTORS, rank=0, world=1, batch_size=1, seed=0, held_out=held_out, epochs=1
-        )
+        stream = batches("digits", VECTORS, rank=0, world=1, batch_size=1, seed=0, held_out=held_out, epochs=1)
         pairs = [(b["inputs"].numpy().tobytes(), int(b["labels"])) for b in stream]
         return {image for image, _ in pairs}, {label for _, label in pairs}
 
@@ -375,9 +360,7 @@ def test_windows_of_text_go_on_over_rows(tmp_path: Path, monkeypatch: pytest.Mon
         ("stdlib_bytes", TEXT, {"max_bytes": 65}, "has 2 training samples"),
     ],
 )
-def test_what_cannot_be_given_is_refused_with_a_reason(
-    name: str, inputs: Inputs, options: dict[str, int], words: str
-) -> None:
+def test_what_cannot_be_given_is_refused_with_a_reason(name: str, inputs: Inputs, options: dict[str, int], words: str) -> None:
     wanted = {"rank": 0, "world": 2, "batch_size": 4, "seed": 0, **options}
     with pytest.raises(ValueError, match=words):
         batches(name, inputs, **wanted)  # type: ignore[arg-type]

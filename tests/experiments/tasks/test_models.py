@@ -91,9 +91,7 @@ def blocks(task: Task) -> list[nn.Module]:
         ("resnet152", 50, 60_192_808 - 9_536 - 2_049_000, 60_192_808),
     ],
 )
-def test_real_shapes_have_the_published_number_of_parameters(
-    name: str, count: int, in_blocks: int, total: int
-) -> None:
+def test_real_shapes_have_the_published_number_of_parameters(name: str, count: int, in_blocks: int, total: int) -> None:
     task = on_meta(name)
     assert len(blocks(task)) == count
     assert sum(map(elements, blocks(task))) == in_blocks
@@ -127,9 +125,7 @@ def test_every_parameter_gets_a_gradient(name: str, options: dict[str, Any]) -> 
 
 
 @small
-def test_a_parameter_is_only_used_inside_the_forward_of_a_module_that_owns_it(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_a_parameter_is_only_used_inside_the_forward_of_a_module_that_owns_it(name: str, options: dict[str, Any]) -> None:
     """Engines that gather parameters in module hooks rely on this."""
     task = build(name, **options)
     owners: dict[int, set[str]] = {}
@@ -201,17 +197,12 @@ def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
     torch.manual_seed(99)
     again = build("gpt2-tiny", seed=1)
     assert all(p.equal(q) for p, q in zip(first.model.parameters(), again.model.parameters(), strict=True))
-    assert not all(
-        p.equal(q) for p, q in zip(first.model.parameters(), other.model.parameters(), strict=True)
-    )
+    assert not all(p.equal(q) for p, q in zip(first.model.parameters(), other.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("name", "embedding", "head"),
-    [
-        ("gpt2-tiny", "transformer.wte", "lm_head"),
-        ("bert-tiny", "bert.embeddings.word_embeddings", "cls.predictions.decoder"),
-    ],
+    [("gpt2-tiny", "transformer.wte", "lm_head"), ("bert-tiny", "bert.embeddings.word_embeddings", "cls.predictions.decoder")],
 )
 def test_tying_is_real(name: str, embedding: str, head: str) -> None:
     tied = build(name).model
@@ -344,9 +335,7 @@ def test_loss_falls_on_real_data(name: str, options: dict[str, Any], source: str
                               "image, channels, classes, depth, width"),
     ],
 )  # fmt: skip
-def test_a_value_that_gives_no_model_is_refused_with_its_name(
-    name: str, options: dict[str, Any], words: str
-) -> None:
+def test_a_value_that_gives_no_model_is_refused_with_its_name(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model_named(name, **options)
     assert str(caught.value) == f"model.{words}"

@@ -18,8 +18,8 @@ from statistics import median
 import benchmarks
 from analysis.table import markdown as table
 from benchmarks import percent
-from benchmarks.published_runs import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
-from mdcs.sizes import GIB, MIB
+from benchmarks.published_runs import INTERFERENCE, Case, Group, Predicted, read
+from mdcs.sizes import GIB
 
 MEMORY_MARK = 0.08
 """Wanted error of a difference of memory."""
@@ -46,8 +46,7 @@ def pages() -> dict[str, str]:
         ),
         "dev/published-runs.md": benchmarks.page(
             "published-runs", steps="\n\n".join(sections), memory=_memory(groups), why="\n".join(why),
-            runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups), collectives=_collectives(),
-            layers=_layers(),
+            runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups),
         ),
     }  # fmt: skip
 
@@ -140,33 +139,6 @@ def _verdicts(groups: Predictions) -> str:
         for _, told in groups for each in told if not ((case := each.case).fits and each.fits)
     ]  # fmt: skip
     return table(["model", "devices", "run", "predicted GiB", "of", "predicted", "published"], rows)
-
-
-def _collectives() -> str:
-    rows = []
-    for of, mib, said, told in read_collectives():
-        micro = f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", percent(told / said - 1)
-        rows.append([f"[{of['what']}]({of['url']})", of["device"], mib, *micro])
-    return table(["collective", "device", "MiB", "published µs", "predicted µs", "error"], rows)
-
-
-def _layers() -> str:
-    data, layers = read_layers()
-    root, block, last = layers[0], layers[1], layers[-1]
-    predicted = {
-        "parameters": ("parameters of a block, 32 bit", 4 * block.parameters),
-        "kept": ("what a block keeps", block.kept),
-        "recomputed": ("what a block keeps if it recomputes", root.output),
-        "ends": ("states of embedding and head", 16 * (root.parameters + last.parameters)),
-        "logits": ("what embedding and head keep", root.output + last.kept),
-    }
-    rows = []
-    for key, (what, size) in predicted.items():
-        said, told = data["mib"][key], size / MIB
-        rows.append([what, f"{said:,.0f}", f"{told:,.0f}", percent(told / said - 1)])
-    about = f"Bytes of {data['model']} with {data['sequence']:,} tokens, as [Galvatron]({data['url']}) measured them."
-    about += " Not judged:"
-    return f"{about}\n\n{table(['what', 'published MiB', 'predicted MiB', 'error'], rows)}"
 
 
 def _name(case: Case) -> str:

@@ -3,13 +3,13 @@
 A group of runs shares model, devices and loop. The first run of a group, the smallest, says how fast the device
 computes: the rate of operations with which the predicted step equals the published one. The other runs are predicted
 with this rate. The links come from what the publication says of the network and from constants of NCCL
-(:mod:`benchmarks.calculated.rings`).
+(:mod:`benchmarks.rings`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -17,16 +17,14 @@ from typing import Any
 
 import yaml
 
-from benchmarks.calculated.convolutions import inception_v3, resnet, vgg16
-from benchmarks.calculated.decoder import Decoder
-from benchmarks.calculated.layers import Layer, Precision, layers_profile
-from benchmarks.calculated.rings import Cluster
+from benchmarks.layers import Decoder, Layer, Precision, inception_v3, layers_profile, resnet, vgg16
+from benchmarks.rings import Cluster
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
-from mdcs.profile.link import Collectives, Kind
+from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.sizes import GIB, MIB
@@ -309,26 +307,6 @@ def read() -> list[Group]:
             runs = tuple(_case(shared | run) for run in group["runs"])
             groups.append(Group(table["title"], table["url"], table["network"], runs, table.get("fits_link", False)))
     return groups
-
-
-def read_collectives() -> Iterator[tuple[dict[str, Any], int, float, float]]:
-    """Yield each collective of the file in one node, with MiB of the message, published and predicted seconds."""
-    for row in PUBLISHED["collectives"]:
-        device, kind, world = DEVICES[row["device"]], Kind(row["kind"]), row["devices"]
-        seconds = {mib: each / 1e6 for mib, each in row.get("microseconds", {}).items()}
-        seconds |= {
-            mib: NCCL.sent(kind, mib * MIB, world) / (each * 1e9) for mib, each in row.get("bus_gbyte", {}).items()
-        }
-        cluster = Cluster(1, world, device.inside_gbyte * 1e9, 1.0, nvlink=device.nvlink)
-        for mib, said in seconds.items():
-            size = mib * MIB
-            yield row, mib, said, cluster.link(size).end(kind, NCCL.sent(kind, size, world), 0.0, 0.0)
-
-
-def read_layers() -> tuple[dict[str, Any], tuple[Layer, ...]]:
-    """Return the published bytes of layers, and the layers that are calculated."""
-    data = PUBLISHED["layers"]
-    return data, DECODERS[data["model"]].of_batch(1, data["sequence"])
 
 
 DEVICES = {name: Device(**fields) for name, fields in PUBLISHED["devices"].items()}

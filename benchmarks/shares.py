@@ -23,9 +23,7 @@ import benchmarks
 from analysis.pictures.style import save
 from analysis.table import markdown as table
 from benchmarks import pictures
-from benchmarks.calculated.convolutions import resnet
-from benchmarks.calculated.decoder import Decoder
-from benchmarks.calculated.layers import Layer, Precision, layers_profile
+from benchmarks.layers import Decoder, Layer, Precision, layers_profile, resnet
 from mdcs.plan.job import Job
 from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget

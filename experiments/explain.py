@@ -227,7 +227,20 @@ _SLOTS = 96  # with more slots, neighbouring slots are put into bins
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds in seconds per step. ``solver_s`` is None when no solver has proven a bound."""
+    """Lower bounds of the seconds per step of any plan for a job and a budget.
+
+    - traffic: the fewest bytes that strategies within the budget can send, at the link's bandwidth, all overlapped with
+      compute.
+    - structural: the same with the windows of operations. The first unit has no window, except for gradients that are
+      ready before its slot ends.
+    - solver: the bound that a planner's solver has proven for the whole slot model.
+
+    The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule
+    needs no memory, and units may mix strategies. The step of an ideal DDP (:func:`ideal_ddp_s`) shows how much an
+    ideal schedule at the structural bound could gain over DDP.
+
+    ``solver_s`` is None when no solver has proven a bound.
+    """
 
     traffic_s: float
     structural_s: float

@@ -1,4 +1,4 @@
-"""Predicted time and memory of a step of FSDP2, and how far ahead FSDP2 should prefetch."""
+"""A plan run by FSDP2: its predicted step and memory, how far ahead to prefetch, and the exported file with them."""
 
 from __future__ import annotations
 
@@ -202,7 +202,21 @@ class GroupBytes:
 
 
 class MemoryWalk:
-    """One iteration of a job in steady state; ``peak`` has the peak bytes of each category and of the "total".
+    """One iteration of a job in steady state: ``peak`` has the peak bytes of each category and of the "total".
+
+    Follows ``torch.distributed.fsdp._fully_shard`` of torch 2.13. Buffers of a group:
+
+    * At rest: its shards (of the world, or of a node). From their reduction until ``zero_grad`` also the shards'
+      gradients. A replicated group holds both whole.
+    * Gather: the message's buffer and the parameters that it is copied to. In forward the buffer is freed when the next
+      group's gather has arrived; where the host waits for gathers (CPU), at once. A replicated group has a second copy
+      while it is in use.
+    * Reduction: gradients are copied into the message's buffer and freed; the buffer is freed when the next group
+      reduces. gloo reduces a copy of the buffer, and the shards are taken from this copy.
+
+    The bytes follow from the order of the host's calls, not from timing, with one exception: a thread frees gloo's
+    copy, and on busy cores it does so after the next slot has begun. The walk counts the copy until the next message is
+    issued.
 
     Each buffer is allocated by :meth:`_hold` and freed by :meth:`_free`, under a key: (group, what it is), or a name if
     there is one at a time.

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import network, orphans, status
-from launch.rank import ReservedFile, reason_of, report_of
+from launch import network, status
+from launch.rank import ReservedFile, kill_groups, reason_of, report_of
 from launch.status import Status
 
 ATTEMPTS = "attempts"
@@ -153,7 +153,7 @@ class Warm:
             if self._once or not outcome.ok:
                 self._end()
             said = (status.read(run_dir, rank) for rank in range(cluster.ranks))
-            orphans.kill_groups(each.pid for each in said if each is not None)  # if the process between was killed
+            kill_groups(each.pid for each in said if each is not None)  # if the process between was killed
             for unused in _reserved(run_dir, cluster):
                 unused.give_back()
         return outcome

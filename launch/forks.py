@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from launch import orphans
 from launch.network import Network, NetworkError, addresses
-from launch.rank import report_of
+from launch.rank import adopt_orphans, die_with_parent, kill_groups, report_of
 
 _POLL_SECONDS = 0.01
 _LOOPBACK = "127.0.0.1"
@@ -39,7 +38,7 @@ _REAP_SECONDS = 1.0
 
 def main() -> int:
     """Run jobs until stdin ends. Return 1 if a rank of the last one has failed, else 0."""
-    orphans.adopt_orphans()  # what a rank leaves behind
+    adopt_orphans()  # what a rank leaves behind
     network: Network | None = None
     failed: dict[int, int] = {}
     for line in _lines():
@@ -116,7 +115,7 @@ def _run(
             else:
                 time.sleep(_POLL_SECONDS)
     finally:
-        orphans.kill_groups(ranks)  # and what the others have left running
+        kill_groups(ranks)  # and what the others have left running
         _reap()
     return codes
 
@@ -136,7 +135,7 @@ def _rank(
     code = 1
     try:
         os.setsid()
-        orphans.die_with_parent(parent)
+        die_with_parent(parent)
         from launch import rank as ranks
 
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

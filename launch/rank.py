@@ -1,22 +1,25 @@
-"""Entry point of every rank: `python -m launch.rank RUN_DIR MODULE [ARGUMENT …]`.
+"""Entry point of every rank (`main`), the files that it leaves, and what keeps processes from outliving their starter.
 
-Redirects the rank's output to `rank{r}.log`, opens its status record, and runs MODULE as `__main__`. When MODULE
+`main` redirects the rank's output to `rank{r}.log`, opens its status record, and runs MODULE as `__main__`. When MODULE
 raises, writes the reason to `rank{r}.error`. The launcher reads the reasons of all ranks and finds the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
-from launch import orphans, status
+from launch import status
 
 AGENT_PID = "MDCS_AGENT_PID"
 _MOST = 4000  # characters of a message or a traceback; the rank's log has the full text
@@ -72,16 +75,6 @@ def _leave_reason(file: ReservedFile, rank: int, message: str) -> None:
             )
 
 
-if __name__ == "__main__":
-    orphans.die_with_parent(int(os.environ[AGENT_PID]))
-    code = main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    if code:
-        os._exit(code)  # at once: a thread that waits for a failed message must not keep a failed rank alive
-
-
 class ReservedFile:
     """Disk space for `size` bytes at `path`. The file appears there as a whole when it is written, padded with blanks.
 
@@ -110,3 +103,33 @@ class ReservedFile:
         with open(self._part, "r+b" if self._part.exists() else "xb", buffering=0) as file:  # "wb" would free the room
             while data:
                 data = data[file.write(data) :]
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, the process that started it, ends.
+
+    Linux only; elsewhere nothing happens. Children of this process are not covered: each must call this function
+    itself.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before the prctl
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends, so that it can reap them (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_groups(leaders: Iterable[int]) -> None:
+    """Send SIGKILL to every process group in `leaders`. Groups that are gone are skipped."""
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 from torch.distributed import PrefixStore
 
-from launch import elastic, orphans, preemption, rank, rendezvous, status
+from launch import elastic, preemption, rank, rendezvous, status
 from launch.beat import SILENT_SECONDS, Beat, Watched, end_of
 from launch.elastic import Cluster, OnTick, Outcome
 from launch.place import Place, interface
@@ -112,7 +112,7 @@ class Ranks:
 
         program: of rank 0; run in a thread of its own.
         """
-        orphans.die_with_parent(os.getppid())
+        rank.die_with_parent(os.getppid())
         thread = threading.Thread(target=self._run_program if program else self._guard, args=filter(None, [program]))
         thread.daemon = True
         with _streams_by_thread() if program else contextlib.nullcontext():

@@ -1,4 +1,7 @@
-"""The identity of a measured profile: everything that it depends on. Jobs with equal identities share a profile."""
+"""The identity of a measured profile: everything that it depends on. Jobs with equal identities share a profile.
+
+A profile says its identity. So `profile.path=FILE` needs nothing else on the command line (`with_profile`).
+"""
 
 from __future__ import annotations
 

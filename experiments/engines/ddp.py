@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, with the times of its own timers."""
+"""torch's DistributedDataParallel, with the times of its own timers, and DataParallel: one process for all devices."""
 
 from __future__ import annotations
 

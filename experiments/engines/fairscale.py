@@ -1,4 +1,4 @@
-"""FairScale's ShardedDataParallel with OSS: shards gradients and optimizer state by parameter; parameters are whole."""
+"""FairScale: ShardedDataParallel with OSS, where parameters are whole, and FullyShardedDataParallel, for CUDA alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Data sets and tokenizers with a name: on Hugging Face's hub, or a file or folder of this machine."""
+"""Data sets and tokenizers with a name, on Hugging Face's hub or here: text by windows, and pairs of sentences.
+
+Pairs are Multi-NLI (Williams et al. 2018) and data sets in the same form: `premise`, `hypothesis` and `label`, 0
+entailment, 1 neutral, 2 contradiction. Rows with other labels are left out.
+"""
 
 from __future__ import annotations
 

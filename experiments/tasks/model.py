@@ -137,7 +137,11 @@ _FP32 = 4  # bytes, in which block_mib counts
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Model):
-    """Equal blocks that wait."""
+    """A stand-in for a model on a missing device: parameters, gradients and updates are real, but compute only waits.
+
+    Compute sleeps for its time and leaves the cores to messages and updates. So ranks on a few cores stand for as many
+    devices.
+    """
 
     computes = False
 

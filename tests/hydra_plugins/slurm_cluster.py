@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launch import orphans
+from launch.rank import die_with_parent
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("n0", "n1")
@@ -160,7 +160,7 @@ def _network(folder: Path) -> None:
 
 
 def main(folder: Path, command: list[str]) -> int:
-    orphans.die_with_parent(os.getppid())
+    die_with_parent(os.getppid())
     folder.mkdir(parents=True)
     _network(folder)
     with cluster(folder) as made:

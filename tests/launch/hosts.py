@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from launch import orphans
 from launch.network import Network, addresses
+from launch.rank import die_with_parent
 
 HOSTS, RATE_GBIT = 2, 2.0
 
 
 def main(folder: Path, command: list[str]) -> int:
-    orphans.die_with_parent(os.getppid())
+    die_with_parent(os.getppid())
     network = Network(HOSTS, RATE_GBIT)
     hosts = []
     for node in range(HOSTS):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.calculated.convolutions import inception_v3, resnet, vgg16
+from benchmarks.layers import inception_v3, resnet, vgg16
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.calculated.decoder import Decoder
+from benchmarks.layers import Decoder
 
 LLAMA_2_7B = Decoder(32, 4096, 32, 32, 11008, 32000)
 LLAMA_3_8B = Decoder(32, 4096, 32, 8, 14336, 128256)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.calculated.layers import Layer, Precision, layers_profile
+from benchmarks.layers import Layer, Precision, layers_profile
 from mdcs.plan.job import Job, recomputing
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Wfbp

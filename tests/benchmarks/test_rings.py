@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.calculated.rings import Cluster
+from benchmarks.rings import Cluster
 from mdcs.profile.link import Collectives, Kind
 
 NCCL = Collectives.default("nccl")

@@ -15,7 +15,6 @@ trials are submitted, `hydra.launcher.parallel` at a time.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -42,6 +41,7 @@ from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError
 from experiments.job import app
 from experiments.job import run as jobs
+from experiments.job.arguments import with_lists
 from experiments.job.profiles import Profiles
 from experiments.job.submission import launcher_of, run_submitted, with_ranks_of
 from launch.claim import Occupied, claim
@@ -113,24 +113,8 @@ def main() -> int:
         given = [each for each in HydraConfig.get().overrides.task if not each.startswith("search.")]
         return Search(config, given, folder, HydraConfig.get()).run()
 
-    return app.run(app.Program(search, own=("search",), lists=_lists, submits=True))
-
-
-def _lists(arguments: Sequence[str]) -> list[str]:
-    """Overrides with several values as the key that holds them."""
-    axes = [argument for argument in arguments if _sweeps(argument)]
-    rest = [argument for argument in arguments if argument not in axes]
-    return [*rest, f"search.over={json.dumps(axes)}"] if axes else rest
-
-
-def _sweeps(argument: str) -> bool:
-    """Whether an argument is an override with several values."""
-    if argument.startswith(("-", "hydra", "search.")) or "=" not in argument:
-        return False
-    try:
-        return OverridesParser.create().parse_override(argument).is_sweep_override()
-    except HydraException:  # which Hydra reports
-        return False
+    lists = partial(with_lists, keys={}, rest="search.over")
+    return app.run(app.Program(search, own=("search",), lists=lists, submits=True))
 
 
 class Search:

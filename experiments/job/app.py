@@ -38,7 +38,7 @@ from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
-from experiments.job.arguments import require_one_job, require_own, submits, unused_of
+from experiments.job.arguments import prepared, require_one_job, require_own, unused_of
 from experiments.job.run import Infeasible
 from experiments.job.spmd import on_rank_zero
 from experiments.job.submission import config_of, freeze, launcher_of, settled, starts_its_ranks
@@ -113,16 +113,13 @@ class _Call:
         mdcs_slurm.MdcsLauncher.objective = self.program.objective and staticmethod(self.program.objective)
         mdcs_sweeper.MdcsSweeper.begin = staticmethod(self._begin)
         mdcs_sweeper.MdcsSweeper.judge = staticmethod(self._judge)
-        # Hydra takes flags before or after all overrides, but not between them.
-        sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
-        if self.program.lists and not {"-m", "--multirun"} & {*sys.argv}:
-            try:
-                sys.argv[1:] = self.program.lists(sys.argv[1:])
-            except ConfigError as error:
-                print(error, file=sys.stderr)
-                return 2
-        if submits(sys.argv[1:]):
-            sys.argv[1:] = ["-m", *sys.argv[1:]]  # one job is a sweep, too
+        try:
+            arguments = prepared(sys.argv[1:], self.program.lists)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
+        # Hydra reads the command line here, and nowhere else; its completion is for the command mdcs
+        sys.argv = ["mdcs" if "-sc" in arguments else sys.argv[0], *arguments]
         try:
             with self.session.claimed:
                 return self._compose() or self._end()
@@ -132,8 +129,6 @@ class _Call:
 
     def _compose(self) -> int:
         """Have Hydra compose and run the jobs. Return 2 if nothing was started because of an error, else 0."""
-        if "-sc" in sys.argv:
-            sys.argv[0] = "mdcs"  # the command that Hydra's completion is for
         os.environ[_FULL] = "1"  # Hydra then raises errors instead of printing many lines
         try:
             if {"-h", "--help", "help"} & set(sys.argv[1:]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,21 +19,21 @@ from mdcs.planner.registry import decides_schedule
 
 def submits(arguments: Sequence[str]) -> bool:
     """Whether a command line without `-m` submits a job, and does not only show something."""
-    no = {
-        "-m",
-        "--multirun",
-        "hydra.mode=RUN",
-        "-h",
-        "--help",
-        "-c",
-        "--cfg",
-        "-i",
-        "--info",
-        "-sc",
-        "--shell-completion",
-    }
+    shows = {"-h", "--help", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
+    no = {"-m", "--multirun", "hydra.mode=RUN"} | shows
     launches = any(each.startswith(("hydra/launcher=mdcs_", "hydra/launcher=slurm_")) for each in arguments)
     return launches and not any({each, each.partition("=")[0]} & no for each in arguments)
+
+
+def prepared(arguments: Sequence[str], lists: Callable[[Sequence[str]], list[str]] | None) -> list[str]:
+    """Return the command line as Hydra takes it: flags of a sweep before all overrides, and lists of values by `lists`.
+
+    A job that is submitted is a sweep of one. Raises ConfigError.
+    """
+    made = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    if lists is not None and not {"-m", "--multirun"} & {*made}:
+        made = lists(made)
+    return ["-m", *made] if submits(made) else made
 
 
 _FLAGS = ("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "shell-completion",
@@ -67,13 +67,14 @@ def require_own(argument: str, own: Sequence[str]) -> None:
 
 
 def values_of(argument: str) -> tuple[str, list[str]]:
-    """The key of an override and its values, if it has several; else no values."""
+    """The key of an override and its values, if it has several (a range or an interval is one text); else no values."""
     if argument.startswith(("-", "hydra")) or "=" not in argument:
         return argument, []
     try:
         override = OverridesParser.create().parse_override(argument)
-        if override.is_sweep_override() and override.is_choice_sweep():
-            return override.get_key_element(), [*map(str, override.sweep_string_iterator())]
+        if override.is_sweep_override():
+            values = override.sweep_string_iterator() if override.is_choice_sweep() else [argument.partition("=")[2]]
+            return override.get_key_element(), [*map(str, values)]
     except HydraException:  # which Hydra reports
         pass
     return argument.partition("=")[0], []
@@ -97,7 +98,7 @@ def with_lists(
     for argument in arguments:
         key, values = values_of(argument)
         values = values or [argument.partition("=")[2]] * (key in alone and "=" in argument)
-        if values and rest and key not in keys and not key.startswith("compare."):
+        if values and rest and key not in keys and key.partition(".")[0] != rest.partition(".")[0]:
             others.append(argument)
             continue
         if values and key in keys:

@@ -22,7 +22,7 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import floor_bytes, lacks_recomputation, limit_of, make_plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule
-from mdcs.planner.schedulers import Sequential
+from mdcs.planner.schedulers import Sequential, Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.planner.trials import SuccessiveHalving, proposals
 from mdcs.profile import cache
@@ -50,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 STEPS = 2
 """Steps whose slots are measured: the first is watched operator by operator, the other is timed."""
-TRIED = 3
-"""Steps under a plan whose times are wanted: the first, in which the plan before ends, is left out."""
+TRIED = 2
+"""Steps under a calibration plan: of a period, from backward to backward, and of the forward before."""
 TRIALS = 3
 """Plans that take turns, by default."""
 WATCHED = 50
 """Steps whose median tells a lasting change."""
 _DIFFERENT = 0.1  # of the step's time
-_MOST_TRIED = 12  # steps of all of them: with those before, the chosen plan runs by step 30
+_MOST_TRIED = 12  # steps of all of them: with those before, the chosen plan runs by step 25
 _SOLVING = 15  # of the time for planning, the part of a solver that proposes another plan
 
 
@@ -177,7 +177,7 @@ class LoopPlan:
         path, micro_steps = None, self.micro_steps or 1
         if not self.sharded:
             modules = [module for unit in self.units for module in unit.modules]
-            ran = yield Stage(plan, 1, functools.partial(FirstPasses, modules=modules))
+            ran = yield Stage(plan, 1, functools.partial(FirstPasses, modules=modules, given=self.micro_steps))
             first = ran.heard
             assert isinstance(first, FirstPasses)
             micro_steps = self._agreed(first.micro_steps, ran.engine.rank)
@@ -218,25 +218,24 @@ class LoopPlan:
         )
 
     def _provisional(self, profile: Profile, micro_steps: int, recompute: tuple[str, ...] = ()) -> Plan:
-        """Return a plan in which no message runs beside compute: of the fewest bytes, or of no shards. Collective.
+        """Return a plan of the fewest bytes, or of no shards. Collective.
 
         Whatever the steps do otherwise is a departure. Raises InfeasibleBudget for a model that has not run.
         """
         strategy, job = Uniform("fsdp" if self.sharded else "dp"), Job(profile, micro_steps, self.cross_iteration)
         limit = self.budget.size if self.sharded and not recompute else None
         job = dataclasses.replace(job, recompute=recompute)
-        return on_rank_zero(lambda: make_plan(job, strategy, Sequential(), budget=limit))
+        # What messages cost compute beside them is told apart later. They are kept apart from it where activations are
+        # all that the run does not know of (CUDA), and where slots are compared with each other (recomputation).
+        is_cpu, keeps = self.units[0].parameters[0][1].device.type == "cpu", self.recompute == KEEP
+        overlaps = is_cpu and not self.sharded and (keeps or not self.budget.is_limit)
+        return on_rank_zero(lambda: make_plan(job, strategy, Wfbp() if overlaps else Sequential(), budget=limit))
 
     def _agreed(self, micro_steps: int, rank: int) -> int:
-        """Return the number of backward passes. Raises RunError unless it is that of all ranks, and the one given."""
+        """Return the number of backward passes. Raises RunError unless it is that of all ranks."""
         counts = all_gather_object(micro_steps)
         if len(set(counts)) > 1:
             raise RunError(f"rank {rank}: ranks had different numbers of backward passes in the first step: {counts}")
-        if self.micro_steps not in (None, micro_steps):
-            raise RunError(
-                f"rank {rank}: the first step had {micro_steps} backward passes, and parallelize was given "
-                f"micro_steps={self.micro_steps}"
-            )
         return micro_steps
 
     # -- what is measured
@@ -302,8 +301,8 @@ class LoopPlan:
         for plan in on_rank_zero(lambda: self._calibration_plans(job)):
             phase(f"measuring messages in {TRIED} steps under {_name(plan)}")
             ran = yield Stage(plan, TRIED, TimedSteps)
-            own = [trace for step, trace in ran.engine.recorder.traces().items() if step > ran.records[0].step]
-            runs.append(Run(plan, [trace for of_rank in all_gather_object(own) for trace in of_rank]))
+            of_ranks = all_gather_object([*ran.engine.recorder.traces().values()])
+            runs.append(Run(plan, [trace for of_rank in of_ranks for trace in of_rank]))
         found = fit_costs(profile, runs)
         if found.reliability_warning and ran.engine.rank == 0:
             warnings.warn(found.reliability_warning, stacklevel=2)
@@ -314,8 +313,8 @@ class LoopPlan:
         limit = limit_of(self.budget, job, self.recompute)
         if limit is not None and limit < floor_bytes(job):
             job = make_plan(job, Greedy(), Sequential(), budget=limit, recompute=self.recompute).job
-        # strategies that are alike one after the other: little moves
-        return sorted(calibration_plans(job, limit), key=lambda plan: plan.strategies)
+        # one after the other those that a change between moves little: of alike strategies, then of alike blocks
+        return sorted(calibration_plans(job, limit), key=lambda plan: (plan.strategies, sum(map(len, plan.blocks))))
 
     # -- the plan
 
@@ -332,6 +331,7 @@ class LoopPlan:
         plans = on_rank_zero(
             lambda: proposals(plan, self.trials, recompute=self.recompute, seconds=self.seconds / _SOLVING)
         )
+        plans.sort(key=lambda each: _apart(plan, each))  # in turns to and fro, so neighbours should be alike
         halving = SuccessiveHalving(len(plans), steps=_MOST_TRIED)
         while (turn := halving.turn) > 0:
             phase(f"training under {_name(plans[halving.current])}")
@@ -373,6 +373,13 @@ class LoopPlan:
 
 def _name(plan: Plan) -> str:
     return " ".join(dict.fromkeys((plan.strategy, plan.scheduler)))
+
+
+def _apart(plan: Plan, other: Plan) -> int:
+    """Return how many bytes of units the plans cut differently, counted twice where one of them does not cut."""
+    pairs = zip(plan.profile.layouts, plan.strategies, plan.blocks, other.strategies, other.blocks, strict=True)
+    differ = [(layout.param_bytes, k, to) for layout, k, b, to, its in pairs if (k, b) != (to, its)]
+    return sum(size * (1 + (k.sharded_update != to.sharded_update)) for size, k, to in differ)
 
 
 def _in_words(plans: Sequence[Plan], halving: SuccessiveHalving) -> Iterator[str]:

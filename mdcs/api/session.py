@@ -169,10 +169,8 @@ class Session(ModelState):
     def drops_gradients(self) -> bool:
         """Give up the iteration for the optimizer's ``zero_grad()``, between two passes; return whether this could be
         done."""
-        if isinstance(self._heard, FirstPasses):
-            can_drop = self._heard.has_gradients and self._options.needs_norm
-        else:
-            can_drop = self._can_drop()
+        has_gradients = self._heard.has_gradients if isinstance(self._heard, FirstPasses) else None
+        can_drop = self._can_drop() if has_gradients is None else has_gradients and self._options.needs_norm
         if can_drop:
             self.abandon()
         return can_drop

@@ -69,7 +69,7 @@ def parallelize(
             optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
 
     - ``plan``: its hash is compared. None: the loop trains from its first step, under a plan that is made from bytes
-      alone; its steps are measured, a few other plans run for some steps each, and the fastest goes on after about 30
+      alone; its steps are measured, a few other plans run for some steps each, and the fastest goes on after about 25
       steps (``parallel.is_choosing``, ``parallel.explain()``). Each of these steps trains as any other. In the first
       steps all units are whole on every rank, or all are sharded: the latter for a model on the meta device, and
       where parameters, gradients and optimizer state are more than the budget in bytes. A whole
@@ -81,8 +81,8 @@ def parallelize(
     - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in
       seconds. True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
       Ignored when the model is sharded from the start.
-    - ``micro_steps``: backward passes of a step, which a model that is sharded from the start has to know (None: 1). A
-      whole one's first step counts them, and is an error if there are others; a given plan has them.
+    - ``micro_steps``: backward passes of a step. None: the first step counts them, and its messages wait for its end; 1
+      where the model is sharded from the start. A given plan has them.
     - ``trials``: plans that take turns before one is chosen; 1: the planner's goes on without a trial.
     - ``replan``: "auto" chooses anew when steps take 10 % more or less than the chosen plan's first ones, in the median
       of 50: another network, another batch. None: never.

@@ -19,18 +19,18 @@ from mdcs.torch_compat import ModuleHook, backward_pass, in_function_forward, ve
 class FirstPasses:
     """Listens to the first step of a run.
 
-    The plan does not know how many backward passes the step has. All of them are side passes, as in ``no_sync()``, and
-    their gradients are reduced in ``step()``.
+    ``given``: the number of backward passes, which the plan has. None: nobody knows it, so all of them are side passes,
+    as in ``no_sync()``, and their gradients are reduced in ``step()``.
 
     ``modules``: those of the units. Their calls are known where they are not inside of one of the model, or of another.
     """
 
-    def __init__(self, engine: Engine, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, engine: Engine, modules: Sequence[nn.Module], given: int | None = None) -> None:
         # not the engine itself, which the model's hooks must not keep alive
         self._model, self._meter, self._device, self._rank = engine.model, engine.meter, engine.device, engine.rank
         self._trained = [p for p in self._model.parameters() if p.requires_grad]
         self._depth = 0  # calls under way, one inside of the other
-        self._side = engine.sequencer.side
+        self._side, self._given = engine.sequencer.side, given
         self.forget()
         self._handles: list[Any] = []
         for module in {self._model, *modules}:
@@ -38,7 +38,8 @@ class FirstPasses:
                 module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True, prepend=True),
                 module.register_forward_hook(ModuleHook(self._returned), always_call=True),
             ]
-        self._side.counts, self._side.ended = True, self._backward_ended
+        if given is None:
+            self._side.counts, self._side.ended = True, self._backward_ended
         self._handles += [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained]
 
     def forget(self) -> None:
@@ -66,12 +67,12 @@ class FirstPasses:
     @property
     def micro_steps(self) -> int:
         """Number of backward passes of the step, without those in ``no_sync()``; 1 where all are in it."""
-        return max(1, self._passes)
+        return self._given or max(1, self._passes)
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether there is a backward pass that was counted."""
-        return self._passes > 0
+    def has_gradients(self) -> bool | None:
+        """Whether there is a backward pass that was counted; None where they are not counted."""
+        return self._passes > 0 if self._given is None else None
 
     def check(self) -> None:
         """Raise RunError for a gradient that the loop has changed since backward."""
@@ -115,7 +116,8 @@ class FirstPasses:
             self._brings = True
             taken = _untagged(self._meter.window()) - _untagged(self._before_loss)
             self._loss_bytes = max(self._loss_bytes, taken)
-        self._versions[p] = id(p.grad), version_of(p.grad)  # type: ignore[arg-type]
+        if self._given is None:
+            self._versions[p] = id(p.grad), version_of(p.grad)  # type: ignore[arg-type]
 
     def _backward_ended(self) -> None:
         self._passes += self._brings

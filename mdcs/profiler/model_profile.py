@@ -33,7 +33,7 @@ from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.running_steps import watching
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
-from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
+from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs, passing_data
 from mdcs.runtime.activation_excess import BatchSizes, in_words
 from mdcs.runtime.executor import execution_on
 from mdcs.telemetry.memory_meter import Meter, current_meter
@@ -138,7 +138,7 @@ def assembled(
     Of a recorder without passes it has slots of no time, in the order of the units.
     """
     meter, weight = current_meter(device), narrowest(p.dtype for unit in units for _, p in unit.parameters)
-    whole = WholeCosts(meter, device)
+    whole, others = WholeCosts(meter, device), passing_data(device) if device.type == "cpu" else None
     planned = [
         _with_types(planned, unit, updates, master_dtype, grad_dtype, whole)
         for unit, planned in zip(units, recorder.units(updates), strict=True)
@@ -147,6 +147,8 @@ def assembled(
     for i, part in enumerate(updates.parts):
         types = {getattr(torch, u.master_dtype or u.dtype) for u in planned if u.trainable and u.optimizer == i}
         costs.append(_optimizer_costs(part, types or {weight}, meter, device))
+    copy_s = copy_seconds_per_byte(torch.empty(0, dtype=weight, device=device))
+    del others
     return Profile(
         units=tuple(planned),
         slots=recorder.slots(),
@@ -156,7 +158,7 @@ def assembled(
         more_optimizers=tuple(costs[1:]),
         collectives=collectives or Collectives(),
         execution=execution_on(device),
-        copy_seconds_per_byte=copy_seconds_per_byte(torch.empty(0, dtype=weight, device=device)),
+        copy_seconds_per_byte=copy_s,
         recompute=recompute,
         about=about or {},
         spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},

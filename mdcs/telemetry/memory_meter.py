@@ -225,8 +225,10 @@ def _storages() -> Iterator[torch.UntypedStorage]:
     """Yield the storages of all tensors in this process, gradients included, that come from torch's CPU allocator."""
     import torch
 
-    for each in gc.get_objects():
-        if not issubclass(type(each), torch.Tensor):  # isinstance would ask proxies, which import or warn
+    objects = gc.get_objects()
+    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, torch.Tensor)}
+    for each in objects:
+        if type(each) not in kinds:  # isinstance would ask proxies, which import or warn
             continue
         for tensor in (each, each.grad if each.is_leaf else None):
             try:

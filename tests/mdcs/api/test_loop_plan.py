@@ -126,7 +126,8 @@ def train(
         return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, numbers, made.state_dict(), None
     state, saved, plan = parallel.state_dict(), made.state_dict(), parallel.plan
     assert parallel.steps == STEPS and [r.step for r in parallel.records(flush=True)] == list(range(1, STEPS + 1))
-    assert all(k.sharded for k in first.strategies) and first is not plan and plan.micro_steps == micro_steps
+    assert all(k.sharded == (budget is not None or meta) for k in first.strategies) and first is not plan
+    assert plan.micro_steps == micro_steps
     parallel.close()
     assert all(torch.equal(v, state[name]) for name, v in model.state_dict().items())
     return losses, state, numbers, saved, plan
@@ -247,15 +248,33 @@ def test_what_is_chosen_is_said():
     assert sharded and said == "the model is on the meta device: it is sharded from the start"
 
 
-def test_the_first_step_of_a_model_that_is_whole_has_as_many_micro_steps_as_were_given():
+def overlapping(micro_steps: int) -> tuple[list[str], int]:
+    """What differs from DDP's where passes need not be counted; the messages that were sent before the first step()."""
+    options: dict[str, Any] = {"micro_steps": micro_steps, "budget": None}
+    sent: list[int] = []
+    real = mdcs.Session.step
+
+    def counting(self: mdcs.Session) -> None:
+        sent.append(self._engine.queue.issued)
+        real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mdcs.Session, "step", counting)
+        wanted, found = train("blocks", False, micro_steps=micro_steps), train("blocks", True, **options)
+    names = [key for key, value in wanted[1].items() if not torch.equal(value, found[1][key])]
+    return names + ["losses"] * (wanted[0] != found[0]), sent[0]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_messages_overlap_from_the_first_step_where_its_passes_are_known(two, micro_steps):
+    for differs, sent in two.run(overlapping, micro_steps, timeout_s=100.0):
+        assert differs == [] and sent >= 6  # as many as units
+
+
+def test_the_number_of_micro_steps_is_at_least_one():
     model = blocks()
-    optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match="micro_steps must be >= 1, got 0"):
-        mdcs.parallelize(model, optimizer, micro_steps=0, progress=False)
-    parallel = mdcs.parallelize(model, optimizer, micro_steps=2, progress=False, profiles=False)
-    model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(mdcs.RunError, match="the first step had 1 backward passes, and parallelize was given micro_steps=2"):
-        parallel.step()
+        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), micro_steps=0, progress=False)
 
 
 def test_nothing_is_left_of_a_run_that_ends_before_its_plan():

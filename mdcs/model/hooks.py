@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from mdcs.model.aliases import tensors_in
+from mdcs.model.guard import tensors_in
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.torch_compat import (
     ModuleHook,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mdcs.model.aliases import tensors_in
+from mdcs.model.guard import tensors_in
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.torch_compat import has_batch_statistics, operators, run_not_compiled, version_of
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mdcs.model.aliases import Alias, buffer_over_parameter, folded_parameter, shared_parameters
+from mdcs.model.guard import Alias, buffer_over_parameter, folded_parameter, shared_parameters
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _ALIKE = 3

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdcs.model.aliases import attributes_over_parameters
+from mdcs.model.guard import attributes_over_parameters
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.torch_compat import tree_leaves, without_torch_function
 

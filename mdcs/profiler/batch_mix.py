@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import INPUTS, Profile, Slot
-from mdcs.runtime.activation_excess import from_words
+from mdcs.runtime.slots import from_words
 
 Use = tuple[int, str, int]
 """Unit, phase, and how often the unit came before in this phase."""

@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mdcs.model.aliases import attributes_over_parameters, still_held
-from mdcs.model.guard import GRADIENT, Guard, only_reads
+from mdcs.model.guard import GRADIENT, Guard, attributes_over_parameters, only_reads, still_held
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, UpdatePart, Updates, by_optimizer, in_flat_order
 from mdcs.model.recompute import Recomputation
@@ -34,8 +33,8 @@ from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.running_steps import watching
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs, passing_data
-from mdcs.runtime.activation_excess import BatchSizes, in_words
 from mdcs.runtime.executor import execution_on
+from mdcs.runtime.slots import BatchSizes, in_words
 from mdcs.telemetry.memory_meter import Meter, current_meter
 
 _STABLE = 0.02

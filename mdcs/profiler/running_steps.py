@@ -31,8 +31,8 @@ from mdcs.profiler.model_alone import ModelAlone
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.unit_tensors import UnitTensors
-from mdcs.runtime.activation_excess import BatchSizes, in_words
 from mdcs.runtime.engine import Engine
+from mdcs.runtime.slots import BatchSizes, in_words
 from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
 from mdcs.torch_compat import backward_pass, base_of, innermost_dispatch_mode, without_torch_function

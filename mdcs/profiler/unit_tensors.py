@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdcs.model.aliases import tensors_in
+from mdcs.model.guard import tensors_in
 from mdcs.model.units import ModelUnit
 from mdcs.torch_compat import ModuleHook, StorageWeakRef
 

@@ -6,9 +6,9 @@
 - ``wire``: the queue of messages. ``thread_transport``, ``stream_transport``: send them, with threads on CPU, on
   streams on CUDA. ``messages``: pack one, send it, update by it. ``gradient_scaling``: the factor on gradients.
 - ``communicator``, ``process_groups``: run a message's collective, own the process groups.
-- ``slot_sequencer``, ``slots``: follow the slots with the training thread.
+- ``slot_sequencer``, ``slots``: follow the slots with the training thread; activations beyond the profiled ones.
 - ``departures``: units used otherwise than planned, and passes of the loop for which the plan waits.
-- ``activation_excess``: activations beyond the profiled ones. ``executor``: all device code (CPU, CUDA).
+- ``executor``: all device code (CPU, CUDA).
 - ``unshard``: whole units between iterations, for evaluation and state dicts. ``optimizer_state``: that of shards.
 - ``checkpointing``: writes and reads a run's shards. ``buffers``, ``initialization``: rank 0's values for all.
 - ``validation``: checks before step 1. ``loop_access``: what a loop may do. ``errors``: failures, told to all ranks.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.emulation import EmulatedCommunicator, pacer_for
-from mdcs.model.aliases import attributes_over_parameters, still_held
+from mdcs.model.guard import attributes_over_parameters, still_held
 from mdcs.model.hooks import Hooks, Listener, ReentrantPasses
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
@@ -25,7 +25,6 @@ from mdcs.plan.plan import Plan
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import loop_access, optimizer_state, validation
-from mdcs.runtime.activation_excess import ActivationExcess, BatchSizes
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.context import RunContext
@@ -40,6 +39,7 @@ from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.slot_sequencer import SlotSequencer
+from mdcs.runtime.slots import ActivationExcess, BatchSizes
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
@@ -145,7 +145,7 @@ class Engine:
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self._handles.append(batch)
         raises = options.over_budget == "raise"
-        self.excess = ActivationExcess(plan, context.ledger.slots, self.rank, batch, first=place.step, raises=raises)
+        self.excess = ActivationExcess(plan, context.ledger.slots, place, batch, raises=raises)
         self.lending.serve(context, self.storages)
         self.unsharder = Unsharder(context, self.wire)
         self.evaluation = Evaluation(context, units, self.unsharder, groups)

@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 from mdcs.model.hooks import ReentrantPasses
-from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import MORE, TOO_LATE, SidePasses
-from mdcs.runtime.slots import LATE, PassGradients, SlotPosition, SlotTables
+from mdcs.runtime.slots import LATE, ActivationExcess, PassGradients, SlotPosition, SlotTables
 from mdcs.runtime.wire import Wire
 from mdcs.telemetry.timeline import SlotMemory
 

@@ -26,8 +26,8 @@ from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import INPUTS
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
-from mdcs.runtime.activation_excess import ActivationExcess, BatchSizes, from_words, in_words
-from mdcs.runtime.errors import OverBudget
+from mdcs.runtime.errors import ErrorContext, OverBudget
+from mdcs.runtime.slots import ActivationExcess, BatchSizes, from_words, in_words
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, of_job, planned
 from tests.mdcs.runtime.ranks import Ranks
@@ -193,7 +193,7 @@ def slots(*peaks: int) -> list[SlotBytes]:
 
 def excess(budget: int | None = 1000, reserve: int = 0) -> ActivationExcess:
     plan = dataclasses.replace(of_job(planned(chain(8, 8), "dp"), reserve=reserve), budget=budget)
-    return ActivationExcess(plan, slots(100, 100, 100, 100), 0, BatchSizes([]))
+    return ActivationExcess(plan, slots(100, 100, 100, 100), ErrorContext(0), BatchSizes([]))
 
 
 def test_less_than_a_256th_of_the_budget_is_no_reason_to_wait_but_where_it_mattered():
@@ -209,7 +209,7 @@ def test_layers_that_the_measured_step_left_out_are_named():
     left_out = dataclasses.replace(profile.slots[1], seconds=0.0)
     for known in (profile, dataclasses.replace(profile, slots=(profile.slots[0], left_out, *profile.slots[2:]))):
         plan = dataclasses.replace(planned(known, "dp"), budget=1000)
-        seen = ActivationExcess(plan, slots(100, 100, 100, 100), 0, BatchSizes([]), raises=True)
+        seen = ActivationExcess(plan, slots(100, 100, 100, 100), ErrorContext(0), BatchSizes([]), raises=True)
         seen.ended(1, {"activations": 101, "total": 1001})
         with pytest.raises(OverBudget) as told:
             seen.end_step(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mdcs.model.aliases import attributes_over_parameters, still_held
+from mdcs.model.guard import attributes_over_parameters, still_held
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.checkpoint.directory import random_state, set_random_state
-from mdcs.runtime.buffers import unexpanded
+from mdcs.runtime.initialization import unexpanded
 from mdcs.telemetry.memory_meter import Meter
 
 _INTERNAL = vars(nn.Module()).keys() - {"training"}

@@ -10,6 +10,6 @@
 - ``departures``: units used otherwise than planned, and passes of the loop for which the plan waits.
 - ``executor``: all device code (CPU, CUDA).
 - ``unshard``: whole units between iterations, for evaluation and state dicts. ``optimizer_state``: that of shards.
-- ``checkpointing``: writes and reads a run's shards. ``buffers``, ``initialization``: rank 0's values for all.
+- ``checkpointing``: writes and reads a run's shards. ``initialization``: rank 0's values for all.
 - ``validation``: checks before step 1. ``loop_access``: what a loop may do. ``errors``: failures, told to all ranks.
 """

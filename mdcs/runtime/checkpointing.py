@@ -29,9 +29,9 @@ from mdcs.checkpoint import dcp_shards, directory
 from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards
 from mdcs.checkpoint.directory import RUN, CheckpointError
 from mdcs.runtime import optimizer_state
-from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
+from mdcs.runtime.initialization import write
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.unshard import Fragment, fragments, fragments_in_memory
 

@@ -25,14 +25,13 @@ from mdcs.plan.plan import Plan
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import loop_access, optimizer_state, validation
-from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures, Lending, SidePasses
 from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forget_in_child
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.gradient_scaling import UpdateScale
-from mdcs.runtime.initialization import leave_units, shard_units
+from mdcs.runtime.initialization import Buffers, leave_units, shard_units
 from mdcs.runtime.loop_access import ParameterAccess, forbid_optimizer_calls
 from mdcs.runtime.messages import Connected, Messages
 from mdcs.runtime.optimizer_state import OptimizerState

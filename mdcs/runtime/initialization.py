@@ -1,4 +1,6 @@
-"""The start of a run: it takes the model over unit by unit, so that at most one more unit is whole at a time.
+"""Values that all ranks have: those that a run begins with, and the model's buffers while it trains.
+
+The start takes the model over unit by unit, so that at most one more unit is whole at a time.
 
 Parameters on the meta device get memory then, and values from their modules' own initialisation. Every rank
 initialises, so that random states stay alike; then rank 0's values are broadcast. Units with parameters of one module
@@ -7,17 +9,20 @@ initialises, so that random states stay alike; then rank 0's values are broadcas
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.model.optimizers import dense_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import UnitStorage, leave_meta
-from mdcs.torch_compat import version_of
+from mdcs.sizes import MIB
+from mdcs.torch_compat import copy_all, has_batch_statistics, version_of, without_autograd
 
 InitFunction = Callable[[nn.Module], object]
 """Initialises a module's own parameters and buffers, not those of its children."""
@@ -171,3 +176,185 @@ def _is_left(tensor: Tensor, made: tuple[Tensor, int] | None) -> bool:
 
 def _path(module: str, local: str) -> str:
     return f"{module}.{local}" if module else local
+
+
+# ---- buffers: rank 0's values count, as with DistributedDataParallel
+
+_TOGETHER = MIB  # bytes packed into one broadcast: one message per buffer would dominate the step of a model with many
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a buffer that no message can carry."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
+            raise UnsupportedModel(f"{name}: {buffer.layout} buffers are not supported: make it dense")
+
+
+class Buffers:
+    """Buffers of a model, broadcast from rank 0 as ``option`` says.
+
+    - True: after every step, as DDP's broadcast_buffers does.
+    - False: never; each rank has its own.
+    - None: when training pauses; correct as long as forward does not read buffers that it changes.
+    """
+
+    def __init__(self, model: nn.Module, option: bool | None) -> None:
+        self._model, self.option = model, option
+        self._described: list[tuple[str, torch.Size, torch.dtype]] | None = None
+        self._checksum = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        """Register the present buffers, and their present values."""
+        self._held = [(f"{name}." if name else "", module._buffers) for name, module in self._model.named_modules()]
+        # BatchNorm and the like write their buffers in training and read them in evaluation: no step depends on them.
+        self._watched = [
+            (f"{name}.{local}" if name else local, module._buffers, local)
+            for name, module in self._model.named_modules()
+            for local, buffer in module._buffers.items()
+            if buffer is not None and not has_batch_statistics(module)
+        ]
+        self.register()
+        self.record_values()
+
+    def register(self) -> None:
+        """Register the present buffers by name: a training step did not create them."""
+        self._known: set[str] = set()
+        self._known = {name for name, _ in self._made()}
+
+    def record_values(self) -> None:
+        """Register the present values: they are the same on all ranks."""
+        self._seen = [_version(held[local]) for _, held, local in self._watched]
+
+    def changed(self) -> str | None:
+        """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may
+        read; None if none did.
+        """
+        for (name, held, local), version in zip(self._watched, self._seen, strict=True):
+            if local in held and _version(held[local]) != version:
+                return name
+        return next((name for name, _ in self._made()), None)
+
+    def _made(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers that forward has created since :meth:`register`."""
+        return [
+            (path + local, b)
+            for path, held in self._held  # runs at every step, where named_buffers() would be too slow
+            for local, b in held.items()
+            if b is not None and path + local not in self._known
+        ]
+
+    def broadcast_created(self, groups: ProcessGroups, place: ErrorContext) -> None:
+        """Broadcast rank 0's values of the buffers that the first forward created, as DDP does before its second
+        forward.
+
+        A rank that created none does not take part: models that create none send nothing. Raises RunError where the
+        ranks' new buffers differ in name, shape or type.
+        """
+        made = self._made()
+        if not made or groups.world == 1:
+            return
+        with place.during(f"broadcast of buffer {made[0][0]}, which the first forward has made"):
+            layouts = groups.agree_on_call("the broadcast of buffers", layout(made))
+        if len(set(layouts)) > 1:
+            raise place.error(
+                "the buffers that the first forward has made differ between the ranks in name, shape or type: "
+                "parallelize(…, broadcast_buffers=False) leaves each rank its own"
+            )
+        with without_autograd():
+            for name, buffer in made:
+                with place.during(f"broadcast of buffer {name}"):
+                    broadcast(buffer, groups.host_group)
+        self._watch()
+
+    def broadcast(self, groups: ProcessGroups, group: dist.ProcessGroup | None, place: ErrorContext) -> None:
+        """Broadcast rank 0's values over ``group``. Collective. Raises RunError where the ranks' buffers differ."""
+        if groups.world == 1:
+            return
+        with place.during("broadcast of buffers"):
+            layouts = groups.agree_on_call("the broadcast of buffers", self._layout())
+        if len(set(layouts)) > 1:
+            raise place.error(
+                "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
+                "broadcast_buffers=False) leaves each rank its own"
+            )
+        with without_autograd():
+            for members in _together(self._model.named_buffers()):
+                (name, first), others = members[0], len(members) - 1
+                with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):
+                    if others:
+                        _broadcast_together([unexpanded(buffer) for _, buffer in members], group)
+                    else:
+                        broadcast(first, group)
+        self.record_values()
+        self.register()
+
+    def _layout(self) -> int:
+        """Return the checksum of the present buffers; computed again only if names, shapes or types changed."""
+        described = [(name, b.shape, b.dtype) for name, b in self._model.named_buffers()]
+        if described != self._described:
+            self._described, self._checksum = described, layout(self._model.named_buffers())
+        return self._checksum
+
+
+def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return a checksum of names, shapes, types and parameters' strides: ranks with different checksums cannot exchange
+    these tensors.
+    """
+    facts = [(n, tuple(t.shape), t.dtype, dense_order(t) if isinstance(t, nn.Parameter) else ()) for n, t in tensors]
+    return zlib.crc32(repr(facts).encode())
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Broadcast rank 0's values to all ranks, in place: a tensor of any shape and memory layout."""
+    tensor = unexpanded(tensor)
+    if tensor.is_inference():
+        tensor = tensor.clone()  # made in an evaluation: cannot be written here, and training does not read it
+    whole = tensor.data.contiguous()  # the tensor itself if it is contiguous
+    dist.broadcast(whole, group_src=0, group=group)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)
+
+
+def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    """Return the (name, buffer) lists that share a broadcast each: one type, in order, at most ``_TOGETHER`` bytes."""
+    out: list[list[tuple[str, Tensor]]] = []
+    latest: dict[torch.dtype, tuple[list[tuple[str, Tensor]], int]] = {}
+    for name, buffer in buffers:
+        size = buffer.numel() * buffer.element_size()
+        members, before = latest.get(buffer.dtype, ([], _TOGETHER))
+        if before + size > _TOGETHER:
+            members, before = [], 0
+            out.append(members)
+        members.append((name, buffer))
+        latest[buffer.dtype] = members, before + size
+    return out
+
+
+def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Broadcast rank 0's values of these buffers in one message."""
+    whole = torch.cat([b.clone().reshape(-1) if b.is_inference() else b.data.reshape(-1) for b in buffers])
+    dist.broadcast(whole, group_src=0, group=group)
+    parts = whole.split([b.numel() for b in buffers])
+    ours = [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True) if not b.is_inference()]
+    copy_all([b for b, _ in ours], [part for _, part in ours])
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Return an expanded tensor [any shape] with length 1 in expanded dimensions: this view can be written."""
+    for dim, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def write(tensor: Tensor, value: Tensor) -> None:
+    """Copy values of the same shape into a buffer, in place, expanded or not."""
+    place = unexpanded(tensor)
+    place.copy_(value[tuple(slice(n) for n in place.shape)])
+
+
+def _version(buffer: Tensor | None) -> tuple[int, int] | None:
+    if buffer is None or buffer.is_inference():
+        return None
+    return id(buffer), version_of(buffer)

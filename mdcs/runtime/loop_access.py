@@ -15,8 +15,8 @@ from torch import nn
 
 from mdcs.model.guard import GRADIENT, THAW, changes, only_reads
 from mdcs.model.hooks import Hooks
-from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.errors import ErrorContext, RunError
+from mdcs.runtime.initialization import Buffers
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage

@@ -252,42 +252,16 @@ class Buffers:
         ranks' new buffers differ in name, shape or type.
         """
         made = self._made()
-        if not made or groups.world == 1:
-            return
-        with place.during(f"broadcast of buffer {made[0][0]}, which the first forward has made"):
-            layouts = groups.agree_on_call("the broadcast of buffers", layout(made))
-        if len(set(layouts)) > 1:
-            raise place.error(
-                "the buffers that the first forward has made differ between the ranks in name, shape or type: "
-                "parallelize(…, broadcast_buffers=False) leaves each rank its own"
-            )
-        with without_autograd():
-            for name, buffer in made:
-                with place.during(f"broadcast of buffer {name}"):
-                    broadcast(buffer, groups.host_group)
-        self._watch()
+        if made and groups.world > 1:
+            _send(made, layout(made), groups, groups.host_group, place)
+            self._watch()
 
     def broadcast(self, groups: ProcessGroups, group: dist.ProcessGroup | None, place: ErrorContext) -> None:
         """Broadcast rank 0's values over ``group``. Collective. Raises RunError where the ranks' buffers differ."""
-        if groups.world == 1:
-            return
-        with place.during("broadcast of buffers"):
-            layouts = groups.agree_on_call("the broadcast of buffers", self._layout())
-        if len(set(layouts)) > 1:
-            raise place.error(
-                "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
-                "broadcast_buffers=False) leaves each rank its own"
-            )
-        with without_autograd():
-            for members in _together(self._model.named_buffers()):
-                (name, first), others = members[0], len(members) - 1
-                with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):
-                    if others:
-                        _broadcast_together([unexpanded(buffer) for _, buffer in members], group)
-                    else:
-                        broadcast(first, group)
-        self.record_values()
-        self.register()
+        if groups.world > 1:
+            _send([*self._model.named_buffers()], self._layout(), groups, group, place)
+            self.record_values()
+            self.register()
 
     def _layout(self) -> int:
         """Return the checksum of the present buffers; computed again only if names, shapes or types changed."""
@@ -314,6 +288,28 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     dist.broadcast(whole, group_src=0, group=group)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.copy_(whole)
+
+
+def _send(
+    buffers: list[tuple[str, Tensor]], checksum: int, groups: ProcessGroups, group: dist.ProcessGroup | None,
+    place: ErrorContext,
+) -> None:  # fmt: skip
+    """Broadcast rank 0's values of these buffers, whose :func:`layout` must be the same on all ranks."""
+    with place.during(f"broadcast of buffer {buffers[0][0]}" if buffers else "broadcast of buffers"):
+        layouts = groups.agree_on_call("the broadcast of buffers", checksum)
+    if len(set(layouts)) > 1:
+        raise place.error(
+            "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
+            "broadcast_buffers=False) leaves each rank its own"
+        )
+    with without_autograd():
+        for members in _together(buffers):
+            (name, first), others = members[0], len(members) - 1
+            with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):
+                if others:
+                    _broadcast_together([unexpanded(buffer) for _, buffer in members], group)
+                else:
+                    broadcast(first, group)
 
 
 def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:

@@ -36,8 +36,7 @@ from mdcs.profile.link import ALGORITHMS, KIND, Collectives, Kind, Link, operati
 from mdcs.profiler.consensus import barrier
 from mdcs.profiler.regression import Line, lower_envelope, p10_p90
 from mdcs.profiler.timing import DeviceTimestamp, machine_id, stall_device
-from mdcs.runtime.communicator import Communicator, NodeCommunicator, PendingCollective, backend_of
-from mdcs.runtime.process_groups import ProcessGroups
+from mdcs.runtime.communicator import Communicator, NodeCommunicator, PendingCollective, ProcessGroups, backend_of
 from mdcs.sizes import MIB
 
 # payload bytes of the messages of trains; larger ones exceed a CPU's caches, and are slower

@@ -5,7 +5,7 @@
 - ``storage``, ``sharded_optimizer``: the flat buffers of a unit; the optimizer on shards.
 - ``wire``: the queue of messages. ``thread_transport``, ``stream_transport``: send them, with threads on CPU, on
   streams on CUDA. ``messages``: pack one, send it, update by it. ``gradient_scaling``: the factor on gradients.
-- ``communicator``, ``process_groups``: run a message's collective, own the process groups.
+- ``communicator``: runs a message's collective, owns the process groups.
 - ``slot_sequencer``, ``slots``: follow the slots with the training thread; activations beyond the profiled ones.
 - ``departures``: units used otherwise than planned, and passes of the loop for which the plan waits.
 - ``executor``: all device code (CPU, CUDA).

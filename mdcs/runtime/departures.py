@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from mdcs.plan.period import PeriodSlot
 from mdcs.profile.link import Kind
+from mdcs.runtime.communicator import SIDE_PASS, ProcessGroups
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import FailureChannel
-from mdcs.runtime.process_groups import SIDE_PASS, ProcessGroups
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.unshard import Evaluation
 from mdcs.runtime.wire import Wire

@@ -25,7 +25,7 @@ from mdcs.plan.plan import Plan
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import loop_access, optimizer_state, validation
-from mdcs.runtime.communicator import backend_of
+from mdcs.runtime.communicator import ProcessGroups, backend_of, why_ranks_cannot_continue
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures, Lending, SidePasses
 from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forget_in_child
@@ -35,7 +35,6 @@ from mdcs.runtime.initialization import Buffers, leave_units, shard_units
 from mdcs.runtime.loop_access import ParameterAccess, forbid_optimizer_calls
 from mdcs.runtime.messages import Connected, Messages
 from mdcs.runtime.optimizer_state import OptimizerState
-from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.slots import ActivationExcess, BatchSizes

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from mdcs.model.optimizers import dense_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.errors import ErrorContext
-from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import UnitStorage, leave_meta
 from mdcs.sizes import MIB
 from mdcs.torch_compat import copy_all, has_batch_statistics, version_of, without_autograd

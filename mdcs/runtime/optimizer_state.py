@@ -64,7 +64,7 @@ def _number(value: Any) -> Any:
 
 class OptimizerState:
     """State on shards. ``exchange`` returns every rank's value
-    (:meth:`mdcs.runtime.process_groups.ProcessGroups.exchange`).
+    (:meth:`mdcs.runtime.communicator.ProcessGroups.exchange`).
 
     ``kept``: whole state of parameters that are frozen now.
     """

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from mdcs.model.optimizers import Updates
 from mdcs.model.units import ModelUnit
+from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.initialization import broadcast, write
-from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 from mdcs.sizes import MIB

@@ -20,10 +20,10 @@ from mdcs.plan.ledger import check
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.profile.recompute import NONE
 from mdcs.runtime import optimizer_state
+from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction, Initializer, check_buffers, layout
-from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.torch_compat import gradient_hooks, step_hooks
 
 _UNITS_ANEW = "call mdcs.partition(model) again, and make a new plan"

@@ -19,10 +19,10 @@ import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.link import Collectives
 from mdcs.profiler.model_profile import measure_profile
-from mdcs.runtime import context, engine
+from mdcs.runtime import communicator, context
+from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.executor import CudaExecutor
 from mdcs.runtime.messages import Messages
-from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.stream_transport import StreamTransport
 from tests.mdcs.runtime.asynchronous import Device
 from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
@@ -65,7 +65,7 @@ def train(
     executor = CudaExecutor(CPU, device)
     with pytest.MonkeyPatch.context() as patch, device:
         patch.setattr(context, "executor_for", lambda _: executor)
-        patch.setattr(engine, "Communicator", device.connect)
+        patch.setattr(communicator, "Communicator", device.connect)
         talk = ((dist, "all_gather_object"), (dist, "broadcast_object_list"), (ProcessGroups, "agree_on_call"))
         for owner, name in talk if dist.is_initialized() else ():
             patch.setattr(owner, name, device.talking(getattr(owner, name)))

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mdcs.runtime import process_groups
-from mdcs.runtime.process_groups import ProcessGroups, why_ranks_cannot_continue
+from mdcs.runtime import communicator
+from mdcs.runtime.communicator import ProcessGroups, why_ranks_cannot_continue
 
 
 @pytest.mark.parametrize("aborts", [True, False])
@@ -30,7 +30,7 @@ def test_a_run_that_has_failed_waits_for_none_of_nccl_s_groups(monkeypatch: pyte
         (dist, "get_backend", str),
         (dist, "destroy_process_group", destroy),
         (dist.distributed_c10d, "_abort_process_group", abort),
-        (process_groups, "_ABORT_SECONDS", 60.0 if aborts else 0.01),
+        (communicator, "_ABORT_SECONDS", 60.0 if aborts else 0.01),
     ):
         monkeypatch.setattr(owner, name, value)
     own = ProcessGroups.__new__(ProcessGroups)
@@ -61,7 +61,7 @@ def test_groups_of_messages_are_connected_when_they_are_made(monkeypatch: pytest
         (dist, "get_rank", lambda group: 1),
         (dist, "new_group", new_group),
         (dist, "all_reduce", lambda tensor, group: connected.append(group)),
-        (process_groups, "backend_of", lambda group, device: backend),
+        (communicator, "backend_of", lambda group, device: backend),
     ):
         monkeypatch.setattr(owner, name, value)
     own = ProcessGroups(None, torch.device("cpu"), 20.0, needs_control=True)

@@ -93,13 +93,7 @@ _TYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
 
 
 def layers_profile(
-    layers: Sequence[Layer],
-    rate: float,
-    world: int,
-    link: Link,
-    *,
-    precision: Precision,
-    optimizer: Optimizer,
+    layers: Sequence[Layer], rate: float, world: int, link: Link, *, precision: Precision, optimizer: Optimizer,
     interference: float = 0.0,
 ) -> Profile:
     """Return the profile of training a chain of layers on NCCL.
@@ -120,14 +114,8 @@ def layers_profile(
         spans = (first, final), (last - final, last - first)
         units.append(Unit(name, (numel,), True, *spans, parameter, gradient, master))
     return Profile(
-        units=tuple(units),
-        slots=_slots(layers, names, rate),
-        world=world,
-        link=link,
-        optimizer=optimizer,
-        collectives=Collectives.default("nccl"),
-        execution=ExecutionModel("stream"),
-        interference=interference,
+        units=tuple(units), slots=_slots(layers, names, rate), world=world, link=link, optimizer=optimizer,
+        collectives=Collectives.default("nccl"), execution=ExecutionModel("stream"), interference=interference,
         recompute=_options(layers, names, rate),
     )
 

@@ -98,11 +98,7 @@ class Cluster:
             beta.append(b)
         block = max(a / b for a, b in zip(alpha, beta, strict=True)) * _SATURATED / (1 - _SATURATED)
         return Link(
-            tuple(alpha),
-            tuple(beta),
-            1,
-            int(block) + 1,
-            gap=(0.0,) * len(alpha),
+            tuple(alpha), tuple(beta), 1, int(block) + 1, gap=(0.0,) * len(alpha),
             per_node=self.per_node if two_levels else 0,
         )
 

@@ -118,12 +118,7 @@ def overview(document: dict[str, Any]) -> Table:
             f"{min(peers.values()) / own:.2f}" if peers and own else "–",
         ])  # fmt: skip
     headings = (
-        "budget",
-        "other engines",
-        f"other plans\nof {base}",
-        base,
-        "predicted",
-        "structural\nbound",
+        "budget", "other engines", f"other plans\nof {base}", base, "predicted", "structural\nbound",
         "best engine\n× mdcs",
     )
     return new_table("the best of each that fits, step ms", headings, left=("budget",), rows=rows)

@@ -104,13 +104,7 @@ def show(made: dict[str, Any], console: Console) -> None:
         ])  # fmt: skip
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
     headings = (
-        "modules",
-        "strategy",
-        "mesh",
-        "reshard_after_forward",
-        "recompute",
-        "gathers ahead: forward",
-        "backward",
+        "modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward",
     )
     console.print(new_table(title, headings, left=headings, rows=rows, overflow="fold"))
     console.print("What the plan does and FSDP2 does not:", highlight=False)

@@ -223,11 +223,7 @@ class MemoryWalk:
     """
 
     def __init__(
-        self,
-        job: Job,
-        groups: tuple[Group, ...],
-        forward: PrefetchLists,
-        backward: PrefetchLists,
+        self, job: Job, groups: tuple[Group, ...], forward: PrefetchLists, backward: PrefetchLists,
         collectives: Collectives,
     ) -> None:
         self._profile, self._groups, self._collectives = job.planned_profile, groups, collectives

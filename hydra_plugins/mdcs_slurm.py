@@ -264,12 +264,7 @@ def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def script(
-    asked: MdcsSlurmConf,
-    code: Path | None,
-    logs: Path,
-    folders: Sequence[Path],
-    after: Sequence[jobs.Job] = (),
-    *,
+    asked: MdcsSlurmConf, code: Path | None, logs: Path, folders: Sequence[Path], after: Sequence[jobs.Job] = (), *,
     resumes: bool,
 ) -> str:
     """The batch script of the jobs in `folders`: one job, or an array of several.

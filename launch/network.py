@@ -58,12 +58,7 @@ def refusal(rate_gbit: float) -> str:
     attempt = [sys.executable, "-c", f"from launch import network; network.Network(1, {rate_gbit!r})"]
     try:
         done = subprocess.run(
-            attempt,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TRY_SECONDS,
+            attempt, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -131,20 +126,7 @@ def port_commands(rank: int, namespace: str, rate_gbit: float) -> list[list[str]
     port = f"port{rank}"
     return [
         [
-            "ip",
-            "link",
-            "add",
-            port,
-            "mtu",
-            _MTU,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "mtu",
-            _MTU,
-            "netns",
+            "ip", "link", "add", port, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "mtu", _MTU, "netns",
             namespace,
         ],
         shape_command(port, rate_gbit),

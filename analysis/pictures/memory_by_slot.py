@@ -17,14 +17,8 @@ from mdcs.telemetry.timeline import Timeline
 
 # From what never leaves to what comes and goes: the stack's ground is flat.
 CATEGORY_COLOURS = {
-    "parameters": "#44546A",
-    "optimizer": "#8497B0",
-    "gradient_shards": "#CC79A7",
-    "gradients": "#D55E00",
-    "full_parameters": "#009E73",
-    "staging": "#F0E442",
-    "update_scratch": "#767676",
-    "activations": "#A9CFE8",
+    "parameters": "#44546A", "optimizer": "#8497B0", "gradient_shards": "#CC79A7", "gradients": "#D55E00",
+    "full_parameters": "#009E73", "staging": "#F0E442", "update_scratch": "#767676", "activations": "#A9CFE8",
 }
 RECOMPUTES = "↻"
 

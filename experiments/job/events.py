@@ -159,12 +159,7 @@ def _link_gbit(config: Config, plan: mdcs.Plan) -> float | None:
 
 
 def step_event(
-    workload: Workload,
-    engine: Engine,
-    record: Record,
-    loss: float,
-    warmup: int,
-    throughput: Throughput,
+    workload: Workload, engine: Engine, record: Record, loss: float, warmup: int, throughput: Throughput,
 ) -> dict[str, Any]:
     """The event of a step that has ended, to which the training loop adds two values.
 

@@ -46,16 +46,8 @@ Start = Callable[..., Outcome]
 
 
 def run(
-    config: Config,
-    folder: Path,
-    console: Console,
-    *,
-    known: Profiles | None = None,
-    only: str | None = None,
-    kind: str = "train",
-    worker: str | None = None,
-    start: Start | None = None,
-    identity: str | None = None,
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, only: str | None = None,
+    kind: str = "train", worker: str | None = None, start: Start | None = None, identity: str | None = None,
     began: float | None = None,
 ) -> Outcome:
     """Run the job in `folder` to its end. Return its outcome, which is in metrics.jsonl too.

@@ -53,13 +53,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        numel: int,
-        tensors: int,
-        kept: int,
-        forward_s: float,
-        backward_s: float,
-        clock: Clock,
+        self, numel: int, tensors: int, kept: int, forward_s: float, backward_s: float, clock: Clock,
         checkpointing: bool,
     ) -> None:
         super().__init__()

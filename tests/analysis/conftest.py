@@ -95,34 +95,15 @@ def toy_times(strategy, scheduler, budget_mib, share):
     overlap = min(communication, compute) * 0.82 * reach
     step = compute + communication - overlap
     return {
-        "step_s": step,
-        "compute_s": compute,
-        "communication_s": communication,
-        "overlap_s": overlap,
-        "exposed_s": communication - overlap,
-        "stalled_s": step - compute,
-        "idle_s": 0.0,
-        "overlap_ratio": overlap / communication,
-        "extra_communication_s": extra,
+        "step_s": step, "compute_s": compute, "communication_s": communication, "overlap_s": overlap,
+        "exposed_s": communication - overlap, "stalled_s": step - compute, "idle_s": 0.0,
+        "overlap_ratio": overlap / communication, "extra_communication_s": extra,
     }
 
 
 def write_run(
-    folder: Path,
-    strategy="ilp",
-    scheduler="memory_aware",
-    budget_mib: float | None = 640,
-    share: float | None = 0.5,
-    steps=12,
-    ending="ok",
-    model="gpt-small",
-    world=2,
-    emulated=True,
-    timelines=False,
-    peak=True,
-    seed=0,
-    times=None,
-    cross_iteration=True,
+    folder: Path, strategy="ilp", scheduler="memory_aware", budget_mib: float | None = 640, share: float | None = 0.5, steps=12,
+    ending="ok", model="gpt-small", world=2, emulated=True, timelines=False, peak=True, seed=0, times=None, cross_iteration=True,
     settings=None,
 ):
     """Write a run; `ending` is ok, failed, infeasible (failed before the first step), killed (half a last line)."""
@@ -172,14 +153,8 @@ def write_run(
             measured.append(values["step_s"])
         lines.append(
             {
-                "event": "step",
-                "step": step,
-                "warmup": warmup,
-                "loss": 5.0 / step,
-                **values,
-                "bytes": sent,
-                "messages": messages,
-                "throughput_samples_s": 16 / values["step_s"],
+                "event": "step", "step": step, "warmup": warmup, "loss": 5.0 / step, **values, "bytes": sent,
+                "messages": messages, "throughput_samples_s": 16 / values["step_s"],
                 "peak_bytes": int(peak_bytes * 0.99) if peak else None,
             }
         )

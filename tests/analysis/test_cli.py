@@ -11,13 +11,7 @@ from tests.analysis.conftest import toy_timelines
 def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
     assert main([str(sweep), "--out", str(tmp_path / "out")]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "table.csv",
-        "tradeoff.png",
-        "curve-budget-640-mib.png",
-        "step_time.png",
-        "timeline.png",
-        "memory.png",
-        "trace.json",
+        "table.csv", "tradeoff.png", "curve-budget-640-mib.png", "step_time.png", "timeline.png", "memory.png", "trace.json",
         "report.html",
     }
     assert "memory_aware" in capsys.readouterr().out

@@ -54,24 +54,11 @@ def batches(
 
 
 def take(
-    count: int,
-    name: str,
-    inputs: Inputs,
-    *,
-    rank: int = 0,
-    world: int = 1,
-    batch_size: int = 4,
-    seed: int = 0,
+    count: int, name: str, inputs: Inputs, *, rank: int = 0, world: int = 1, batch_size: int = 4, seed: int = 0,
     first_step: int = 0,
 ) -> list[dict[str, Tensor]]:
     stream = batches(
-        name,
-        inputs,
-        rank=rank,
-        world=world,
-        batch_size=batch_size,
-        seed=seed,
-        first_step=first_step,
+        name, inputs, rank=rank, world=world, batch_size=batch_size, seed=seed, first_step=first_step,
         max_bytes=CAP if name == "stdlib_bytes" else None,
     )
     return list(itertools.islice(stream, count))

@@ -22,7 +22,6 @@ class Ddp(EngineOptions):
     name = "ddp"
 
     bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
-    gradient_as_bucket_view: bool = option(True, "gradients are views of the buckets, not copied to them")
     overlap: bool = option(True, "reductions run beside backward; false: all after it, in flight together")
 
     @property
@@ -44,7 +43,7 @@ class DdpEngine(Peer):
         self._ddp: Any = DistributedDataParallel(
             workload.model,
             bucket_cap_mb=options.bucket_mib,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            gradient_as_bucket_view=True,
             broadcast_buffers=False,  # `drain` broadcasts them before evaluation, for all engines
         )
         self._overlap = options.overlap

@@ -215,6 +215,9 @@ class Vit(Transformer, ImageModel):
         return {**super().arguments(), "num_labels": self.classes}
 
 
+_STEM = 64  # channels
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResNet(Library, ImageModel):
     """A ResNet with bottlenecks (He et al. 2015). Raises OptionError for numbers that describe no network."""
@@ -223,16 +226,15 @@ class ResNet(Library, ImageModel):
 
     depths: tuple[int, ...] = option((3, 4, 6, 3), "residual blocks per stage", at_least=1)
     hidden_sizes: tuple[int, ...] = option((256, 512, 1024, 2048), "channels per stage", at_least=1)
-    stem: int = option(64, "channels of the stem", at_least=1)
-    width_divisor: int = option(1, "divides all numbers of channels", at_least=1)
+    width_divisor: int = option(1, "divides all numbers of channels, 64 of the stem among them", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.depths or len(self.depths) != len(self.hidden_sizes):
             raise OptionError("hidden_sizes", f"must have a value for each of depths={shown(self.depths)}, got "
                               f"{shown(self.hidden_sizes)}")  # fmt: skip
-        if self.stem % self.width_divisor:
-            raise OptionError("width_divisor", f"must divide stem={self.stem}, got {self.width_divisor}")
+        if _STEM % self.width_divisor:
+            raise OptionError("width_divisor", f"must divide {_STEM}, got {self.width_divisor}")
         for size in self.hidden_sizes:
             # The inner convolutions of a bottleneck have a quarter of its width.
             if size % (4 * self.width_divisor):
@@ -242,7 +244,7 @@ class ResNet(Library, ImageModel):
 
     def numbers(self) -> dict[str, Any]:
         return {
-            "num_channels": self.channels, "embedding_size": self.stem // self.width_divisor,
+            "num_channels": self.channels, "embedding_size": _STEM // self.width_divisor,
             "depths": list(self.depths),
             "hidden_sizes": [size // self.width_divisor for size in self.hidden_sizes], "layer_type": "bottleneck",
         }  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mdcs.options import Checked, OptionError, option, options
+from mdcs.options import Checked, option, options
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Optimizer(Checked, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Torch(Optimizer):
-    """The options of torch's optimizers. Raises OptionError for `fused` and `foreach` together."""
+    """The options of torch's optimizers."""
 
     cls: ClassVar[str]
     """The class of torch.optim, whose arguments are the options that not all optimizers share."""
@@ -55,12 +55,6 @@ class Torch(Optimizer):
     lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
     weight_decay: float = option(0.0, "weight decay", at_least=0)
     fused: bool | None = option(None, "torch's fused update; null: torch decides")
-    foreach: bool | None = option(None, "torch's foreach update; null: torch decides")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fused and self.foreach:
-            raise OptionError("foreach", "and fused exclude each other, got both")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch

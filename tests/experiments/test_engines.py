@@ -48,7 +48,7 @@ ENGINES = {
         "engine=fsdp2 engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
         "engine=fairscale", "engine=mdcs strategy=fsdp link=emulated link.rate_gbit=10",
     ],
-    "clipped mlp": ["engine=ddp engine.bucket_mib=0.05 engine.gradient_as_bucket_view=false", "engine=ddp engine.overlap=false",
+    "clipped mlp": ["engine=ddp engine.bucket_mib=0.05", "engine=ddp engine.overlap=false",
                     "engine=fsdp2 model.wrap=leaf", "engine=fairscale"],
     "timed": ["engine=ddp engine.bucket_mib=0.03", "engine=fsdp2", "engine=fairscale",
               "engine=fsdp2 engine.plan=sdp", "engine=fsdp2 engine.plan=fsdp-dp",

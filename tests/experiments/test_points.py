@@ -71,12 +71,6 @@ def test_of_two_valleys_the_deeper_is_found() -> None:
     assert lowest(counted([float(c) for c in costs])[0], 65) == 50
 
 
-def test_a_minimum_between_the_first_questions_can_be_missed() -> None:
-    costs = [3.0] * 33
-    costs[22] = 1.0
-    assert costs[lowest(counted(costs)[0], 33)] == 3.0
-
-
 @pytest.mark.slow
 def test_the_search_finds_nearly_every_stop_point_with_fewer_plans_than_the_curve() -> None:
     of, hits, plans = shares(17), 0, 0

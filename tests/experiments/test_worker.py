@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from rich.console import Console
 import analysis
 from analysis.events import read_events
 from experiments.config import checks, files
-from experiments.config.schema import Config, ConfigError, ProfileConfig
+from experiments.config.schema import Config, ProfileConfig
 from experiments.job import run as jobs
 from launch import status
 from mdcs.plan.plan import Plan
@@ -43,6 +42,10 @@ WORKLOADS = {
     "resnet by size": ("model=resnet-tiny", "data=synthetic", "optimizer=sgd", "model.wrap=size",
                        "model.wrap_min_params=2000", "run.eval_every=3"),
     "pairs": ("model=bert-tiny-pairs", "data=nli", "optimizer=adam", "run.eval_every=2"),
+    "mlp": ("model=mlp", "data=auto", "optimizer=adam"),
+    "llama": ("model=llama-tiny", "data=synthetic", "optimizer=adam"),
+    "vit": ("model=vit-tiny", "data=synthetic", "optimizer=adam"),
+    "gpt2 that recomputes": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam"),
     "frozen fp64 mlp": ("model=mlp", "model.width=64", "data=digits", "optimizer=adam", "model.wrap=leaf",
                         "model.frozen=[linear1.*]", "run.precision=fp64", "run.accumulation=2"),
 }  # fmt: skip
@@ -64,7 +67,10 @@ JOBS = [
     ("frozen fp64 mlp", ("strategy=zero2", "scheduler=priority", "run.cross_iteration=false")),
     ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget=0.5GiB", "budget.reserve_mib=1")),
     ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=1", "link=emulated")),
-]
+    *((model, plan) for model in ("mlp", "llama", "vit")
+      for plan in (("strategy=dp", "scheduler=sequential"), ("strategy=fsdp", "scheduler=dear"))),
+    *(("gpt2 that recomputes", (f"recompute={choice}",)) for choice in ("all", "none", "planned", "random", "selective")),
+]  # fmt: skip
 ELSEWHERE = {
     "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
     "profile": {"gpt3-1024"},
@@ -93,43 +99,6 @@ REFUSED = {
 def composed(*overrides: str) -> Config:
     with checks.composing():
         return checks.compose_config([*SMALL, *overrides])
-
-
-def unnamed(groups: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Options that no job above names: who adds one need not touch this file."""
-    named = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)} | DEFAULTS
-    return [
-        choice
-        for group, options in groups
-        for option in options
-        if group not in ("experiment", "compare", "paths", "debug", "engine")
-        if option not in ELSEWHERE.get(group, ())
-        if (choice := f"{group}={option}") not in named
-    ]
-
-
-def jobs_of(choice: str) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, tuple[str, ...]]]]:
-    """Workloads and jobs that try an option: what is trained has a workload of its own, with two plans for it."""
-    group = choice.partition("=")[0]
-    if group == "recompute":  # a profile of its own, which says what units can recompute
-        blocks = ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam")
-        return {"gpt2 that recomputes": blocks}, [("gpt2 that recomputes", (choice,))]
-    if group not in ("model", "data", "optimizer"):
-        return {}, [("frozen fp64 mlp", (choice, *(["strategy=fsdp"] if group == "scheduler" else [])))]
-    plans = [(choice, ("strategy=dp", "scheduler=sequential")), (choice, ("strategy=fsdp", "scheduler=dear"))]
-    for model in ("mlp", "gpt2-tiny"):
-        others = {"data": "synthetic", "optimizer": "adam", "model": model}
-        chosen = [f"{key}={value}" for key, value in others.items() if key != group]
-        try:
-            composed(choice, *chosen)
-        except ConfigError:  # a source of text for a model of images, or the other way about
-            continue
-        return {choice: (choice, *chosen)}, plans
-    raise AssertionError(f"{choice} trains with nothing here")
-
-
-for added in unnamed((group, list(options)) for group, options in files.groups().items()):
-    WORKLOADS, JOBS = WORKLOADS | jobs_of(added)[0], JOBS + jobs_of(added)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +157,12 @@ def ran(batch):
     return [Ran(workload, overrides, batch / str(n)) for n, (workload, overrides) in enumerate(JOBS)]
 
 
-def test_an_option_that_is_added_is_tried_by_itself():
-    groups = {"scheduler": ["wfbp", "mine"], "model": ["mlp", "gpt2-small"], "tracker": ["none"]}
-    assert unnamed(groups.items()) == ["scheduler=mine"]
-    assert jobs_of("scheduler=mine") == ({}, [("frozen fp64 mlp", ("scheduler=mine", "strategy=fsdp"))])
-    workloads, plans = jobs_of("data=stdlib_bytes")
-    assert workloads == {"data=stdlib_bytes": ("data=stdlib_bytes", "optimizer=adam", "model=gpt2-tiny")} and len(plans) == 2
+def test_every_option_has_a_job():
+    named = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)} | DEFAULTS
+    elsewhere = {f"{group}={option}" for group, options in ELSEWHERE.items() for option in options}
+    every = {f"{group}={option}" for group, options in files.groups().items() for option in options
+             if group not in ("experiment", "compare", "paths", "debug", "engine")}  # fmt: skip
+    assert every - named - elsewhere == set()
 
 
 def test_a_job_says_what_it_does_step_by_step(ran):

@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 
-from launch import elastic, network
+from launch import network
 from launch.network import NetworkError
 
 
@@ -33,26 +33,9 @@ def test_both_ends_of_a_link_have_its_rate(rate_gbit, rate, burst):
         assert [command[0] for command in commands].index("tc") < up
 
 
-def test_a_cluster_says_which_interface_its_ranks_use():
-    assert elastic.Cluster(2).interface == "lo"
-    assert elastic.Cluster(2, rate_gbit=1).interface == network.INTERFACE
-
-
-def test_another_system_is_refused(monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert network.refusal(1) == "needs Linux, this is darwin"
-
-
 def test_a_missing_program_is_named(monkeypatch):
     monkeypatch.setattr(network, "_found", lambda program: None if program == "tc" else f"/sbin/{program}")
     assert network.refusal(1) == "needs the program tc (of iproute2)"
-
-
-def test_programs_are_found_where_a_user_s_path_does_not_lead(monkeypatch, tmp_path):
-    (tmp_path / "tc").touch(mode=0o755)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(network, "_PLACES", str(tmp_path))
-    assert network._found("tc") == str(tmp_path / "tc")
 
 
 def test_who_may_not_make_namespaces_is_told_what_it_takes(monkeypatch):

@@ -100,7 +100,7 @@ cluster=shapd | +cluster=shaped | hydra/launcher=mdcs_slrm | hydra.run.dri=x | h
 run.name=${oc.env:NOPE} | run.steps=0 | run.steps=2.5 | run.steps=true | run.steps=null
 run.steps=5 run.unmeasured_steps=5 | run=null | steps=3 | optimizer.fused=maybe | optimizer.betas=[a,1]
 optimizer.betas=[0.9] | optimizer.betas=[0.9,1] | optimizer.momentum=0.9
-optimizer.fused=true optimizer.foreach=true | optimizer.clip_norm=0 | model=own -> model._target_
+optimizer.clip_norm=0 | model=own -> model._target_
 model=own model._target_= | model=own model._target_=torch.nn | optimizer._target_=torch.optim.RMSprop
 ++model._target_=torch.nn.Linear | model._target_=mdcs.gone.Vit | budget.limit=???
 data=own data._target_=builtins.list data.collate=3 | model.layers=0 | model.depth=2 | model.checkpointing=auto
@@ -274,7 +274,7 @@ def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
         ("model.wrap=leaf", "model.wrap block; this job has leaf"),
         ("model.frozen=[*.bias]", "model.frozen []; this job has [*.bias]"),
         ("optimizer=adamw", "optimizer experiments.tasks.optimizers.Adam; this job has experiments.tasks.optimizers.AdamW"),
-        ("optimizer.foreach=true", "optimizer.foreach null; this job has true"),
+        ("optimizer.fused=true", "optimizer.fused null; this job has true"),
         ("cluster.ranks=3", "cluster.ranks 2; this job has 3"),
         ("run.precision=fp64", "run.precision fp32; this job has fp64"),
     ]),

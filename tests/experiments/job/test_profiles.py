@@ -86,7 +86,7 @@ def test_a_job_measures_recomputation_where_its_budget_needs_it_and_leaves_it_to
     "override",
     [
         "model.layers=3", "model.wrap=leaf", "data.batch_size=2", "run.precision=fp64", "cluster.ranks=3",
-        "cluster.threads=7", "optimizer=sgd", "optimizer.foreach=true", "link=emulated", "link.depth=3",
+        "cluster.threads=7", "optimizer=sgd", "optimizer.fused=true", "link=emulated", "link.depth=3",
         "profile.refresh=true", "profile.cache=false",
     ],
 )  # fmt: skip

@@ -2,10 +2,9 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
-from experiments.job.progress import JobProgress, describe
+from experiments.job.progress import JobProgress
 from launch.status import Status
 
 
@@ -41,28 +40,8 @@ def test_what_recomputation_frees_and_costs_is_said_once():
     assert file.getvalue().splitlines()[0] == "a job: plan: 2 of 3 units recompute"
 
 
-def test_every_step_of_a_short_job_is_a_line():
-    assert len(shown(3, terminal=False).splitlines()) == 2 + 3
-
-
 def test_a_terminal_gets_a_bar():
     assert "100/100" in shown(100, terminal=True)
-
-
-@pytest.mark.parametrize(
-    ("step", "words"),
-    [
-        ({}, ""),
-        ({"loss": None, "step_s": 0.25}, "250 ms"),
-        ({"step_s": 0.35, "departures": {"left out layers.3": 1}}, "350 ms, left out layers.3"),
-        (
-            {"loss": 1.5, "step_s": 0.25, "stalled_s": 0.05, "exposed_s": 0.03, "overlap_ratio": 0.5},
-            "loss 1.5000, 250 ms, stalled 50 ms, exposed 30 ms, overlap 50%",
-        ),
-    ],
-)
-def test_a_step_in_words(step, words):
-    assert describe(step) == words
 
 
 def test_of_many_ranks_a_log_says_how_many_have_started():

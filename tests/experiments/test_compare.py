@@ -6,11 +6,13 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
 import mdcs
+from analysis import pictures
 from analysis.events import METRICS
 from experiments import compare
 from experiments.config.checks import compose_config, composing
@@ -66,6 +68,7 @@ def ranks(monkeypatch, tmp_path):
 
     monkeypatch.setattr(jobs, "run", run)
     monkeypatch.setattr(compare, "bounds_of", lambda plan, seconds: BOUNDS)
+    monkeypatch.setattr(compare, "pictures", mock.MagicMock())  # to draw them takes as long as all else
     monkeypatch.chdir(tmp_path)
     return calls, wrong
 
@@ -90,6 +93,7 @@ def asked(monkeypatch, *arguments):
 
 def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatch, capsys):
     calls, _ = ranks
+    monkeypatch.setattr(compare, "pictures", pictures)
     lists = "engine=mdcs,ddp,fsdp2", "budget=floor+50%,none"
     assert asked(monkeypatch, "compare.rounds=2", *lists, "strategy=greedy") == 0
     names = [(config.engine.name, config.budget.limit) for config in calls]

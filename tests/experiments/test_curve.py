@@ -50,21 +50,21 @@ def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path):
+def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path, no_pictures):
     done = traded(tmp_path, "budget.limit=none")
     assert done.returncode == 0
     assert (points(tmp_path, "curve"), len(points(tmp_path, "front"))) == ([], 2)
 
 
 @pytest.mark.slow
-def test_only_what_the_search_asks_for_is_planned_without_the_sweep(tmp_path):
+def test_only_what_the_search_asks_for_is_planned_without_the_sweep(tmp_path, no_pictures):
     done = traded(tmp_path, "curve.sweep=false", "curve.shares=33", "curve.budgets=[]")
     assert done.returncode == 0
     assert 9 <= len(points(tmp_path, "curve")) < 33
 
 
 @pytest.mark.slow
-def test_the_stop_point_is_measured(tmp_path):
+def test_the_stop_point_is_measured(tmp_path, no_pictures):
     done = traded(tmp_path, "curve.measure=stop")
     assert (done.returncode, done.stderr) == (0, "")
     [measured] = [p for p in points(tmp_path, "curve") if p["measured"]]
@@ -74,7 +74,7 @@ def test_the_stop_point_is_measured(tmp_path):
     assert "step ms" in done.stdout and "100.0" in done.stdout
 
 
-def test_every_point_has_the_measurement_of_its_own_plan_and_a_plan_runs_once(tmp_path):
+def test_every_point_has_the_measurement_of_its_own_plan_and_a_plan_runs_once(tmp_path, no_pictures):
     """In a front, too, where a smaller budget may have been faster; plans of several shares may be equal."""
     assert traded(tmp_path, "curve.measure=all").returncode == 0
     predicted: dict[str, set[float]] = {}
@@ -86,13 +86,12 @@ def test_every_point_has_the_measurement_of_its_own_plan_and_a_plan_runs_once(tm
     assert [point["measured"]["run"] for point in points(tmp_path, "curve")] == ["runs/0"] * 5
 
 
-def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):
+def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path, no_pictures):
     done = traded(tmp_path, "curve.measure=front", "run.name=raise")
     assert done.returncode == 1
     assert done.stderr.startswith("failed: ") and "jobs failed: 0 (greedy · dear): " in done.stderr
     assert [p["measured"]["status"] for p in points(tmp_path, "front")][0] == "failed"
     assert len(points(tmp_path, "curve")) == 5
-    assert (tmp_path / "out/tradeoff.png").exists()
 
 
 def test_an_unknown_option_is_one_line(tmp_path):

@@ -10,7 +10,7 @@ from tests.experiments import one_process
 JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.profile_iterations=1", "run.steps=3", "budget=floor+30%")
 
 
-def test_a_sweep_has_a_row_for_what_does_not_fit_and_does_not_run_it_again(tmp_path, warm):
+def test_a_sweep_has_a_row_for_what_does_not_fit_and_does_not_run_it_again(tmp_path, warm, no_pictures):
     def ran(program, *arguments):
         return one_process.call(program, tmp_path, *JOB, *arguments, start=warm.run)
 

@@ -36,7 +36,7 @@ class HalvingSweeper(Sweeper):
 
 
 @pytest.fixture
-def halving(monkeypatch):
+def halving(monkeypatch, no_pictures):
     package = types.ModuleType("hydra_plugins.halving")  # where Hydra wants its plugins
     package.HalvingSweeper = HalvingSweeper
     monkeypatch.setattr(HalvingSweeper, "__module__", package.__name__)

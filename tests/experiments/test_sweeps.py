@@ -15,6 +15,8 @@ from hydra_plugins import _mdcs_jobs
 from tests.experiments import stub_slurm
 from tests.experiments.test_train import start, train
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SWEEP = ("-m", "run.steps=3", "run.unmeasured_steps=1")
 
 
@@ -138,6 +140,5 @@ def test_what_a_sweep_varies_is_a_column_and_in_the_names_of_its_runs(tmp_path):
         f"dp fusion bucket_mib={size} seed={seed}, 1GiB, gpt2-tiny, 2 ranks" for size, seed in swept
     ]
     assert "2 runs of dp · fusion · bucket_mib=25, budget 1 GiB: median 100.0 ms, 100.0 to 100.0" in done.stdout
-    assert (tmp_path / "out/tradeoff.png").is_file()
     again = train(tmp_path, *plan, "scheduler.bucket_mib=25", "run.seed=2", ranks=False)
     assert kept(again.stdout) == ["3"]  # what a sweep varies is not what its jobs are

@@ -255,7 +255,7 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
     """
     problem = PlanningProblem(plan.job, plan.budget)
     slots = plan.period.length
-    model = SlotModel(problem, loose=True, width=1 if slots <= _SLOTS else -(-2 * slots // _SLOTS))
+    model = SlotModel(problem, tight=(), width=1 if slots <= _SLOTS else -(-2 * slots // _SLOTS))
     busy = solve(model.traffic(), seconds=seconds, relax=True).bound or 0.0
     traffic = max(model.compute_s + (1 - 1 / model.slowdown) * busy, busy)
     exposed = solve(model.program, seconds=seconds, relax=True).bound or 0.0

@@ -1,5 +1,8 @@
 """Plans and bounds from the slot model: solve it whole, or relax and round it, and turn solutions into messages.
 
+Large models have the memory of the schedule in few slots: first in the one that needs most bytes, which decides the
+bound and the mix, then in slots at equal distances, which decide when buffers live.
+
 Costs: the slot model sends operations in fractions, so it knows only seconds per byte. It plans with a profile in which
 three costs of a block are spread over its bytes: the gap (or the latency, with one message in flight at a time), the
 link occupancy while computing, and the lost compute time. Delays of contention that depend on when a message comes
@@ -14,11 +17,10 @@ frees. A buffer is held from the slot by which a given fraction of its gather ha
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from mdcs.plan.admission import max_in_flight_bytes
 from mdcs.plan.cost import CostModel
@@ -72,14 +74,6 @@ Mix = tuple[tuple[Strategy, ...], tuple[str, ...]]
 _KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
 _KEPT_RECOMPUTING = (0.85, 0.9, 0.8, 0.95, 0.82, 0.92, 0.87, 0.75, 0.97, 0.78, 0.94, 0.7)
 _FREED = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2)  # factors on bytes that recomputation frees
-_SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
-
-
-def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[SlotDecision]:
-    """Yield decisions near a solution of the relaxed model, the most promising first. They may exceed the budget."""
-    for sent in _SENT:
-        for strategies, recompute in mixes(model, values):
-            yield model.decide(values, strategies, sent, recompute)
 
 
 def mixes(model: SlotModel, values: Sequence[float]) -> list[Mix]:
@@ -128,9 +122,11 @@ def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple
 
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
-_COARSE = 24  # bins of the first relaxation
-_SENT_RECOMPUTING = (0.35, 0.5, 0.3, 0.4, 0.25)  # fraction of a gather from which its buffer is held
-_DECODED_RECOMPUTING = 0.65  # fraction of the time at which plans of decisions with recomputation are made
+_COARSE = 12  # bins of the first relaxation
+_FINEST = 96  # tight slots of the last
+_RISES = 1e-4  # relative gain of a bound for which a finer model is solved
+_SENT = (0.5, 0.35, 0.3, 0.4, 0.25)  # fraction of a gather from which its buffer is held
+_DECODED = 0.65  # fraction of the time at which plans of relaxations are made
 SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
 
 
@@ -201,52 +197,67 @@ def solve_whole(request: SearchRequest, problem: PlanningProblem, known: Evaluat
     return SolverResult(answer.status, bound, plans)
 
 
-def solve_relaxed(
-    request: SearchRequest, problem: PlanningProblem, *, plans: bool, solved: Callable[[], None] = lambda: None
-) -> SolverResult:
-    """Solve the linear relaxation of a coarse model, then of finer models while time allows.
-
-    Return the best bound, and if ``plans``, plans rounded from the last solution. ``solved`` is called before these are
-    made. Solving time is taken to grow in proportion to the number of bins.
+def solve_bound(request: SearchRequest) -> SolverResult:
+    """Return a bound from the linear relaxation of a coarse model, then of finer ones while time allows and it rises.
     """
-    bound, status, solution = None, "no answer", None
-    width: int | None = -(-problem.job.period.length // _COARSE)
-    while width is not None:
-        began = time.monotonic()
-        model = SlotModel(problem, fixed=request.fixed, width=width)
+    bound: float | None = None
+    for width, tight in _finer(request, request.problem):
+        model = SlotModel(request.problem, fixed=request.fixed, width=width, tight=tight)
         answer = _solved(request, model, relax=True)
-        if answer.bound is not None and problem is request.problem:
-            bound = max(bound or 0.0, model.step_bound(answer.bound))
-        if answer.values is not None:
-            solution = model, answer.values
-        status = "feasible" if solution is not None else answer.status
-        width = finer_width(width, time.monotonic() - began, request.at(SOLVING) - time.monotonic())
-    if not plans or solution is None:
-        return SolverResult(status, bound, [])
+        if answer.bound is None:
+            return SolverResult(answer.status, bound, [])
+        before, bound = bound or 0.0, max(bound or 0.0, model.step_bound(answer.bound))
+        if bound < before * (1 + _RISES):
+            break
+    return SolverResult("feasible", bound, [])
+
+
+def solve_relaxed(request: SearchRequest, problem: PlanningProblem, solved: Callable[[], None]) -> SolverResult:
+    """Return plans rounded from the linear relaxation of a coarse model. ``solved`` is called before these are made."""
+    width, tight = next(_finer(request, problem))
+    model = SlotModel(problem, fixed=request.fixed, width=width, tight=tight)
+    model.prefer_lean()
+    answer = _solved(request, model, relax=True)
+    if answer.values is None:
+        return SolverResult(answer.status, None, [])
     solved()
-    model, values = solution
-    decisions = _resolved(request, mixes(model, values)) if problem.recomputes else roundings(model, values)
-    return SolverResult(status, bound, decode(request, decisions))
+    return SolverResult("feasible", None, decode(request, _resolved(request, mixes(model, answer.values))))
 
 
 def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecision]:
     """Yield decisions of mixes near a relaxation. Their windows come from the relaxation of each mix alone.
 
-    Where activations take what is left, buffers of fractional strategies say little about when whole ones fit.
+    Buffers of fractional strategies say little about when whole ones fit. The models get finer while time allows.
     """
     realistic = request.realistic()
     for strategies, recompute in near:
-        model = SlotModel(realistic.decided(recompute), fixed=strategies)
-        answer = _solved(request, model, relax=True)
-        for sent in _SENT_RECOMPUTING if answer.values is not None else ():
-            yield model.decide(cast(Sequence[float], answer.values), strategies, sent, recompute)
+        problem = realistic.decided(recompute)
+        for width, tight in itertools.islice(_finer(request, problem), 1, None):
+            model = SlotModel(problem, fixed=strategies, width=width, tight=tight)
+            model.prefer_lean()
+            answer = _solved(request, model, relax=True)
+            if answer.values is not None:
+                for sent in _SENT if recompute else _SENT[:2]:
+                    yield model.decide(answer.values, strategies, sent, recompute)
 
 
-def finer_width(width: int, took: float, left: float) -> int | None:
-    """Return the bin width (slots) that can be solved in ``left`` seconds. None if it is more than half of ``width``.
+def _finer(request: SearchRequest, problem: PlanningProblem) -> Iterator[tuple[int, set[int]]]:
+    """Yield the width of bins and the tight slots of a coarse model, then of finer ones.
+
+    First only the slot is tight in which the sequential schedule needs most bytes. The last has about _FINEST tight
+    slots, or all. Yield none whose relaxation would end too late: one takes three times as long as the one before.
     """
-    finer = max(1, math.ceil(width * took / left)) if left > 0 else width
-    return finer if 2 * finer <= width else None
+    length = problem.job.period.length
+    needs = problem.sequential_needs(request.fixed or [Strategy.fsdp] * len(problem.profile.units))
+    yield -(-length // _COARSE), {needs.index(max(needs))}
+    apart, began = -(-length // (2 * _COARSE)), time.monotonic()
+    yield 2 * apart if apart > 1 else 1, set(range(0, length, apart))
+    while apart > 1 and length // apart < _FINEST:
+        apart = -(-apart // 2)
+        took, began = time.monotonic() - began, time.monotonic()
+        if began + 3 * took > request.at(SOLVING):
+            return
+        yield 2 * apart if apart > 1 else 1, set(range(0, length, apart))
 
 
 def _solved(
@@ -259,18 +270,15 @@ def _solved(
 def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[EvaluatedPlan]:
     """Return the plans of these decisions, as far as time allows.
 
-    The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight. If recomputation is
-    open, it alone is tried with coarser ones: decisions differ by some percent, so that many are tried.
+    Decisions differ by some percent, so that many are tried. The one with the best plan is also tried with finer blocks
+    (fewer bytes are then in flight), with coarser ones and with whole units.
     """
-    until, sizes = time.monotonic() + DECODING * request.seconds, [request.block_bytes]
-    others = [*([COARSER * request.block_bytes] * request.coarser), request.block_bytes, 0]
-    if request.problem.recomputes:
-        until = max(until, request.at(_DECODED_RECOMPUTING))
-    else:
-        sizes, others = others, []
+    until = max(time.monotonic() + DECODING * request.seconds, request.at(_DECODED))
+    others = [*([COARSER * request.block_bytes] * request.coarser), 0]
     made: list[tuple[EvaluatedPlan, SlotDecision]] = []
     for decision in decisions:
-        made += [(each, decision) for each in while_time_remains(until, messages_of(request, decision, sizes))]
+        plans = messages_of(request, decision, [request.block_bytes])
+        made += [(each, decision) for each in while_time_remains(until, plans)]
         if time.monotonic() > until:
             break
     if not made:

@@ -33,7 +33,15 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResult, solve_relaxed, solve_whole
+from mdcs.planner.ilp.decode import (
+    DECODING,
+    SOLVING,
+    SearchRequest,
+    SolverResult,
+    solve_bound,
+    solve_relaxed,
+    solve_whole,
+)
 from mdcs.planner.ilp.refine import (
     COARSER,
     EvaluatedPlan,
@@ -111,27 +119,23 @@ class SlotPlanner(Solving):
 def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tuple[SolverResult, list[EvaluatedPlan]]:
     """Run the solver, and beside it races from the plans ``known``. Return what both found.
 
-    Plans come from the integer program of a small problem, from the relaxation of a large one, and from both of those
-    between. The bound comes from the exact model: from its integer program if this is small and gives plans as well
-    (messages have no price), otherwise from its relaxation. This gives the plans, too, if recomputation is open and
-    messages have no price.
+    Plans come from the integer program of a small problem, from relaxations of a large one, and from both of those
+    between. The bound comes from the problem as it is: from its integer program if this is small and gives plans as
+    well (messages have no price), otherwise from its relaxations.
     """
     slots, fixed = request.problem.job.period.length, request.fixed is not None
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
     priceless = realistic.job.profile is request.problem.job.profile
-    once = slots > _SMALL and priceless and request.problem.recomputes
-    is_solved = threading.Event()  # many plans with recomputation follow: a race would take their processor
+    is_solved = threading.Event()  # many plans follow: a race would take their processor
     solves: list[Callable[[], SolverResult]] = []
     if slots > _SMALL:
-        solves.append(
-            partial(solve_relaxed, request, request.problem if once else realistic, plans=True, solved=is_solved.set)
-        )
+        solves.append(partial(solve_relaxed, request, realistic, is_solved.set))
     if slots <= (_SMALL if request.problem.recomputes else 2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
     if slots <= _SMALL and priceless:
         solves.append(partial(solve_whole, request, request.problem, best))
-    elif not once:
-        solves.append(partial(solve_relaxed, request, request.problem, plans=False))
+    else:
+        solves.append(partial(solve_bound, request))
     with ThreadPoolExecutor(len(solves)) as pool:
         solving = [pool.submit(solve) for solve in solves]
         raced: list[EvaluatedPlan] = []
@@ -140,7 +144,7 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
             raced = search(
                 known,
                 request.at(SOLVING),
-                stop=lambda: solving[0].done() or (request.problem.recomputes and is_solved.is_set()),
+                stop=lambda: solving[0].done() or is_solved.is_set(),
             )
             starts = [*raced, *solving[0].result().plans]
             raced += search(

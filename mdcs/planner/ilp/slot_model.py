@@ -25,14 +25,16 @@ model leaves out staging, update time and gradient shards in flight. The replay 
 
 Everything that the simulator can do satisfies these rows. The optimum is therefore a lower bound of any plan's step
 time within the budget. The same holds for a *coarser* model, whose stages are bins of neighbouring slots: windows and
-lifetimes are rounded in favour of the solution.
+lifetimes are rounded in favour of the solution. And it holds for a model in which only some slots, the *tight* ones,
+have the columns ``done`` and ``started``: in most jobs one slot limits the mix. Such a model has a few binaries per
+unit instead of some per unit and slot.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdcs.plan.lifetimes import Row, unit_rows
@@ -70,26 +72,32 @@ class SlotDecision:
 
 
 class SlotModel(SlotSchedule):
-    """The integer program of one job under ``problem.budget``: the schedule, and the memory row of every slot.
+    """The integer program of one job under ``problem.budget``: the schedule, and a memory row for every slot.
 
     - ``fixed``, ``width``: as in :class:`~mdcs.planner.ilp.slot_schedule.SlotSchedule`.
-    - ``loose``: leave out the memory of the schedule, so that buffers live only while compute uses them. A relaxation,
-      too.
+    - ``tight``: slots whose rows have the memory of the schedule, and that are bins of their own. In the others buffers
+      live only while compute uses them: a relaxation, with far fewer binaries. None: all slots.
     """
 
     def __init__(
-        self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1, loose: bool = False
+        self,
+        problem: PlanningProblem,
+        *,
+        fixed: Sequence[Strategy] | None = None,
+        width: int = 1,
+        tight: Collection[int] | None = None,
     ) -> None:
-        super().__init__(problem, fixed=fixed, width=width)
+        super().__init__(problem, fixed=fixed, width=width, apart=tight or ())
+        self.tight = frozenset(range(self.period.length) if tight is None else tight)
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
         self.done: list[dict[int, int]] = [{} for _ in self.assign]
         self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> columns whose sum it bounds
         if problem.admissible is not None:
-            self._memory(problem.admissible, loose)
+            self._memory(problem.admissible)
 
     # ---- memory: sums over the table of lifetimes
 
-    def _memory(self, cap: int, loose: bool) -> None:
+    def _memory(self, cap: int) -> None:
         """Add the memory row of every slot, scaled by the bytes left for units because of the solver's tolerances.
 
         A row of the table is held in some slots whatever the schedule is. In others the schedule decides: from the
@@ -109,9 +117,8 @@ class SlotModel(SlotSchedule):
                 least = min(by_strategy.values())  # held with any strategy
                 base[q] += least
                 held[q] += [(z[k], float(size - least)) for k, size in by_strategy.items() if size > least]
-            if not loose:
-                self._hold_gathered(u, rows, held)
-                self._hold_until_reduced(u, rows, held, base)
+            self._hold_gathered(u, rows, held)
+            self._hold_until_reduced(u, rows, held, base)
         for q in range(length):
             place = self.period.slots[q].place
             for terms, needed in self.recompute.peaks(place):
@@ -141,15 +148,16 @@ class SlotModel(SlotSchedule):
                 continue
             first, last = self._window(op)
             free = [(self.assign[u][k], -1.0) for k in users if not sizes[k]]
-            columns = self.started[op] = {}
-            for q in range(first, last):
+            columns, before = self.started.setdefault(op, {}), None
+            for q in self._tight_in(first, last):
                 sent = self._held_from(sending, q)
                 if not sent:
                     continue
-                columns[q] = self._shared(sent, columns, q)
-                if columns[q] != columns.get(q - 1):
-                    self.program.at_most([*sent, (columns[q], -1.0), *free], 0.0)
-                held[q % self.period.length].append((columns[q], float(size)))
+                x = columns[q] = self._shared(sent, before)
+                if x != before:
+                    self.program.at_most([*sent, (x, -1.0), *free], 0.0)
+                held[q % self.period.length].append((x, float(size)))
+                before = x
 
     def _hold_until_reduced(
         self, u: int, rows: Mapping[Strategy, Sequence[Row]], held: list[Terms], base: list[float]
@@ -159,7 +167,7 @@ class SlotModel(SlotSchedule):
         size = min(sum(row.bytes for row in own) for own in until.values())
         if not size:
             return
-        reductions, columns = self._reductions(u), self.done[u]
+        reductions, columns, before = self._reductions(u), self.done[u], None
         first, last = self._window(reductions[0].op)
         late: Terms = []  # freed by the barrier, after forward has begun
         if not self.problem.job.cross_iteration:
@@ -168,30 +176,35 @@ class SlotModel(SlotSchedule):
                 for k, own in until.items()
                 if any(r.freed and r.freed.moment == "done" for r in own)
             ]
-        for q in range(first, last):
+        for q in self._tight_in(first, last):
             base[q] += size
             sent = self._freed_by(reductions, q)
             if not sent:
                 continue
-            x = columns[q] = self._shared(sent, columns, q)
-            if x != columns.get(q - 1):
+            x = columns[q] = self._shared(sent, before)
+            if x != before:
                 self.program.at_most([(x, 1.0), *negative(sent)], 0.0)
                 if late:
                     self.program.at_most([(x, 1.0), *late], 1.0)
             held[q].append((x, -float(size)))
+            before = x
 
-    def _shared(self, sent: Terms, columns: dict[int, int], q: int) -> int:
-        """Return a binary column for slot q. It is never below the column of slot q - 1.
+    def _tight_in(self, first: int, last: int) -> Iterator[int]:
+        """Yield the tight slots from ``first`` to before ``last`` (unrolled)."""
+        return (q for q in range(first, last) if q % self.period.length in self.tight)
+
+    def _shared(self, sent: Terms, before: int | None) -> int:
+        """Return a binary column for a slot. It is never below the column ``before`` of the tight slot before it.
 
         If the terms of both slots are the same, it is the same column.
         """
         key = tuple(x for x, _ in sent)
-        if q - 1 in columns and self._keys[columns[q - 1]] == key:
-            return columns[q - 1]
+        if before is not None and self._keys[before] == key:
+            return before
         x = self.program.column(integer=True)
         self._keys[x] = key
-        if q - 1 in columns:
-            self.program.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
+        if before is not None:
+            self.program.at_most([(before, 1.0), (x, -1.0)], 0.0)
         return x
 
     def _reductions(self, u: int) -> list[TransferColumns]:
@@ -297,8 +310,8 @@ class SlotModel(SlotSchedule):
             first, last = mix.period.window(op)
             if op in self.started and mix.strategies[op.unit].sharded:
                 whole = sum(values[x] for k, x in self.assign[op.unit].items() if k.sharded and op in self.ops[k])
-                held = [q for q, x in self.started[op].items() if values[x] > sent * max(whole, 1e-3)]
-                opens[op] = min(held, default=last)
+                free = [q for q, x in self.started[op].items() if values[x] <= sent * max(whole, 1e-3)]
+                opens[op] = min(last, max(free) + 1) if free else first
             if not op.kind.is_gather and self.problem.budget is not None:
                 last = self._window(op)[1]
                 closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 1 - sent), default=last)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from mdcs.plan.period import Op, ready_fraction_in_slot
@@ -17,6 +18,8 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.solver import IntegerProgram, Terms
 from mdcs.profile.link import REDUCTION
 from mdcs.profile.recompute import NONE, RecomputeOption
+
+_LEAN = 3e-4  # cost of holding all buffers for as long as possible, as a fraction of the seconds of compute
 
 Need = tuple[Terms, int]
 """Terms and a constant whose sum is at most the bytes of activations and workspace."""
@@ -125,9 +128,17 @@ class SlotSchedule:
 
     - ``fixed``: strategies of the units. Only the schedule is then open.
     - ``width``: slots per bin. More than one makes a coarser model, a relaxation.
+    - ``apart``: slots that are bins of their own.
     """
 
-    def __init__(self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1) -> None:
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        *,
+        fixed: Sequence[Strategy] | None = None,
+        width: int = 1,
+        apart: Collection[int] = (),
+    ) -> None:
         self.problem, self.fixed = problem, fixed
         self.program = IntegerProgram()
         self.recompute = RecomputeColumns(self.program, problem)
@@ -140,8 +151,8 @@ class SlotSchedule:
         self.period = problem.job.period
         passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
         ends = [*passes[1:], self.period.length]
-        self.bins = [q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)]
-        self.coarse = len(self.bins) < self.period.length
+        edges = {q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)}
+        self.bins = sorted(edges | {edge for q in apart for edge in (q, q + 1) if edge < self.period.length})
         self.slowdown = 1 + self.profile.interference
         self.choices = [self._choices(u) for u in units]
         self.assign = [{k: self.program.column(integer=True) for k in allowed} for allowed in self.choices]
@@ -233,7 +244,7 @@ class SlotSchedule:
                     self.program.at_most([(columns[i - 1], 1.0), (columns[i], -1.0)], 0.0)
             whole = [(self.assign[u][k], -1.0) for k in strategies]
             self.program.equal([(columns[-1], 1.0), *whole], 0.0)
-            if self._opens(op) < first and not self.coarse:
+            if self._opens(op) < first and len(self._slots(self._bin(self._opens(op)))) == 1:
                 self._send_early(sending, strategies)
 
     def _send_early(self, sending: TransferColumns, strategies: Sequence[Strategy]) -> None:
@@ -253,8 +264,8 @@ class SlotSchedule:
         if what == 1:  # some slot of the bin runs inside the window
             return self._opens(op) < end and last > start
         if what == 2:  # compute arrives at a later slot of the bin that lies in the window
-            return max(first, start + 1) <= min(last, end - 1)
-        return first <= start and (not op.kind.is_gather or self.coarse or b == self._bin(last))
+            return start < last < end if op.kind.is_gather else max(first, start + 1) <= min(last, end - 1)
+        return first <= start and (not op.kind.is_gather or start == last)
 
     # ---- rows
 
@@ -322,6 +333,21 @@ class SlotSchedule:
         for u, z in enumerate(self.assign):
             latency += max(sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z)
         return self.compute_s + max(0.0, bound - latency)
+
+    def prefer_lean(self) -> None:
+        """Add a small cost to bytes that are held for long: of solutions as fast, the one that holds fewest is left.
+
+        Gathers are then late and reductions early, in slots without a row for them, too. The cost is no bound any more.
+        """
+        held: dict[int, float] = {}  # column -> bytes times slots
+        for op, sending in self.sendings.items():
+            size = self.mixes[Strategy.dp].payload(op)
+            for x, (stage, later) in zip(sending.columns, itertools.pairwise(sending.stages), strict=False):
+                slots = sum(len(self._slots(b)) for b in range(stage // 3, later // 3))
+                held[x] = float(size * slots if op.kind.is_gather else -size * slots)
+        price = _LEAN * self.compute_s / max(1.0, sum(map(abs, held.values())))
+        for x, weight in held.items():
+            self.program.costs[x] += price * weight
 
     def traffic(self) -> IntegerProgram:
         """Return the same rows with another objective: the seconds for which the link is busy."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 from dataclasses import replace
 
 import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
+from mdcs.plan.plan import PlanError
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.decode import _diffused, linearize_costs, roundings
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.ilp.decode import SearchRequest, _diffused, linearize_costs, mixes, solve_bound
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.registry import SCHEDULERS, scheduler_named, strategy_named
 from mdcs.profile.link import Contention
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link
@@ -71,5 +76,20 @@ def test_a_whole_solution_is_its_own_rounding() -> None:
     model = SlotModel(problem)
     values = solve(model.program).values
     assert values is not None
-    decisions = list(roundings(model, values))
-    assert any(d.strategies == model.decide(values).strategies for d in decisions)
+    assert model.decide(values).strategies in [strategies for strategies, _ in mixes(model, values)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_of_few_tight_slots_are_below_the_exact_answer_and_every_plan(seed: int) -> None:
+    problem = PlanningProblem(Job(replace(job(seed), interference=0.2)), None)
+    problem = replace(problem, budget=int(1.1 * problem.floor))
+    found = solve_bound(SearchRequest(problem, "joint", None, 20.0, 64, True, time.monotonic())).bound
+    exact = SlotModel(problem)
+    answer = solve(exact.program)
+    assert found is not None and answer.bound is not None and answer.status == "optimal"
+    assert 0 < found <= exact.step_bound(answer.bound) * (1 + 1e-6)
+    for name in sorted(set(SCHEDULERS) - {"memory_aware"}):
+        for strategy in (*map(str, Strategy), "greedy"):
+            with contextlib.suppress(InfeasibleBudget, PlanError):
+                plan = make_plan(problem.job.profile, strategy_named(strategy), scheduler_named(name), budget=problem.budget)
+                assert plan.prediction is not None and found <= plan.prediction.step_s * (1 + 1e-6)

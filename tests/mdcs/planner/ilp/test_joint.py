@@ -145,12 +145,13 @@ def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch:
     assert min(step_s for step_s, _ in found) < min(step_s for step_s, _ in known)
 
 
-@pytest.mark.parametrize(
-    ("width", "took", "left", "finer"),
-    [(8, 1.0, 10.0, 1), (8, 1.0, 2.0, 4), (8, 1.0, 1.9, None), (2, 1.0, 2.0, 1), (1, 0.1, 100.0, None), (8, 1.0, -1.0, None)],
-)
-def test_the_next_relaxation_is_as_fine_as_there_is_time_for(width: int, took: float, left: float, finer: int | None) -> None:
-    assert decode.finer_width(width, took, left) == finer
+def test_models_get_finer_until_the_whole_or_the_time_ends() -> None:
+    problem, _ = started()
+    length = problem.job.period.length
+    models = list(decode._finer(request(problem, 100.0), problem))
+    assert len(models[0][1]) == 1 and models[-1] == (1, set(range(length)))
+    assert all(wide >= narrow and len(few) <= len(many) for (wide, few), (narrow, many) in itertools.pairwise(models))
+    assert len(list(decode._finer(request(problem, 1e-9), problem))) <= 2
 
 
 def test_the_room_for_messages_is_that_of_half_blocks_and_at_most_half_of_the_slack() -> None:
@@ -180,4 +181,4 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     monkeypatch.setattr(decode, "messages_of", messages_of)
     found = decode.decode(request(problem, 600.0, 1600), decisions)
     assert min(found) == (fast_s, fast)
-    assert tried == [[12800, 1600, 0]] * 3 + [[800, 400, 200, 100]] and found[-1].plan is fast
+    assert tried == [[1600]] * 3 + [[800, 400, 200, 100, 12800, 0]] and found[-1].plan is fast

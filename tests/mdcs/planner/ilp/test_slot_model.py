@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -48,9 +48,9 @@ def plans(seed: int, *, latencies: bool = False) -> Iterator[tuple[PlanningProbl
         yield dataclasses.replace(problem, budget=budget), plan
 
 
-def rows_hold(problem: PlanningProblem, plan: Plan, width: int) -> StrategyDecision:
+def rows_hold(problem: PlanningProblem, plan: Plan, width: int, tight: Collection[int] | None = None) -> StrategyDecision:
     """Return what the model decides where its columns are the plan's, whose rows hold and whose cost is no more than its step."""
-    model = SlotModel(problem, fixed=plan.strategies, width=width)
+    model = SlotModel(problem, fixed=plan.strategies, width=width, tight=tight)
     values = model.values_of(plan)
     assert values is not None, plan.scheduler
     cost = sum(c * x for c, x in zip(model.program.costs, values, strict=True))
@@ -64,6 +64,7 @@ def test_whatever_the_simulator_does_satisfies_the_rows_and_costs_no_less(seed: 
     """So the optimum of the model, and of every coarser one, is a lower bound of the step time of any plan."""
     for problem, plan in plans(seed):
         rows_hold(problem, plan, width)
+        rows_hold(problem, plan, 1 + width, set(random.Random(seed).sample(range(plan.period.length), 2)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -72,8 +73,8 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     for problem, plan in plans(seed + 100, latencies=True):
         if problem.budget is None:
             continue
-        for width in (1, 2):
-            model = SlotModel(problem, width=width)
+        for width, tight in ((1, None), (2, None), (3, {0}), (3, ())):
+            model = SlotModel(problem, width=width, tight=tight)
             answer = solve(model.program, seconds=20)
             assert answer.status == "optimal" and answer.bound is not None
             assert model.step_bound(answer.bound) <= replay(plan).period_s * (1 + 1e-6)

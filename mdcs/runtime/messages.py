@@ -14,12 +14,13 @@ unpacking are one call each. A message of one block is not packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.emulation import EmulatedCommunicator
@@ -256,6 +257,24 @@ class Messages:
             return []
         return [outside.launch(Kind.AG_F, flat[storage.block_slice(b)]) for b in range(len(storage.blocks))]
 
+    def recut_flat(self, unit: int, flat: Tensor, to: UnitStorage) -> None:
+        """Fill this rank's parts in ``to`` of a flat tensor [elements of the unit] that has this rank's parts so far.
+
+        Both cut the unit among all ranks, in different blocks: only what another rank has changes hands.
+        """
+        own, rank, outside = self.storages[unit], self.context.rank, self._out_of_plan_comms[False]
+        assert isinstance(outside, Communicator)
+        others = [r for r in range(own.parts) if r != rank]
+        sent = {r: shared(own.owned_slices(rank), to.owned_slices(r)) for r in others}
+        came = {r: shared(own.owned_slices(r), to.owned_slices(rank)) for r in others}
+        packed = torch.cat([flat[:0], *(flat[piece] for pieces in sent.values() for piece in pieces)])
+        pieces = [piece for pieces in came.values() for piece in pieces]
+        arrived = flat.new_empty(sum(piece.stop - piece.start for piece in pieces))
+        to_us, by_us = ([sum(s.stop - s.start for s in of.get(r, ())) for r in range(own.parts)] for of in (came, sent))
+        dist.all_to_all_single(arrived, packed, to_us, by_us, group=outside.group)
+        for piece, part in zip(pieces, arrived.split([piece.stop - piece.start for piece in pieces]), strict=True):
+            flat[piece] = part
+
     # -- buffers --------------------------------------------------------------------------------------------------
 
     def _allocate(self, transfer: Transfer) -> None:
@@ -335,3 +354,9 @@ class Messages:
         step = self._step_of_period_0 + period + (self.plan.messages[index].slot >= self.plan.period.turn)
         place = self.context.place
         raise RunError(place.explain(f"rank {place.rank}, step {step}: {self.describe(number)}: {error}")) from error
+
+
+def shared(one: Sequence[slice], other: Sequence[slice]) -> list[slice]:
+    """Return what two lists of slices have in common, in order."""
+    both = [(max(a.start, b.start), min(a.stop, b.stop)) for a in one for b in other]
+    return [slice(begin, end) for begin, end in both if begin < end]

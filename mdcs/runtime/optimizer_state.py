@@ -135,8 +135,9 @@ class OptimizerState:
     def take_over(self, before: OptimizerState) -> None:
         """Take over another plan's units and their state, unit by unit; that plan loses them. Collective.
 
-        A rank keeps what it has updated if it goes on to update that. Of other units the parameters, then one key of
-        the state after the other, are whole for a while. Units that need fewer bytes than before come first.
+        A rank keeps what it has updated if it goes on to update that, and gets what it updates from now on. Of units
+        that change the parameters, then one key of the state after the other, take as many bytes as if they were whole.
+        Units that need fewer bytes than before come first.
         """
         self.kept = before.kept
         pairs = [*zip(before._storages, self._storages, strict=True)]
@@ -146,16 +147,18 @@ class OptimizerState:
         for u in sorted(range(len(pairs)), key=grows.__getitem__):
             old, new = pairs[u]
             if u in moves:
-                before._unsharder.unshard(u)
+                shared = [each.parts == old.parts > 1 and not each.strategy.in_node for each in (old, new)]
+                to = new if all(shared) and (new.trainable or new.strategy.sharded) else None
+                before._unsharder.unshard(u, to)
                 new.take_over(old)
                 self._updates.make_runs([u])
-                self._take_state(u, before, started)
+                self._take_state(u, before, started, to)
             else:
                 new.take_over(old)
                 self._updates.keep(u, before._updates)
         self._updates.make_state()
 
-    def _take_state(self, u: int, before: OptimizerState, started: Started) -> None:
+    def _take_state(self, u: int, before: OptimizerState, started: Started, to: UnitStorage | None) -> None:
         storage = self._storages[u]
         begun = {p: started[p] for p in storage.parameters if p in started}
         state = {
@@ -165,7 +168,7 @@ class OptimizerState:
         known = histories([named], self._updates.updates, state)
         self._prepare(u, {(u, i): history for (_, i), history in known.items()}, state)
         for key in sorted({key for _, keys in begun.values() for key in keys}):
-            whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
+            whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state", to)
             for name, fragment in self.fragments(unit=u):
                 if name == key:
                     place = before._storages[u].places[before._places[fragment.parameter][1]]

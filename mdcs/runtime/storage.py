@@ -69,8 +69,7 @@ class UnitStorage:
         begins, ends = [place.offset for place in ordered], [place.offset + place.numel for place in ordered]
         gaps = zip([0, *ends], [*begins, self.layout.elements], strict=True)
         self._padding = [slice(begin, end) for begin, end in gaps if begin < end]
-        cuts = zip(self.offsets, self.blocks, strict=True)
-        self._owned = [owned_part(offset, size, self.parts, self.rank) for offset, size in cuts]
+        self._owned = self.owned_slices(self.rank)
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
         self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
         self.flat_param: Tensor = self._flattened() if before is None else before.flat_param
@@ -119,14 +118,16 @@ class UnitStorage:
     def stays_in_parts(self, before: UnitStorage) -> bool:
         """Return whether this rank needs nothing of the other ranks to :meth:`take_over`: it updates what it has
         updated."""
-        is_gathered = self.trainable or self.strategy.sharded or not before.strategy.sharded
+        if not (self.trainable or before.strategy.sharded):
+            return True  # every rank has all of it
+        is_gathered = self.trainable or self.strategy.sharded
         return (self.parts, self.blocks) == (before.parts, before.blocks) and is_gathered
 
     def take_over(self, before: UnitStorage) -> None:
         """Keep what the strategy keeps between steps of what another plan's storage has, which has no memory then.
 
-        ``before`` is whole unless the unit :meth:`stays_in_parts`. Of such a unit, what other ranks have updated is not
-        up to date before the plan's first gather: it is closed.
+        ``before`` is whole, or the unit :meth:`stays_in_parts`, or the full buffer has this rank's parts. It is closed
+        where others have parts, which may be out of date before the plan's first gather.
         """
         stays, shard = self.stays_in_parts(before), before.shard
         if not self.strategy.sharded:
@@ -140,7 +141,7 @@ class UnitStorage:
         else:
             self.init_shards()
             before.release_shard()
-        if stays and self.trainable and self.parts > 1:
+        if self.trainable and self.parts > 1:
             self.guard.close()
 
     # -- parameters ---------------------------------------------------------------------------------------------
@@ -168,6 +169,11 @@ class UnitStorage:
     def owned_slice(self, block: int) -> slice:
         """Return the slice of the block's part that this rank updates, in the flat buffers."""
         return self._owned[block]
+
+    def owned_slices(self, rank: int) -> list[slice]:
+        """Return the slices of the blocks' parts that ``rank`` updates, in the flat buffers."""
+        cuts = zip(self.offsets, self.blocks, strict=True)
+        return [owned_part(offset, size, self.parts, rank) for offset, size in cuts]
 
     def slice_in_shard(self, block: int) -> slice:
         """Return the slice of the block's part in this rank's shard."""

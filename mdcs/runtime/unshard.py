@@ -67,12 +67,12 @@ class Unsharder:
             for u in taken:
                 self.reshard(u)
 
-    def unshard(self, unit: int) -> None:
-        """Make the unit whole and up to date, and open its parameters."""
+    def unshard(self, unit: int, to: UnitStorage | None = None) -> None:
+        """Make the unit whole and up to date, or what this rank has of it in ``to``; open its parameters."""
         storage = self.storages[unit]
         if storage.strategy.value != "dp":
             with without_autograd():
-                self._wire.gather(unit)
+                self._wire.gather(unit, to)
         storage.guard.open()
 
     def reshard(self, unit: int) -> None:
@@ -88,10 +88,11 @@ class Unsharder:
         whole, storage = self.gather_flat(unit, blocks, what), self.storages[unit]
         return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
 
-    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> Tensor:
+    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str, to: UnitStorage | None = None) -> Tensor:
         """Return a whole flat tensor, gathered from this rank's part of each block.
 
-        ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type.
+        ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type. ``to``: only
+        what this rank has there is gathered.
         """
         storage = self.storages[unit]
         whole = torch.zeros(storage.layout.elements, dtype=next(iter(blocks.values())).dtype, device=storage.device)
@@ -99,7 +100,10 @@ class Unsharder:
             whole[storage.owned_slice(b)] = part
         if storage.strategy.value != "dp":
             with run_on_comm_stream(self._context.executor), self._context.during(f"gather of {storage.name}'s {what}"):
-                self._context.executor.wait_works(self._wire.messages.unshard_flat(unit, whole))
+                if to is None:
+                    self._context.executor.wait_works(self._wire.messages.unshard_flat(unit, whole))
+                else:
+                    self._wire.messages.recut_flat(unit, whole, to)
         return whole
 
     def fits(self, size: int) -> bool:

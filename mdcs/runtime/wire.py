@@ -36,6 +36,7 @@ from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import FailureChannel
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.messages import Messages
+from mdcs.runtime.storage import UnitStorage
 
 
 class QueuedMessage(NamedTuple):
@@ -312,14 +313,17 @@ class Wire(ABC):
         for storage in gathered:
             self.gather(storage.unit)
 
-    def gather(self, unit: int) -> None:
-        """Make a unit whole and up to date, outside of the plan. Collective."""
+    def gather(self, unit: int, to: UnitStorage | None = None) -> None:
+        """Make a unit whole and up to date, or what this rank has of it in ``to``, outside of the plan. Collective."""
         storage, executor = self.storages[unit], self.context.executor
         storage.allocate()
         with self.context.during(f"gather of {storage.name}"), run_on_comm_stream(executor):
             for b in range(len(storage.blocks)):
                 storage.copy_shard_into_flat(b)
-            executor.wait_works(self.messages.unshard_flat(unit, storage.flat_param))
+            if to is None:
+                executor.wait_works(self.messages.unshard_flat(unit, storage.flat_param))
+            else:
+                self.messages.recut_flat(unit, storage.flat_param, to)
 
     def free_gradients(self, gradients: Gradients) -> None:
         """Free full gradients that are reduced."""

@@ -277,7 +277,7 @@ def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[Ev
     others = [*([COARSER * request.block_bytes] * request.coarser), 0]
     made: list[tuple[EvaluatedPlan, SlotDecision]] = []
     for decision in decisions:
-        plans = messages_of(request, decision, [request.block_bytes])
+        plans = messages_of(request, decision, [request.block_bytes], fuse=False)
         made += [(each, decision) for each in while_time_remains(until, plans)]
         if time.monotonic() > until:
             break
@@ -288,9 +288,14 @@ def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[Ev
     return [*(each for each, _ in made), *while_time_remains(until, messages_of(request, best, [*finer, *others]))]
 
 
-def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
-    """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units."""
+def messages_of(
+    request: SearchRequest, decision: SlotDecision, sizes: Sequence[int], *, fuse: bool = True
+) -> Iterator[Plan]:
+    """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units.
+
+    ``fuse``: also with small neighbours fused.
+    """
     problem = request.problem.decided(decision.recompute) if request.problem.recomputes else request.problem
     mix = problem.mix(decision.strategies)
     for blocks in dict.fromkeys(mix.partition(size) if size else mix.unpartitioned_blocks() for size in sizes):
-        yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)))
+        yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)), fuse=fuse)

@@ -57,9 +57,9 @@ def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[Evalu
             return
 
 
-def fitted(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan fitted to the budget, and so the plan with small neighbours fused. Skip plans that do not fit."""
-    fused = fuse_neighbours(plan, _FUSED * plan.profile.block)
+def fitted(problem: PlanningProblem, plan: Plan, *, fuse: bool = True) -> Iterator[Plan]:
+    """Yield the plan fitted to the budget, and if ``fuse`` also with small neighbours fused. Skip what does not fit."""
+    fused = fuse_neighbours(plan, _FUSED * plan.profile.block) if fuse else plan
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         with contextlib.suppress(PlanError):
             yield each if problem.budget is None else repair(each, problem.budget)

@@ -174,7 +174,7 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     decisions = [SlotDecision(plan.strategies) for plan in (slow, fast, slow)]
     tried: list[Sequence[int]] = []
 
-    def messages_of(_: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
+    def messages_of(_: SearchRequest, decision: SlotDecision, sizes: Sequence[int], *, fuse: bool = True) -> Iterator[Plan]:
         tried.append(sizes)
         return iter([fast if decision is decisions[1] else slow])
 

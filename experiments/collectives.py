@@ -18,14 +18,18 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch import Tensor
 
 from analysis import pictures
 from analysis.pictures.comparisons import size_label
@@ -37,6 +41,9 @@ from experiments.job import run as jobs
 from launch import network
 from launch.rank import AGENT_PID
 from mdcs.profile.link import ALGORITHMS, KIND, Collectives, Kind
+from mdcs.profiler.timing import DeviceTimestamp
+from mdcs.runtime.communicator import Communicator, PendingCollective
+from mdcs.sizes import MIB
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
 TRAINS: dict[str, tuple[Kind, ...]] = {operation: (kind,) for operation, kind in KIND.items()}
@@ -44,6 +51,10 @@ TRAINS["in turns"] = tuple(KIND.values())
 """Name of a train -> the kinds of messages that take turns in it."""
 FILE, PICTURE = "collectives.json", "collectives.png"
 _TURNS = 3  # repetitions of a train
+_MESSAGES, _TRAIN = (6, 12), 6 * MIB  # fewest and most in a train; about so many bytes
+
+Sender = tuple[Collectives, tuple[Kind, ...]]
+"""Senders of a train: the collectives, and the kinds of messages that take turns in it."""
 
 
 def main() -> int:
@@ -72,17 +83,14 @@ def main() -> int:
 
 def measure(folder: Path) -> None:
     """Run the measurements of one rank. Rank 0 writes the results."""
-    import torch.distributed as dist
-
     from experiments.job.worker import start
     from launch import status
-    from mdcs.profiler.link_timing import LinkBenchmark
 
     config = load(folder / "config.yaml")
     device, backend = start(config), config.cluster.resolved_backend()
     ranks = LinkBenchmark(device)
     families = [Collectives(name, backend) for name in ALGORITHMS[backend]]
-    senders = [(family, kinds) for kinds in TRAINS.values() for family in families]
+    senders: list[Sender] = [(family, kinds) for kinds in TRAINS.values() for family in families]
     trains: list[list[dict[int, list[float]]]] = []  # in small parts: a rank must report its status often
     for size in SIZES:
         status.set()
@@ -97,6 +105,91 @@ def measure(folder: Path) -> None:
         (folder / FILE).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+class LinkBenchmark:
+    """Sends trains on all ranks at once. Results are the same on all ranks, and all methods are collective.
+
+    A train is a sequence of messages of one size, a few in flight. A message's scratch and result are allocated when it
+    starts and freed when it ends. Its time is the median over pairs of ends, because a rank that shares its cores may
+    see an end late. Families take turns, so that disturbances of the machine affect all of them alike.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.world = device, dist.get_world_size()
+        # One counter for all: ranks may run the later steps of messages in flight in any order, so tags must differ.
+        self._tags = itertools.count()
+
+    def time_trains(
+        self, senders: Sequence[Sender], sizes: Iterable[int], depth: int, turns: int
+    ) -> list[dict[int, list[float]]]:
+        """Return seconds per message, by sender and payload bytes, turn by turn; ``depth`` messages are in flight."""
+        samples: list[dict[int, list[float]]] = [{} for _ in senders]
+        for size, _ in itertools.product(sizes, range(turns)):
+            seconds = self._mean([self._train(sender, size, depth) for sender in senders])
+            for own, each in zip(samples, seconds, strict=True):
+                own.setdefault(size, []).append(each)
+        return samples
+
+    def _mean(self, seconds: list[float]) -> list[float]:
+        """Return the means over the ranks."""
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found)
+        mean: list[float] = (found / self.world).tolist()
+        return mean
+
+    def _train(self, sender: Sender, size: int, depth: int) -> float:
+        """Return seconds per message: the median over pairs of ends with equally many messages in flight behind them.
+
+        Between the ends of a pair there are equally many messages of each kind.
+        """
+        collectives, kinds = sender
+        messages = [self._message(collectives, kind, size) for _ in range(depth) for kind in kinds]
+        stride = len(messages)  # some algorithms end all messages in flight at once
+        counted = -(-_messages(size) * len(kinds) // stride) * stride
+        dist.barrier()
+        in_flight = deque(message.start() for message in messages[:depth])
+        ends = []
+        for ended in range(counted + depth):
+            in_flight.popleft().wait()
+            ends.append(DeviceTimestamp(self.device))
+            messages[ended % stride].free()
+            if ended < counted:
+                in_flight.append(messages[(ended + depth) % stride].start())
+        return statistics.median(
+            ends[i].until(ends[j]) / (j - i) for i in range(counted) for j in range(i + stride, counted + 1, stride)
+        )
+
+    def _message(self, collectives: Collectives, kind: Kind, size: int) -> ProbeMessage:
+        buffer = torch.zeros(size // 4 // self.world * self.world, device=self.device)
+        return ProbeMessage(Communicator(collectives, None, self._tags), kind, buffer)
+
+
+class ProbeMessage:
+    """One message, launched again and again; its scratch and its result are allocated each time."""
+
+    def __init__(self, communicator: Communicator, kind: Kind, buffer: Tensor) -> None:
+        self._communicator, self._kind, self.buffer = communicator, kind, buffer
+        self._scratch: Tensor | None = None
+        self._out: Tensor | None = None
+
+    def start(self) -> PendingCollective:
+        """Allocate and launch, as :class:`mdcs.runtime.messages.Messages` does for a message of one block."""
+        elements = self.buffer.numel()
+        if scratch := self._communicator.scratch(self._kind, elements):
+            self._scratch = self.buffer.new_empty(scratch)
+        if self._kind.plain is Kind.RS:
+            self._out = self.buffer.new_empty(elements // self._communicator.world)
+        return self._communicator.launch(self._kind, self.buffer, self._scratch, self._out)
+
+    def free(self) -> None:
+        """Free what the message has allocated."""
+        self._scratch = self._out = None
+
+
+def _messages(size: int) -> int:
+    """Return the number of counted messages in a train."""
+    return min(max(_TRAIN // size, _MESSAGES[0]), _MESSAGES[1])
 
 
 def _medians(trains: Iterable[dict[int, list[float]]]) -> list[float]:

@@ -66,42 +66,34 @@ def units_table(profile: Profile) -> Table:
 
 
 def link_table(profile: Profile) -> Table:
-    """A row per collective kind: latency, gap, rate, and the share of the rate that consecutive blocks reach."""
+    """A row per collective kind: latency, gap and rate with their standard errors, and a block's share of the rate."""
     link = profile.link
     kind = "emulated link" if link.emulated else "link"
     if shaped := profile.about.get("shaped_link"):
         kind = f"link shaped to {shaped} ({profile.about['congestion_control']})"
     about = f"{kind}: {link.depth} messages in flight, blocks of {profile.block / MIB:.2f} MiB"
-    rates = sorted({name.partition(" with ")[2] for name in profile.spread if name.endswith(" in flight")})
-    headings = ("collective", "α µs", "gap µs", "Gbit/s", "a block's share of the rate", *rates)
+    headings = ("collective", "α µs", "gap µs", "Gbit/s", "a block's share of the rate")
     table = new_table(about, headings, left=("collective",))
     for kind in link.kinds:
         alpha, beta, gap = link.alpha_of(kind), link.beta_of(kind), link.gap_of(kind)
-        rate = f"{8e-9 / beta:.2f}" if beta else "∞"
         served, before = beta * profile.block, gap if link.depth > 1 else max(alpha, gap)
         operation = operation_name(kind)
-        alphas, betas = (
-            _between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9))
-        )
-        flights = (_between(profile, f"{operation} with {name}", 8e-9) for name in rates)
+        rate = f"{8e-9 / beta:.2f}{_error(profile, f'beta of {operation}', 8e-9 / beta**2)}" if beta else "∞"
         share = f"{served / (before + served):.0%}" if before + served else "–"
-        latency = f"{alpha * 1e6:.1f} {alphas}".strip()
-        table.add_row(str(kind), latency, f"{gap * 1e6:.1f}", f"{rate} {betas}".strip(), share, *flights)
+        table.add_row(
+            str(kind), f"{alpha * 1e6:.1f}{_error(profile, f'alpha of {operation}', 1e6)}",
+            f"{gap * 1e6:.1f}{_error(profile, f'gap of {operation}', 1e6)}", rate, share,
+        )  # fmt: skip
     return table
 
 
-def _between(profile: Profile, name: str, scale: float) -> str:
-    """The 10th and 90th percentile of a measurement, times ``scale``; empty if it was not measured."""
-    measured = profile.spread.get(name)
-    if measured is None:
-        return ""
-    low, high = (f"{scale * value:.0f}" if scale * value >= 100 else f"{scale * value:.3g}" for value in measured)
-    return f"({low}, {high})"
+def _error(profile: Profile, cost: str, scale: float) -> str:
+    """The standard error of a cost, times ``scale``; a cost that was not measured is assumed, or given."""
+    return f" ± {scale * profile.errors[cost]:.2g}" if cost in profile.errors else ""
 
 
 def interference_table(profile: Profile) -> Table:
-    """Measured steps beside messages of several sizes, and the fitted constants."""
-    beside = {name: spread for name, spread in profile.spread.items() if name.startswith("step beside")}
+    """The costs that messages and computing have for each other, with their standard errors."""
     costs = (
         ("computing loses per message", "compute_per_message", 1e6, "µs"),
         ("computing loses per MB sent", "compute_per_byte", 1e9, "ms"),
@@ -113,7 +105,6 @@ def interference_table(profile: Profile) -> Table:
         ("between backward and forward the loop takes", "turn_seconds", 1e3, "ms"),
     )
     rows = [
-        *([f"{name} takes longer by", f"{low - 1:.0%} to {high - 1:.0%}"] for name, (low, high) in beside.items()),
         ["computing is slower while a message is in flight by", f"{profile.interference:.0%}"],
     ]
     for what, name, scale, unit in costs:

@@ -32,7 +32,7 @@ from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 
 if TYPE_CHECKING:
-    from mdcs.api.autoplan import autoplan
+    from mdcs.api.offline import autoplan, autoprofile
     from mdcs.api.session import Session, resume
     from mdcs.api.start import parallelize
     from mdcs.checkpoint.dcp_shards import read_checkpoint
@@ -40,17 +40,13 @@ if TYPE_CHECKING:
     from mdcs.emulation import Emulation
     from mdcs.model.optimizers import WithAverage
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
-    from mdcs.profiler.autoprofile import autoprofile
-    from mdcs.profiler.model_profile import measure_profile
     from mdcs.runtime.errors import RunError
     from mdcs.runtime.gradient_scaling import LossScale
     from mdcs.runtime.initialization import materialize
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
-    "autoplan": "mdcs.api.autoplan",
-    "autoprofile": "mdcs.profiler.autoprofile",
-    "measure_profile": "mdcs.profiler.model_profile",
+    **dict.fromkeys(("autoplan", "autoprofile"), "mdcs.api.offline"),
     "Session": "mdcs.api.session",
     "parallelize": "mdcs.api.start",
     "resume": "mdcs.api.session",
@@ -71,7 +67,7 @@ __all__ = [
     "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session",
     "Strategy",
     "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch",
-    "make_plan", "materialize", "measure_profile", "parallelize", "partition", "read_checkpoint", "replay", "resume",
+    "make_plan", "materialize", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel):
 
 def test_torch_numpy_and_the_solver_are_all_it_needs(python, tmp_path):
     installed = said_by(python, "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
-    assert {"torch", "numpy", "highspy"} <= {line.partition("==")[0] for line in installed.splitlines()}
+    assert {"torch", "numpy", "mip", "highspy"} <= {line.partition("==")[0] for line in installed.splitlines()}
     assert not re.search(r"^(hydra|omegaconf|fairscale|pandas|matplotlib|rich|wandb|transformers)", installed, re.M)
     said_by(python, "-c", "import mdcs\nfor name in mdcs.__all__: getattr(mdcs, name)", cwd=tmp_path)
 

@@ -94,10 +94,7 @@ class LinkConfig:
     latency_us: float | None = option(
         None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",)
     )
-    depth: int | None = option(
-        2, "messages in flight; null: as few as are nearly as fast as any; on NCCL always one", at_least=1,
-        needed_by=("emulated",),
-    )
+    depth: int = option(2, "messages in flight; on NCCL always one", at_least=1)
 
 
 @dataclass
@@ -106,7 +103,7 @@ class CollectivesConfig:
 
     algorithm: str = option(
         "auto",
-        "auto: the fastest measured; on an emulated link ring, on NCCL native",
+        "auto: on gloo ring, on NCCL native",
         choices=("auto", *ALGORITHMS["gloo"]),
     )
 

@@ -146,8 +146,7 @@ def start_event(
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
         "budget_bytes": plan.budget, "floor_bytes": floor,
         "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
-        "tried": [{"strategy": t.plan.strategy, "scheduler": t.plan.scheduler, "messages": len(t.plan.messages),
-                   "predicted_s": t.predicted_s, "measured_s": t.measured_s} for t in trials],
+        "tried": [trial.row() for trial in trials],
     }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def with_recomputation(config: Config) -> Config:
 def known(config: Config) -> Profile | None:
     """The profile that the config names or describes, with the config's link. None: it has to be measured."""
     if config.profile.name == "analytic":
-        return _analytic(config.profile, config.link.depth or 1)
+        return _analytic(config.profile, config.link.depth)
     if config.profile.path is None:
         return None
     profile = Profile.from_json(Path(config.profile.path).read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
     link = config.link
     if link.name != "emulated":
         return None
-    assert link.rate_gbit is not None and link.latency_us is not None and link.depth is not None
+    assert link.rate_gbit is not None and link.latency_us is not None
     backend, named = config.cluster.resolved_backend(), config.collectives.named
     collectives = Collectives.default(backend) if named is None else Collectives(named, backend)
     depth = collectives.in_flight(link.depth) or link.depth

@@ -17,19 +17,16 @@ from experiments.config.schema import Config
 from experiments.job import profiles
 from experiments.job.preparation import prepared
 from launch import status
+from mdcs.api.offline import cost_s, fastest
 from mdcs.model.units import block_roots
 from mdcs.planner.trials import proposals
-from mdcs.profiler.autotune import Trial, cost_s, fastest
+from mdcs.profiler.autotune import Trial
 from mdcs.profiler.consensus import on_rank_zero
-from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.sizes import aligned
 from mdcs.torch_compat import has_batch_statistics
 
 _TRIALS, _TRIALS_COST = 3, 0.03
 """Default number of plans that are tried, and the largest share of a run that the trials may take."""
-
-_PROFILING_S = 60.0
-"""Time budget of a profile. It is kept for later jobs, so it may take longer than the library's."""
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,12 +131,10 @@ class Workload:
     def _measured(self, config: Config) -> mdcs.Profile:
         emulated = profiles.emulated(config)
         return mdcs.autoprofile(
-            self.model, self.optimizer, self.units, self._trying(),
-            link=MeasuredLink(*emulated, {}) if emulated else None,
+            self.model, self.optimizer, self.units, self._trying(), link=emulated[0] if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config),
-            emulate=self.emulate, seconds=_PROFILING_S, progress=False,
-            recompute=measures_recomputation(config),
+            emulate=self.emulate, progress=False, recompute=measures_recomputation(config),
         )  # fmt: skip
 
     def _require_same_units(self, profile: mdcs.Profile) -> None:

@@ -117,7 +117,7 @@ class WandbMirror(Mirror):
             super().past(steps)
 
     def event(self, event: Event) -> None:
-        """Show steps and evaluations over train/step, job and start in the config, and other events in the summary."""
+        """Show steps and evaluations over train/step, job and start in the config, others in the summary."""
         hidden = ("event", *(_PRIVATE if self._private else ()))
         values = {key: value for key, value in event.items() if key not in hidden}
         match event["event"]:
@@ -127,6 +127,9 @@ class WandbMirror(Mirror):
                 self._run.log({STEP: values.pop("step"), **flat(values, "eval/")})
             case "job" | "start" as name:
                 self._predicted = predicted_values(event)
+                if rows := values.pop("tried", None):
+                    table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+                    self._run.log({"candidates": table})
                 self._run.config.update({name: values}, allow_val_change=True)
             case _:
                 self._run.summary.update(flat(values))

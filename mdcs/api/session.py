@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mdcs.api.loop_plan import Choice, Listener, Ran
+from mdcs.api.loop_plan import Choice
 from mdcs.api.model_state import ModelState
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_passes import FirstPasses
+from mdcs.profiler.measurement import Listener, Ran
 from mdcs.runtime import unshard
 from mdcs.runtime.context import StepRecord
 from mdcs.runtime.engine import Engine, Trained
@@ -283,7 +284,7 @@ class Session(ModelState):
         The interval is the 96 % interval of a paired comparison with the chosen one. "" for a given plan, and before
         the choice.
         """
-        return "\n".join(self._choice.trials) if self._choice is not None else ""
+        return "\n".join(map(str, self._choice.trials)) if self._choice is not None else ""
 
     def memory(self) -> dict[str, Any]:
         """Return peak bytes by category since the start or :meth:`reset_memory`.

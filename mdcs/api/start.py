@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.api.autoplan import SECONDS, require_measured, say_refusals_once
 from mdcs.api.loop_plan import TRIALS, Choice, LoopPlan, must_shard
+from mdcs.api.planning import SECONDS, Planning, require_measured, say_refusals_once
 from mdcs.api.session import Session
 from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates, without_ddp
@@ -18,6 +18,7 @@ from mdcs.model.units import ModelUnit, describe_units, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
+from mdcs.profiler.measurement import Measurement
 from mdcs.profiler.progress import tell
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
@@ -118,9 +119,8 @@ def parallelize(
         timeout_s=timeout_s, emulate=emulate, init=init, device=with_index(device), over_budget=over_budget,
     )  # fmt: skip
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    for name, count in (("micro_steps", micro_steps), ("trials", trials)):
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be >= 1, got {count}")
+    if micro_steps is not None and micro_steps < 1:
+        raise ValueError(f"micro_steps must be >= 1, got {micro_steps}")
     if replan not in (None, "auto"):
         raise ValueError(f'replan must be "auto" or None, got {replan!r}')
     if plan is not None:
@@ -138,15 +138,16 @@ def parallelize(
     on = options.device if own.type == "meta" else own
     require_measured(wanted, on)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
-    folder = None if profiles is False else cache.cache_folder() if profiles is True else Path(profiles)
     making = LoopPlan(
-        units, wanted, rule, sharded, cross_iteration=not options.needs_norm, seconds=seconds, progress=progress,
-        micro_steps=micro_steps, folder=folder, trials=trials, replans=replan == "auto",
+        Measurement(units, optimizers, on, wanted, rule, sharded),
+        Planning(wanted, rule, trials=trials, seconds=seconds),
+        cross_iteration=not options.needs_norm, micro_steps=micro_steps, replans=replan == "auto",
+        folder=None if profiles is False else cache.cache_folder() if profiles is True else Path(profiles),
     )  # fmt: skip
     if progress and (not dist.is_initialized() or dist.get_rank() == 0):
         for line in (describe_units([(u.name, u.modules) for u in units]), why):
             if line:
                 tell(line, logger)
-    choice = Choice(making, model, optimizers, on)
+    choice = Choice(making.stages(), making.trials, tells=progress)
     run = Engine(Trained(model, optimizers, units), choice.plan, options)
     return Session(run, units, choice, was_in_pieces=sharded)

@@ -136,6 +136,11 @@ class Hooks:
         """Whether this code runs inside a backward pass."""
         return backward_pass() != -1
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether this code runs inside a forward pass of a step."""
+        return self._depth > 0
+
     def recomputed(self, unit: int) -> None:
         """Note that the unit's forward runs again, inside of a backward pass."""
         is_first = not self._end_queued  # the loss itself is computed again, before there is a gradient

@@ -100,7 +100,6 @@ class CheckpointedForward:
         self._own, self._forward = vars(module).get("forward"), module.forward
         self._contexts = functools.partial(checkpoint_contexts, module, selective)
         self._cache: Callable[[], Any] = ref(self)  # the last cache that was left out
-        self._others = [m for m in module.modules() if m._buffers and not has_batch_statistics(m)]
         functools.update_wrapper(self, self._forward, updated=())  # so that inspect.signature finds the arguments
         self._call = run_not_compiled(self._checkpointed)
 
@@ -123,15 +122,13 @@ class CheckpointedForward:
         def run(*values: Any) -> Any:
             return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
-        before = self._versions()
+        before = buffer_versions(self._module)
         # Keywords as positions: checkpoint() sees whether a tensor is changed in place before it is used again.
         out = checkpoint(
             run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True,
             context_fn=functools.partial(self._contexts, recomputing),
         )  # fmt: skip
-        after = self._versions()
-        # one that this forward has made is no change
-        if any(after.get(place) != version for place, version in before.items()):
+        if changed_buffers(self._module, before):
             self._refuse("changes a buffer")
         if [*map(id, held)] != [id(tensor) for tensor in tensors_in(given)]:
             self._refuse("changes an object that it is called with")
@@ -156,10 +153,21 @@ class CheckpointedForward:
         self._cache = ref(value)
         return None
 
-    def _versions(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """Return identity and version of each buffer, running statistics left out."""
-        held = [((i, name), b) for i, m in enumerate(self._others) for name, b in m._buffers.items() if b is not None]
-        return {place: (id(b), 0 if b.is_inference() else version_of(b)) for place, b in held}
+
+Versions = dict[tuple[int, str], tuple[int, int]]
+
+
+def buffer_versions(module: nn.Module) -> Versions:
+    """Return identity and version of each buffer of the module, running statistics left out."""
+    others = (m for m in module.modules() if m._buffers and not has_batch_statistics(m))
+    held = [((i, name), b) for i, m in enumerate(others) for name, b in m._buffers.items() if b is not None]
+    return {place: (id(b), 0 if b.is_inference() else version_of(b)) for place, b in held}
+
+
+def changed_buffers(module: nn.Module, before: Versions) -> bool:
+    """Return whether a buffer has changed since :func:`buffer_versions`; one that was made since is no change."""
+    after = buffer_versions(module)
+    return any(after.get(place) != version for place, version in before.items())
 
 
 def checkpoint_contexts(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mdcs.profile.schema import SCHEMA, Profile
 
-MEASURED = 12
+MEASURED = 13
 """Version of the measurements. Raise it when equal jobs measure other values than before, e.g. with a new runtime."""
 
 

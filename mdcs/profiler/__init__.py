@@ -1,16 +1,13 @@
-"""Profiles measured on real ranks.
+"""What a run measures while it trains.
 
-- ``model_profile``, ``slot_recorder``, ``alias_tracker``, ``update_timing``: slots, uses of parameters' memory, and
-  updates of the model.
-- ``link_timing``: the link.
-- ``interference``: a GPU's compute beside messages.
-- ``calibration``, ``cost_fit``: plans that tell the costs of messages apart, and the costs fitted to what ran when.
+- ``measurement``: the stages of a few steps under one plan each, up to a profile.
+- ``first_passes``, ``running_steps``, ``slot_recorder``, ``alias_tracker``, ``unit_tensors``: what listens to them.
+- ``recompute_profile``, ``calibration``, ``cost_fit``, ``regression``, ``update_timing``, ``model_profile``: what
+  recomputation, messages and updates cost; the profile.
+- ``autotune``: plans that take turns.
 - ``consensus``, ``progress``: one profile and one error of all ranks, and what they do.
-- ``autoprofile``: all of this in one call, within a time budget.
-- ``autotune``: the fastest of some plans, by running them.
-- ``first_passes``, ``running_steps``: the steps of a loop that trains.
-- ``model_snapshot``, ``memory_bounds``, ``regression``, ``timing``: the model as it was, bytes known before, fits and
-  timing.
+- ``job_identity``, ``memory_bounds``, ``batch_mix``, ``model_snapshot``, ``timing``: the key of a kept profile, bytes
+  known before, several example batches, the model as it was before an offline profile, clocks.
 
 Imports planners and the runtime; only :mod:`mdcs.api` imports it.
 """

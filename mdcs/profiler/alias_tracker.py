@@ -7,29 +7,66 @@ Tensors are identified by their storage.
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import gc
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdcs.model.guard import attributes_over_parameters
-from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
-from mdcs.torch_compat import tree_leaves, without_torch_function
-
-Used = Callable[[int, int], None]
-"""Called with (unit, index of its parameter) when an operator reads or writes the parameter's memory."""
+from mdcs.model.units import UnsupportedModel
+from mdcs.profiler.slot_recorder import SlotRecorder
+from mdcs.runtime.storage import UnitStorage
+from mdcs.torch_compat import base_of, innermost_dispatch_mode, tree_leaves, without_torch_function
 
 
-class UseTracker(TorchDispatchMode):
-    """Context that sees the tensors that operators read or write, in forward and backward."""
+class Recorder(Protocol):
+    """Hears of uses: :class:`mdcs.profiler.running_steps.RunningSteps`."""
+
+    storages: list[UnitStorage]
+    recorder: SlotRecorder
+
+    def used(self, unit: int, index: int) -> None:
+        """Note that the memory of the unit's parameter ``index`` is used now."""
+
+
+class AliasTracker(TorchDispatchMode):
+    """Tells ``recorder`` of every operator on the memory of a unit, in forward and backward, or where it is freed."""
 
     supports_higher_order_operators = True
+
+    def __init__(self, storages: list[UnitStorage], recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = weakref.ref(recorder)  # weak: a run that the loop drops leaves this behind
+        self._owners = {storage_of(unit.flat_param): u for u, unit in enumerate(storages)}
+        self._is_off = self._is_on = False
+
+    def start(self) -> None:
+        """Watch the operators of this thread from now on; not in processes that it forks."""
+        self._is_on = True
+        self.__enter__()
+        _watching.add(self)
+
+    def stop(self) -> None:
+        """Watch no more. Inside of a context that the loop has entered since :meth:`start` the mode stays, and does
+        nothing."""
+        self._is_off = True
+        if self._is_on and innermost_dispatch_mode() is self:
+            self._is_on = False
+            self.__exit__(None, None, None)
+        _watching.discard(self)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave out what the run does itself."""
+        before, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at an operator's arguments, unless the operator makes a view, which reads nothing."""
@@ -39,114 +76,39 @@ class UseTracker(TorchDispatchMode):
         with without_torch_function():
             if not _makes_a_view(func):
                 for tensor in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
-                    self.see(tensor, func)
+                    self._see(tensor)
             return func(*args, **(kwargs or {}))
 
-    def see(self, tensor: Tensor, func: Any) -> None:
-        """Look at an argument of the operator ``func``, which has not run yet."""
-        raise NotImplementedError
+    def _see(self, tensor: Tensor) -> None:
+        owner, recorder = self._owners.get(storage_of(tensor)), self._recorder()
+        if self._is_off or owner is None or recorder is None or not tensor.numel():
+            return
+        storage, offset = recorder.storages[owner], tensor.storage_offset()
+        if recorder.recorder.is_in_pass or not storage.is_full:
+            before = [(p.offset, i) for i, p in enumerate(storage.places) if p.offset <= offset]
+            with self.off():
+                recorder.used(owner, max(before)[1])
 
 
-class AliasTracker(UseTracker):
-    """Context that calls ``used`` for every use of a parameter's memory in a step, forward and backward.
+def refuse_kept(storages: list[UnitStorage]) -> None:
+    """Raise UnsupportedModel for a tensor over the memory of parameters that is kept after a step.
 
-    Parameters have new storages meanwhile (on the same memory), as they will have when sharded. A tensor over a
-    parameter's memory without the new storage is older than the step, and would not follow the parameter into a shard.
-    Raises UnsupportedModel when the step uses such a tensor, and in :meth:`check`.
+    This memory is freed between steps, or will be under the next plan. Messages in flight have such tensors, too:
+    slices of the flat buffers, not of parameters.
     """
-
-    def __init__(self, units: Sequence[ModelUnit], used: Used) -> None:
-        super().__init__()
-        self._used = used
-        self._parameters = [
-            (u, i, name, p) for u, unit in enumerate(units) for i, (name, p) in enumerate(unit.parameters)
-        ]
-        self._names = {(u, i): name for u, i, name, _ in self._parameters}
-        self._before: list[Tensor] = []
-        self._owners: dict[int, tuple[int, int]] = {}  # by storage
-        self._ranges = sorted((*_range(p), name) for _, _, name, p in self._parameters if p.numel())
-        self._begins = [begin for begin, _, _ in self._ranges]
-        # A range that ends after an address begins at most this many bytes before it.
-        self._longest = max((end - begin for begin, end, _ in self._ranges), default=0)
-
-    def __enter__(self) -> AliasTracker:
-        """Give parameters their new storages."""
-        with without_torch_function(), torch.no_grad():
-            for u, i, _, p in self._parameters:
-                self._before.append(p.data)
-                p.data = torch.from_dlpack(p.detach())
-                self._owners[storage_of(p)] = u, i
-        super().__enter__()
-        self._exports = _ExportGuard(self._owners, self._names)
-        self._exports.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Restore the parameters' storages."""
-        self._exports.__exit__(*error)
-        super().__exit__(*error)
-        with without_torch_function():
-            for (_, _, _, p), data in zip(self._parameters, self._before, strict=True):
-                p.data = data
-        self._before.clear()
-
-    def see(self, tensor: Tensor, func: Any) -> None:
-        """Tell of a parameter's memory."""
-        owner = self._owners.get(storage_of(tensor))
-        if owner is not None:
-            self._used(*owner)
-        elif (name := self._overlapped(tensor)) is not None:
-            raise UnsupportedModel(
-                f"{name}: forward uses a view of it made before this step ({func}): make the view inside forward, or "
-                f"keep {name}.clone()"
-            )
-
-    def _overlapped(self, tensor: Tensor) -> str | None:
-        """Return the name of a parameter that shares memory with the tensor, or None."""
-        if not _has_memory(tensor) or not tensor.numel():
-            return None
-        begin, end = _range(tensor)
-        first = bisect.bisect_left(self._begins, begin - self._longest)
-        around = itertools.takewhile(lambda each: each[0] < end, itertools.islice(self._ranges, first, None))
-        return next((name for _, ends, name in around if ends > begin), None)
-
-    def check(self, model: nn.Module) -> None:
-        """Raise UnsupportedModel for a tensor that shares memory with a parameter and outlives the step.
-
-        Call it after the step.
-        """
-        own = {id(p) for _, _, _, p in self._parameters} | {id(data) for data in self._before}
-        with without_torch_function():
-            gc.collect()
-            for alias in attributes_over_parameters(model):
-                raise alias_refused(alias)
-            for each in gc.get_objects():
-                if issubclass(type(each), Tensor) and id(each) not in own and storage_of(each) in self._owners:
-                    name = self._names[self._owners[storage_of(each)]]
-                    raise UnsupportedModel(
-                        f"{name}: a tensor that shares its memory is kept after the step, when the parameter may be "
-                        f"in pieces: keep a copy (.clone())"
-                    )
-
-
-class _ExportGuard(TorchFunctionMode):
-    """Refuses exports of parameters' memory to other libraries: their uses are not seen, and keep the memory alive."""
-
-    def __init__(self, owners: dict[int, tuple[int, int]], names: dict[tuple[int, int], str]) -> None:
-        super().__init__()
-        self._owners, self._names = owners, names
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check calls of ``numpy()`` and the like."""
-        if func in (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
-            with without_torch_function():
-                owner = self._owners.get(storage_of(args[0]))
-            if owner is not None:
+    units = {storage_of(unit.flat_param): unit for unit in storages}
+    flats = {id(unit.flat_param) for unit in storages}
+    own = flats | {id(p) for unit in storages for p in unit.parameters}
+    with without_torch_function():
+        gc.collect()
+        for each in gc.get_objects():
+            if not issubclass(type(each), Tensor) or id(each) in own or storage_of(each) not in units:
+                continue
+            if id(base_of(each)) not in flats:
                 raise UnsupportedModel(
-                    f"{self._names[owner]}: its memory is handed to numpy, or another library, which would keep it "
-                    f"when the parameter is in pieces: hand over a copy (.clone())"
+                    f"{units[storage_of(each)].name}: a tensor that shares the memory of its parameters is kept after "
+                    "the step, when they are in pieces: keep a copy (.clone())"
                 )
-        return func(*args, **(kwargs or {}))
 
 
 def _makes_a_view(func: Any) -> bool:
@@ -154,10 +116,6 @@ def _makes_a_view(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     infos = [a.alias_info for a in schema.arguments if a.alias_info is not None] if schema else []
     return bool(infos) and not any(info.is_write for info in infos)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -168,13 +126,12 @@ def storage_of(tensor: Tensor) -> int:
         return 0
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
-    """Return first and last (excluded) address of the tensor's elements; (0, 0) for a wrapper subclass."""
-    try:
-        begin = tensor.data_ptr()
-    except RuntimeError:  # wrapper subclass
-        return 0, 0
-    if tensor.is_nested:  # has no shape
-        return begin, begin + tensor.numel() * tensor.element_size()
-    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach + 1) * tensor.element_size()
+_watching: weakref.WeakSet[AliasTracker] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    for uses in list(_watching):
+        uses.stop()
+
+
+os.register_at_fork(after_in_child=_stop_in_child)

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
-from mdcs.checkpoint.directory import random_state, set_random_state
 from mdcs.profile.layout import WholeParameter
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Unit
@@ -121,18 +119,6 @@ def all_gather_object(value: T) -> list[T]:
         barrier()
         dist.all_gather_object(values, value, group=None if _together is None else _together.group)
     return values
-
-
-@contextmanager
-def rank_zeros_random_state(device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of rank 0, so that all ranks drop the same layers; then each its own again. Collective.
-    """
-    own = random_state(device)
-    set_random_state(all_gather_object(own)[0], device)
-    try:
-        yield
-    finally:
-        set_random_state(own, device)
 
 
 def merge_profiles(profile: Profile) -> Profile:

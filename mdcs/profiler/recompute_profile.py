@@ -7,10 +7,9 @@ matrix products. The numbers of each unit are differences to the run in which al
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 from torch import nn
 
@@ -24,25 +23,6 @@ Choice = dict[int, bool]
 """Units that compute their activations again, and whether they keep the outputs of matrix products."""
 Options = tuple[tuple[RecomputeOption, ...], dict[str, str]]
 """The options of all units that free something, and for ``Profile.about`` why others have none."""
-
-
-def measure_recomputation(
-    model: nn.Module, units: Sequence[ModelUnit], base: SlotRecorder, record: Callable[[Choice], SlotRecorder]
-) -> Options:
-    """Return the options of all units, measured by ``record``, which raises where units cannot recompute."""
-    asked = recomputation(model, units, base)
-    choice = next(asked)
-    while True:
-        try:
-            found: SlotRecorder | str = record(choice)
-        except (RuntimeError, ValueError) as error:
-            found = str(error).strip().partition("\n")[0] or type(error).__name__
-        gc.collect()  # an error's frames hold gradients and activations in cycles, which would count in the next passes
-        try:
-            choice = asked.send(found)
-        except StopIteration as end:
-            options: Options = end.value
-            return options
 
 
 def recomputation(
@@ -84,6 +64,8 @@ def _reason(base: SlotRecorder, u: int, unit: ModelUnit) -> str:
         return "no gradient flows through it"
     if u in base.aliased:
         return "its parameters are used outside of it"
+    if u in base.changing:
+        return "its forward changes a buffer, so it cannot be computed again with the same result"
     if any(m in base.rerun for m in unit.modules[0].modules()):
         return "the model checkpoints it already"
     return ""

@@ -1,4 +1,4 @@
-"""Fits of measured points: robust least squares with standard errors, a line below all points, percentiles."""
+"""Fits of measured points: robust least squares with standard errors, and percentiles."""
 
 from __future__ import annotations
 
@@ -99,25 +99,6 @@ def _robust(x: np.ndarray, y: np.ndarray, means: int) -> tuple[np.ndarray, np.nd
     variance = max(float((weights * off**2).sum()) / freedom, scale**2)
     inverse = np.linalg.inv((x * weights[:, None]).T @ x)
     return found / sizes, np.sqrt(variance * np.diag(inverse)) / sizes
-
-
-def lower_envelope(points: Sequence[tuple[float, float]]) -> Line:
-    """Return the highest line with no point below it and neither intercept nor slope below 0.
-
-    For samples to which disturbances only add. Maximises Σ intercept + slope · x, a linear program in two variables, by
-    trying its corners: lines through two points, through one point and the origin, level through one point. For x and y
-    above 0; (0, 0) without points.
-    """
-    x, y = np.array(points, dtype=float).reshape(-1, 2).T
-    if not x.size:
-        return Line(0.0, 0.0)
-    corners = [Line(0.0, float((y / x).min())), Line(float(y.min()), 0.0)]
-    for i, j in zip(*np.triu_indices(len(x), 1), strict=True):
-        if x[i] != x[j]:
-            slope = float((y[j] - y[i]) / (x[j] - x[i]))
-            corners.append(Line(float(y[i] - slope * x[i]), slope))
-    possible = (c for c in corners if min(c) >= 0 and (c.intercept + c.slope * x <= y * (1 + 1e-9)).all())
-    return max(possible, key=lambda c: float((c.intercept + c.slope * x).sum()))
 
 
 def p10_p90(samples: Sequence[float]) -> tuple[float, float]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import functools
 import itertools
-import os
 import statistics
 import time
 import weakref
@@ -20,27 +19,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.optimizers import Updates
-from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.model.units import ModelUnit
 from mdcs.profile.schema import INPUTS, Profile
-from mdcs.profiler.alias_tracker import UseTracker, storage_of
-from mdcs.profiler.model_alone import ModelAlone
+from mdcs.profiler.alias_tracker import AliasTracker, refuse_kept
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.unit_tensors import UnitTensors
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.slots import BatchSizes, in_words
-from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
-from mdcs.torch_compat import backward_pass, base_of, innermost_dispatch_mode, without_torch_function
+from mdcs.torch_compat import ModuleHook, backward_pass
 
 
 def without_passes(units: list[ModelUnit], meter: Meter, device: torch.device) -> SlotRecorder:
     """Return a recorder without passes."""
-    return SlotRecorder(units, meter, device, ModelAlone((), (), meter, 0), activations=lambda _: 0)
+    return SlotRecorder(units, meter, device, None, activations=lambda _: 0)
 
 
 @contextlib.contextmanager
@@ -72,18 +68,13 @@ class RunningSteps:
 
     def __init__(self, engine: Engine, *, like: SlotRecorder | None = None) -> None:
         self._engine, self.storages, self.device = engine, engine.storages, engine.device
-        self._uses, self._watching = _Uses(engine.storages, self), contextlib.ExitStack()
+        self._uses, self._watching = AliasTracker(engine.storages, self), contextlib.ExitStack()
         self.recorder = SlotRecorder(
-            engine.units,
-            engine.meter,
-            engine.device,
-            engine.sequencer,
-            self._activations,
-            self._uses.off,
-            is_strict=False,
+            engine.units, engine.meter, engine.device, engine.sequencer, self._activations, self._uses.off
         )
         self._batch = BatchSizes(module for unit in engine.units for module in unit.modules)
         self._watched: list[list[float]] | None = None  # seconds of the first step
+        self._closed = [False] * len(engine.storages)  # units that would be open, now or after their forward
         sequencer = engine.sequencer
         # the recorder reads the windows
         self._watches_memory, sequencer.watches_memory = sequencer.watches_memory, False
@@ -97,15 +88,53 @@ class RunningSteps:
         if self._watches:
             self._watching.enter_context(watching(self.recorder))
             self._uses.start()
+            self._watching.enter_context(self._closed_outside())
 
     def end_step(self) -> None:
         """End a step."""
         recorder = self.recorder
         if self._watches:
             self._watch_no_more()
-            _refuse_kept(self.storages)
+            refuse_kept(self.storages)
             self._watched, recorder.seconds, recorder.came = recorder.seconds, [], {}
         recorder.restart(Measures(True, not recorder.meter.disturbs))
+
+    @contextlib.contextmanager
+    def _closed_outside(self) -> Iterator[None]:
+        """Close units in a forward pass of the model while none of their modules runs.
+
+        So a use that no hook announces is known, also of a unit that is whole. Backward has all of them open.
+        """
+        engine, recorder, storages = self._engine, self.recorder, self.storages
+        closed = self._closed
+
+        def begins(module: torch.nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled() and not recorder.is_in_pass and backward_pass() == -1:
+                closed[:] = [storage.guard.is_open for storage in storages]
+                for storage in storages:
+                    storage.guard.close()
+
+        def leaves(u: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+            if closed[u] and recorder.has_left(u):
+                storages[u].guard.close()
+
+        def ends(module: torch.nn.Module, args: Any, output: Any) -> None:
+            for u, storage in enumerate(storages):
+                if closed[u]:
+                    storage.guard.open()
+            closed[:] = [False] * len(storages)
+
+        model = engine.model
+        handles = [model.register_forward_pre_hook(ModuleHook(begins), prepend=True)]
+        for u, unit in enumerate(engine.units):
+            left = ModuleHook(functools.partial(leaves, u))
+            handles += [module.register_forward_hook(left, always_call=True) for module in unit.modules]
+        handles.append(model.register_forward_hook(ModuleHook(ends), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _watch_no_more(self) -> None:
         self._uses.stop()
@@ -141,7 +170,7 @@ class RunningSteps:
     def used(self, unit: int, index: int) -> None:
         """Note that the memory of the unit's parameter ``index`` is used now; make the unit whole if it is not."""
         storage = self.storages[unit]
-        if not storage.guard.is_open:
+        if not storage.guard.is_open and not self._closed[unit]:
             problem = self._engine.access.refuse(unit, storage.names[index], "a view of it")
             if problem is not None:
                 raise problem
@@ -195,79 +224,3 @@ class StepClock:
     def median_s(self) -> float:
         """Median seconds of a step."""
         return statistics.median(b - a for a, b in itertools.pairwise(self._ends))
-
-
-class _Uses(UseTracker):
-    """Tells ``recorder`` of every operator on the memory of a unit: in a pass, or where it is freed."""
-
-    def __init__(self, storages: list[UnitStorage], recorder: RunningSteps) -> None:
-        super().__init__()
-        self._recorder = weakref.ref(recorder)  # weak: a run that the loop drops leaves this behind
-        self._owners = {storage_of(unit.flat_param): u for u, unit in enumerate(storages)}
-        self._is_off = self._is_on = False
-
-    def start(self) -> None:
-        """Watch the operators of this thread from now on; not in processes that it forks."""
-        self._is_on = True
-        self.__enter__()
-        _watching.add(self)
-
-    def stop(self) -> None:
-        """Watch no more. Inside of a context that the loop has entered since :meth:`start` the mode stays, and does
-        nothing."""
-        self._is_off = True
-        if self._is_on and innermost_dispatch_mode() is self:
-            self._is_on = False
-            self.__exit__(None, None, None)
-        _watching.discard(self)
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Leave out what the run does itself."""
-        before, self._is_off = self._is_off, True
-        try:
-            yield
-        finally:
-            self._is_off = before
-
-    def see(self, tensor: Tensor, func: Any) -> None:
-        """Tell of a unit's memory."""
-        owner, recorder = self._owners.get(storage_of(tensor)), self._recorder()
-        if self._is_off or owner is None or recorder is None or not tensor.numel():
-            return
-        storage, offset = recorder.storages[owner], tensor.storage_offset()
-        if recorder.recorder.is_in_pass or not storage.is_full:
-            before = [(p.offset, i) for i, p in enumerate(storage.places) if p.offset <= offset]
-            with self.off():
-                recorder.used(owner, max(before)[1])
-
-
-def _refuse_kept(storages: list[UnitStorage]) -> None:
-    """Raise UnsupportedModel for a tensor over memory that is freed between steps and that is kept after one.
-
-    Messages in flight have such tensors, too: slices of the flat buffers, not of parameters.
-    """
-    freed = {storage_of(unit.flat_param): unit for unit in storages if unit.strategy.sharded}
-    flats = {id(unit.flat_param) for unit in storages}
-    own = flats | {id(p) for unit in storages for p in unit.parameters}
-    with without_torch_function():
-        gc.collect()
-        for each in gc.get_objects():
-            if not issubclass(type(each), Tensor) or id(each) in own or storage_of(each) not in freed:
-                continue
-            if id(base_of(each)) not in flats:
-                raise UnsupportedModel(
-                    f"{freed[storage_of(each)].name}: a tensor that shares the memory of its parameters is kept after "
-                    "the step, when they are in pieces: keep a copy (.clone())"
-                )
-
-
-_watching: weakref.WeakSet[_Uses] = weakref.WeakSet()
-
-
-def _stop_in_child() -> None:
-    for uses in list(_watching):
-        uses.stop()
-
-
-os.register_at_fork(after_in_child=_stop_in_child)

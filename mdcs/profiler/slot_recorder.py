@@ -1,26 +1,22 @@
-"""The one recorder of slots: listens to the hooks of a model, and keeps times, spans and activation bytes per slot.
-
-The model runs alone (:class:`mdcs.profiler.model_alone.ModelAlone`), or as a run of a plan.
-"""
+"""The one recorder of slots: listens to the hooks of a run, and keeps times, spans and activation bytes per slot."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from mdcs.model.hooks import Listener
 from mdcs.model.optimizers import Updates, in_flat_order
-from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.model.units import ModelUnit
 from mdcs.profile.schema import Slot, Unit
 from mdcs.profiler.timing import DeviceTimestamp
-from mdcs.profiler.unit_tensors import UnitTensors
+from mdcs.profiler.unit_tensors import ForwardChanges, UnitTensors
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter, Reading
 from mdcs.torch_compat import backward_pass
@@ -49,23 +45,21 @@ class SlotRecorder:
 
     - ``activations``: returns the bytes of activations in a reading of the meter.
     - ``aside``: a context for what ``run`` does itself.
-    - ``is_strict``: whether passes of another order than the first are an error. They are left out if not, and every
-      pass is followed by another one.
+
+    Passes of another order than the first are left out.
     """
 
     model_units: Sequence[ModelUnit]
     meter: Meter
     device: torch.device
-    run: Run
+    run: Any  # :class:`Run`; None for a recorder without passes
     activations: Callable[[Reading | None], int]
     aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    is_strict: bool = True
     order: list[tuple[int, str]] = field(default_factory=list)
     spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     seconds: list[list[float]] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
-    takes_early: bool = True  # whether gradients may leave as they come: nothing uses their weights afterwards
     # slots in which the memory of parameters is used
     uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
@@ -81,6 +75,7 @@ class SlotRecorder:
     shared: dict[int, int] = field(default_factory=dict)  # by unit: bytes of inputs that only recomputation would keep
     outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
     tensors: UnitTensors | None = None  # listens to a forward pass for these two
+    changing: set[int] = field(default_factory=set)  # units whose forward changes a buffer, as far as it listens
 
     def restart(self, kept: Measures) -> None:
         """Forget the pass under way, and begin another."""
@@ -96,6 +91,7 @@ class SlotRecorder:
         self._recomputed: list[tuple[tuple[int, int, int], DeviceTimestamp, DeviceTimestamp]] = []
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._uses: dict[tuple[int, str], list[int]] = {}
+        self._before: dict[int, ForwardChanges] = {}  # of units in their forward
         self._inside = [0] * len(self.model_units)
         self._side = 0  # forwards and backwards of side passes under way
 
@@ -151,6 +147,10 @@ class SlotRecorder:
         """Whether a pass of a step is under way."""
         return bool(self._now) and not self._leaves_out
 
+    def has_left(self, unit: int) -> bool:
+        """Whether a pass of a step is under way, and in its forward none of the unit's modules is, nor a use beyond."""
+        return self.is_in_pass and backward_pass() == -1 and not self._inside[unit] and unit not in self.whole
+
     def forward_begin(self, unit: int) -> None:
         """Begin a slot."""
         with self._waiting():
@@ -158,6 +158,8 @@ class SlotRecorder:
         if not self._leaves_out:
             self._inside[unit] += 1
             self._slot(unit, "F")
+            if self.tensors is not None:
+                self._before[unit] = ForwardChanges(self.model_units[unit])
 
     def forward_end(self, unit: int) -> None:
         """Extend the unit's span to the present slot."""
@@ -165,6 +167,8 @@ class SlotRecorder:
         if not self._leaves_out:
             self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
             self._inside[unit] -= 1
+            if unit in self._before and self._before.pop(unit).changed_buffer():
+                self.changing.add(unit)
 
     def backward_begin(self, unit: int) -> None:
         """Begin a slot."""
@@ -262,12 +266,11 @@ class SlotRecorder:
         self._boundary()
         with self.aside():
             self.run.backward_end()
-        if self.is_strict or not self.order or self._now == self.order:
+        if not self.order or self._now == self.order:
             for use, span in self._uses.items():
                 _extend(self.uses, use, *span)
             self._keep()
-        if not self.is_strict:
-            self.restart(self._kept)
+        self.restart(self._kept)
 
     def _keep(self) -> None:
         if not any(self._kept):
@@ -275,7 +278,6 @@ class SlotRecorder:
         if not self.order:
             self.order, self.spans = self._now, self._spans
             self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
-        self.check_order()
         if self._kept.seconds:
             seconds = [a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)]
             for slot, begin, end in self._waits:
@@ -292,16 +294,6 @@ class SlotRecorder:
     def keep(self, size: int) -> None:
         """Count bytes that were taken after these passes and stay, such as a library's workspace on one more thread."""
         self.live, self.peak = [n + size for n in self.live], [n + size for n in self.peak]
-
-    def check_order(self) -> None:
-        """Raise UnsupportedModel if the slots of this pass came in another order than before."""
-        for now, before in itertools.zip_longest(self._now, self.order):
-            if now != before:
-                raise UnsupportedModel(
-                    f"{self.model_units[(now or before)[0]].name}: ran in another order than in the pass before, "
-                    "while the model was measured: let step take the same path through the model each time. Later "
-                    "steps may take others"
-                )
 
     @property
     def idle(self) -> tuple[list[int], list[int]]:
@@ -366,7 +358,7 @@ class SlotRecorder:
         last = max((slot for i in range(len(ordered)) for slot, _ in self.came.get((unit, i), ())), default=0)
         span = self._span(unit, "B")
         forward_slots = sum(phase == "F" for _, phase in self.order)
-        if not self.takes_early or unit in self.late or span is None or forward_slots + span[1] > last:
+        if unit in self.late or span is None or forward_slots + span[1] > last:
             return ()
         took = statistics.median(seconds[last] for seconds in self.seconds)
         index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}

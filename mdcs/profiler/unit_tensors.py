@@ -1,4 +1,5 @@
-"""Inputs and outputs of units in one step: which bytes are held because a unit computes its activations again."""
+"""Inputs and outputs of units in one step, which are held where a unit computes its activations again; what its forward
+changes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from mdcs.model.guard import tensors_in
-from mdcs.model.units import ModelUnit
-from mdcs.torch_compat import ModuleHook, StorageWeakRef
+from mdcs.model.recompute import buffer_versions, changed_buffers
+from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.torch_compat import ModuleHook, StorageWeakRef, version_of, without_torch_function
 
 
 class UnitTensors:
@@ -63,3 +65,30 @@ def _storages(values: Any) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
             storage = tensor.untyped_storage()
             held = StorageWeakRef(storage)
             yield held.cdata, (held, storage.nbytes())
+
+
+class ForwardChanges:
+    """What the forward of a unit changes, from the construction on."""
+
+    def __init__(self, unit: ModelUnit) -> None:
+        self._unit, self._weights = unit, self._versions(unit)
+        self._buffers = [buffer_versions(module) for module in unit.modules]
+
+    def changed_buffer(self) -> bool:
+        """Return whether a buffer has changed. Raises UnsupportedModel for a changed parameter."""
+        for (name, _), before, after in zip(
+            self._unit.parameters, self._weights, self._versions(self._unit), strict=True
+        ):
+            if before != after:
+                raise UnsupportedModel(
+                    f"{name}: is changed by forward (max_norm, clamping, .data), which would be lost where it is "
+                    "sharded: change weights between steps, in full_parameters(writeback=True)"
+                )
+        pairs = zip(self._unit.modules, self._buffers, strict=True)
+        return any(changed_buffers(module, before) for module, before in pairs)
+
+    @staticmethod
+    def _versions(unit: ModelUnit) -> list[tuple[int, int]]:
+        """Return address and version of the unit's parameters."""
+        with without_torch_function():
+            return [(p.data_ptr(), version_of(p)) for _, p in unit.parameters]

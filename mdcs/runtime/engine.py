@@ -63,6 +63,9 @@ class Engine:
     units, process groups and failure channel, and ends. None: units are plain and whole.
     """
 
+    storages: list[UnitStorage]
+    updates: ShardedOptimizer
+
     def __init__(
         self, trained: Trained, plan: Plan, options: RunOptions, group: dist.ProcessGroup | None = None,
         before: Engine | None = None,
@@ -76,8 +79,9 @@ class Engine:
 
         # Validation: plan, job and model fit, on every rank. From here on ranks communicate.
         found = validation.validate(
-            model, optimizers, plan, units, options, processes=world, backend=backend_of(group, device), device=device
-        )
+            model, optimizers, plan, units, options, processes=world, backend=backend_of(group, device), device=device,
+            updates=None if before is None else before.updates.updates,
+        )  # fmt: skip
         self._handles: list[Any] = []  # what a run that ends, or cannot begin, removes from model and optimizers
         if before is None:
             self.groups = ProcessGroups(group, device, options.timeout_s, needs_control=options.needs_norm)

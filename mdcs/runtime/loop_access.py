@@ -69,7 +69,7 @@ class ParameterAccess:
             is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
             return None if is_trained else self._place.error(THAWED.format(name))
         hooks = None if self._hooks is None else self._hooks()
-        if hooks is not None and only_reads(what) and _may_be_used(unit, sequencer):
+        if hooks is not None and only_reads(what) and _may_be_used(unit, sequencer, hooks.in_forward):
             hooks.used_outside(unit)
             return None
         return self._place.error(
@@ -98,12 +98,13 @@ def _remedy(what: str) -> str:
     return f"To move or convert the model, close() first. {read}" if what in _CONVERSIONS else read
 
 
-def _may_be_used(unit: int, sequencer: SlotSequencer) -> bool:
+def _may_be_used(unit: int, sequencer: SlotSequencer, in_forward: bool) -> bool:
     """Return whether a closed parameter can be used now: inside of a step, or where a pass begins with it."""
     if sequencer.exported_to is not None or sequencer.entered is not None:
         return sequencer.exported_to is None
     slot = sequencer.period.slots[sequencer.next_slot]
-    begins = (slot.unit, slot.phase) == (unit, "F") and sequencer.storages[unit].is_aliased
+    is_planned = slot.unit == unit and sequencer.storages[unit].is_aliased
+    begins = slot.phase == "F" and (is_planned or in_forward)
     return torch.is_grad_enabled() and (begins or sequencer.accumulates)
 
 

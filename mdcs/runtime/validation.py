@@ -82,16 +82,20 @@ class ValidationResult:
 
 def validate(
     model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit], options: RunOptions,
-    *, processes: int, backend: str, device: torch.device,
+    *, processes: int, backend: str, device: torch.device, updates: Updates | None = None,
 ) -> ValidationResult:  # fmt: skip
-    """Check plan, job and model on this rank. ``device`` is where parameters are, or will be made."""
+    """Check plan, job and model on this rank.
+
+    ``device`` is where parameters are, or will be made. ``updates``: those of a run before, which may have left counts
+    in the optimizers; None: they are tried.
+    """
     result = ValidationResult()
     try:
         _fits_processes(plan, processes, backend, options.emulate, device)
         _covers(model, units, optimizers)
         keeps_order(model, backend)
         check_buffers(model)
-        result.updates = updates = Updates(optimizers)
+        result.updates = updates = updates or Updates(optimizers)
         result.units = units = by_optimizer(units, updates)
         _fits_job(plan, options, updates)
         check(plan)

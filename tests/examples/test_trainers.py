@@ -18,7 +18,7 @@ import mdcs
 from mdcs.planner.priority import Priority
 from mdcs.planner.strategies import RandomMix
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.slow  # their imports take seconds

@@ -27,8 +27,8 @@ from mdcs.export.document import document
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Wfbp
-from mdcs.profiler.model_profile import measure_profile
 from tests.experiments.batch import run_all
+from tests.mdcs.measured import measure_profile
 
 pytestmark = pytest.mark.slow
 

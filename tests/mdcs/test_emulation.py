@@ -14,8 +14,7 @@ import mdcs
 from mdcs.emulation import EmulatedCommunicator, Emulation
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.link import Collectives, Kind
-from mdcs.profiler.calibration import measure_contention
-from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.devices import Emulated, emulated_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for
@@ -115,8 +114,7 @@ def contention() -> Any:
         return made.loss(made.model, made.batch(0, 0, 0))
 
     link = mdcs.Link.uniform(2, 10, emulated=True)
-    profile = measure_profile(made.model, units, step, optimizer, world=8, link=link, iterations=1)
-    return measure_contention(profile, made.model, units, step, optimizer, seconds=0.0, emulate=emulate)
+    return mdcs.autoprofile(made.model, optimizer, units, step, link=link, emulate=emulate)
 
 
 def test_costs_are_fitted_to_plans_that_run_on_an_emulated_link_which_stays_as_it_is(single: Ranks):

@@ -1,4 +1,4 @@
-"""Mixed-integer problems, solved by HiGHS in a child process with a hard deadline.
+"""Mixed-integer problems, solved by HiGHS through python-mip in a child process with a hard deadline.
 
 An :class:`IntegerProgram` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits
 and may crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status. The bound

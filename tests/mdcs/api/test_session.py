@@ -18,27 +18,10 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.api import loop_plan
-from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import is_measured
-from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.schema import INPUTS
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
-from mdcs.sizes import Budget
 
 STEPS = 36
-
-
-def quickly(
-    model: nn.Module, optimizer: torch.optim.Optimizer, units: list[mdcs.ModelUnit], step: Callable[[], Tensor], *,
-    micro_steps: int = 1, cross_iteration: bool = True, budget: Any = None, strategy: str = "", **_: Any,
-) -> mdcs.Plan:  # fmt: skip
-    """Plan as `autoplan` does, with a link that is not measured."""
-    link = mdcs.Link.uniform(1.0, 50.0)
-    profile = merge_profiles(measure_profile(model, units, step, optimizer, world=2, link=link, iterations=1))
-    planner = Uniform(strategy) if strategy else Greedy()
-    job = mdcs.Job(profile, micro_steps, cross_iteration)
-    return on_rank_zero(lambda: mdcs.make_plan(job, planner, Priority(), budget=Budget.of(budget).size))
 
 
 class Block(nn.Module):
@@ -298,18 +281,6 @@ def test_a_second_start_has_the_profile_of_the_first(two, tmp_path):
     for rank in two.run(started_twice, str(tmp_path), timeout_s=100.0):
         [(measured, files), second] = rank
         assert measured > second[0] > 1 and files == second[1] == 1
-
-
-def test_a_kept_profile_is_measured_anew_where_its_collectives_exceed_the_budget(monkeypatch, tmp_path):
-    steps = []
-    for exceed in (False, False, True):
-        monkeypatch.setattr(loop_plan, "needs_rings", lambda *_, exceed=exceed: exceed)
-        torch.manual_seed(0)
-        model = blocks()
-        optimizer = OPTIMIZERS["adam"](model.parameters())
-        with mdcs.parallelize(model, optimizer, profiles=tmp_path, seconds=0.2, progress=False) as parallel:
-            steps.append(choosing(parallel, lambda step, model=model: texts(model, 0)))
-    assert steps[0] == steps[2] > steps[1] == 1
 
 
 class Waiting(nn.Module):

@@ -51,9 +51,24 @@ class Keeping(nn.Module):
         return y + self.zero.requires_grad_(self.training)
 
 
+class Direct(nn.Module):
+    """Calls of ``forward``, which no hook of a layer sees, in the order in which they are registered or in another."""
+
+    def __init__(self, is_reversed: bool) -> None:
+        super().__init__()
+        self.layers, self.is_reversed = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), is_reversed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers) if self.is_reversed else self.layers:
+            x = layer.forward(x)
+        return x
+
+
 def loop(kind: str, ours: bool, broadcasts: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(kind), nn.Linear(WIDTH, 4))
+    if kind.startswith("direct"):
+        model = Direct(kind == "direct, reversed")
     inner, optimizer, parallel = model, torch.optim.SGD(model.parameters(), lr=0.001), None
     if ours:
         parallel = mdcs.parallelize(
@@ -86,7 +101,7 @@ def both(kind: str, broadcasts: bool) -> list[str]:
     ("kind", "broadcasts"),
     [
         ("counter", True), ("state", True), ("generators", True), ("buffer", True), ("buffer", False),
-        ("gradient of a buffer", True),
+        ("gradient of a buffer", True), ("direct", False), ("direct, reversed", False),
     ],
 )  # fmt: skip
 def test_what_a_module_keeps_is_ddps_in_every_step(two: Ranks, kind: str, broadcasts: bool) -> None:

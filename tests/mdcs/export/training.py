@@ -25,8 +25,8 @@ from mdcs.plan.plan import Plan
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import CHOICES, FULL, uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.telemetry.memory_meter import ShimMeter
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import in_nodes
 from tests.mdcs.runtime.training import How, Setup, optimizer_for, recomputing, scheduler_for, setup, strategy_for
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.profile.link import Collectives
 from mdcs.torch_compat import copy_all
+from tests.mdcs.measured import measure_profile
 
 Loop = Callable[[Tensor], Tensor]
 """(tokens) → the loss of one step, without a wait for the device."""
@@ -209,7 +210,7 @@ class Job:
     def profile(self, link: mdcs.Link, world: int) -> mdcs.Profile:
         """Measure the profile for a world behind a link."""
         backend = "nccl" if self.scale.on_gpu else "gloo"
-        return mdcs.measure_profile(
+        return measure_profile(
             self.model, self.units, self.loss, self.optimizer, world=world, link=link, master_dtype=torch.float32,
             collectives=Collectives.default(backend),
         )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
+from mdcs.api.offline import STEPS, cost_s, fastest
 from mdcs.model.units import ByLeaf, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
@@ -18,8 +19,8 @@ from mdcs.planner.schedulers import Sequential
 from mdcs.planner.strategies import Uniform
 from mdcs.planner.trials import proposals
 from mdcs.profile.link import Link
-from mdcs.profiler.autotune import STEPS, Trial, cost_s, fastest
-from mdcs.profiler.model_profile import measure_profile
+from mdcs.profiler.autotune import Trial
+from tests.mdcs.measured import measure_profile
 
 from ..optimizers import Counting, OwnCount
 from ..profiles import chain
@@ -60,10 +61,10 @@ def test_ranks_agree_on_the_fastest_and_the_model_is_as_before(two) -> None:  # 
     (first, seen, untouched), (second, also_seen, also_untouched) = two.run(tried)
     assert untouched and also_untouched
     assert first.hash == second.hash and first.outcome == second.outcome and seen == also_seen
-    assert all(math.isfinite(trial.measured_s) and trial.measured_s > 0 for trial in seen)
-    assert first.hash in [trial.plan.hash for trial in seen]
-    assert first.outcome.endswith(f"fastest of {', '.join(map(str, seen))}")
-    assert str(seen[0]).startswith("fsdp sequential ")
+    assert all(math.isfinite(trial.standing.median_s) and trial.standing.median_s > 0 for trial in seen)
+    assert [trial.plan.execution_hash for trial in seen if trial.is_chosen] == [first.execution_hash]
+    assert first.outcome.endswith("; ".join(map(str, seen))) and str(seen[0]).startswith("fsdp sequential, ")
+    assert seen[0].row()["messages"] == len(seen[0].plan.messages)
 
 
 def test_a_world_of_one_tries_nothing() -> None:

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from mdcs.api.offline import steps_of
 from mdcs.profile.schema import INPUTS, Profile, Slot
-from mdcs.profiler.autoprofile import steps_of
 from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
 from tests.mdcs.profiles import chain, recomputable
 

@@ -8,6 +8,7 @@ from operator import add
 
 import pytest
 
+from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Partitioning, Wfbp
@@ -68,7 +69,7 @@ def costs(profile: Profile) -> dict[str, float]:
 def test_known_costs_are_found_within_their_standard_errors(noise: float) -> None:
     contention = Contention(2e-4, 4e-10, dispatch_seconds=1e-4)
     true = replace(PROFILE, link=TRUE_LINK, contention=contention)
-    found = fit_costs(PROFILE, runs(calibration_plans(PROFILE), true, noise, count=8))
+    found = fit_costs(PROFILE, runs(calibration_plans(Job(PROFILE)), true, noise, count=8))
     wanted, got = costs(true), costs(found)
     for name in ("compute_per_message", "compute_per_byte", "dispatch_seconds", "beta of all_gather"):
         assert name in found.errors
@@ -80,7 +81,7 @@ def test_known_costs_are_found_within_their_standard_errors(noise: float) -> Non
 
 
 def test_messages_that_cost_compute_nothing_are_free() -> None:
-    found = fit_costs(PROFILE, runs(calibration_plans(PROFILE), replace(PROFILE, link=TRUE_LINK), noise=0.01))
+    found = fit_costs(PROFILE, runs(calibration_plans(Job(PROFILE)), replace(PROFILE, link=TRUE_LINK), noise=0.01))
     assert found.contention.compute_per_message == found.contention.compute_per_byte == 0
     assert 0 < found.errors["compute_per_message"] < 1e-3  # known to be nothing
     unseen = make_plan(PROFILE, Uniform("zero2"), Partitioning(block_mib=0.5))
@@ -99,14 +100,14 @@ def test_a_cost_per_message_stays_at_its_prior_where_the_number_of_messages_does
 
 
 def test_operations_that_no_plan_has_are_as_far_off_as_the_others() -> None:
-    plans = [plan for plan in calibration_plans(PROFILE) if plan.strategy != "dp"]
+    plans = [plan for plan in calibration_plans(Job(PROFILE)) if plan.strategy != "dp"]
     found = fit_costs(PROFILE, runs(plans, replace(PROFILE, link=TRUE_LINK)))
     assert "beta of all_reduce" not in found.errors and found.link.beta[0] == pytest.approx(1.45e-8, rel=0.05)
 
 
 def test_an_emulated_link_stays_and_a_run_alone_is_not_judged() -> None:
     emulated = replace(PROFILE, link=replace(GUESS, emulated=True))
-    [first, *_] = calibration_plans(emulated)
+    [first, *_] = calibration_plans(Job(emulated))
     found = fit_costs(emulated, runs([first], emulated))
     assert found.link == emulated.link and found.calibration_runs == {} and found.prediction_error is None
     assert fit_costs(emulated, []) is emulated
@@ -114,7 +115,7 @@ def test_an_emulated_link_stays_and_a_run_alone_is_not_judged() -> None:
 
 def test_a_device_with_streams_of_its_own_is_slower_beside_messages() -> None:
     on_streams = replace(PROFILE, execution=ExecutionModel("stream"), link=replace(GUESS, depth=1))
-    took = runs(calibration_plans(on_streams), replace(on_streams, interference=0.25))
+    took = runs(calibration_plans(Job(on_streams)), replace(on_streams, interference=0.25))
     took = [Run(plan, [each._replace(host_s=1e-4 * len(plan.messages)) for each in periods]) for plan, periods in took]
     found = fit_costs(on_streams, took)
     assert found.interference == pytest.approx(0.25, rel=0.1) and found.contention == Contention()

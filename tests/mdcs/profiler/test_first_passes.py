@@ -198,7 +198,7 @@ def test_what_needs_a_plan_says_so() -> None:
 def test_a_part_is_refused_where_activations_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, budget: str) -> None:
     net = Net()
     optimizer, units = torch.optim.Adam(net.parameters()), mdcs.partition(net)
-    monkeypatch.setattr("mdcs.api.autoplan.unmeasured", lambda device: "there is no compiler: install one")
+    monkeypatch.setattr("mdcs.api.planning.unmeasured", lambda device: "there is no compiler: install one")
     with pytest.raises(ValueError, match="depends on the bytes of activations: .* install one, or give the budget in bytes"):
         mdcs.parallelize(net, optimizer, budget=budget)
     with pytest.raises(ValueError, match="depends on the bytes of activations"):

@@ -14,10 +14,10 @@ from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.registry import scheduler_named, strategy_named
 from mdcs.profile.layout import WholeParameter
 from mdcs.profiler import memory_bounds
-from mdcs.profiler.link_timing import MeasuredLink
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import chain
 
-LINK = MeasuredLink(mdcs.Link.uniform(1, 50, emulated=True), mdcs.Collectives(), {})
+LINK = mdcs.Link.uniform(1, 50, emulated=True)
 
 
 def made(frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit]]:
@@ -40,7 +40,7 @@ def test_every_plan_holds_shards_and_the_largest_unit_whole() -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_no_plan_needs_less(world: int, frozen: bool) -> None:
     model, optimizer, units = made(frozen)
-    profile = mdcs.measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer, world=world, link=LINK.link)
+    profile = measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer, world=world, link=LINK)
     least = memory_bounds.min_peak_bytes(units, optimizer, world)
     assert least < mdcs.floor_bytes(profile)
     for strategy in ("dp", "zero2", "sdp", "fsdp"):
@@ -58,9 +58,8 @@ def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured() -> 
         mdcs.autoprofile(model, optimizer, units, step, link=LINK, budget=9216)
 
 
-def test_a_budget_below_the_floor_is_refused_when_the_model_has_been_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_below_the_floor_is_refused_when_the_model_has_been_measured() -> None:
     model, optimizer, units = made()
-    monkeypatch.setattr("mdcs.profiler.autoprofile.measure_interference", None)  # comes after it
     with pytest.raises(mdcs.InfeasibleBudget, match="the smallest budget is") as refused:
         mdcs.autoprofile(model, optimizer, units, lambda: model(torch.ones(2, 16)).sum(), link=LINK, budget=9300)
     assert refused.value.smallest is not None and refused.value.smallest > 9300

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 import mdcs
 from experiments.tasks.waiting import Block, Clock, Waiting
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.profiler import model_profile
-from mdcs.profiler.model_profile import measure_profile
-from mdcs.profiler.model_snapshot import preserve_model
-from mdcs.telemetry.memory_meter import Meter, Reading, ShimMeter
+from mdcs.runtime import context
+from mdcs.telemetry.memory_meter import Reading, ShimMeter
+from tests.mdcs.measured import measure_profile
 
 from ..runtime.ranks import Ranks
 
@@ -26,7 +19,7 @@ def test_gradients_come_from_the_last_parameter_of_a_unit_to_its_first() -> None
     model = Waiting(torch.nn.ModuleList(Block(numel, 4, 0, 0.001, 0.04, Clock(), False) for numel in (400, 40)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units = mdcs.partition(model, mdcs.ByClass(("Block",)))
-    profile = mdcs.measure_profile(
+    profile = measure_profile(
         model, units, lambda: model(torch.ones(1, 2)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
     )
     for unit, elements in zip(profile.units, (104, 16), strict=True):  # 100 and 10, padded to 16 bytes
@@ -53,7 +46,7 @@ def test_what_has_come_in_an_earlier_slot_is_there_when_the_last_begins() -> Non
     model = torch.nn.Sequential(Outer())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units = mdcs.partition(model, mdcs.ByClass(("Outer", "Linear")))
-    profile = mdcs.measure_profile(
+    profile = measure_profile(
         model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
     )
     outer = next(unit for unit in profile.units if unit.numel == 32)
@@ -80,7 +73,7 @@ def test_units_around_one_module_are_in_use_together() -> None:
     model = torch.nn.Sequential(Mixed(), Mixed())
     *most, last = [p for p in model.parameters() if p.requires_grad]
     optimizers = [torch.optim.SGD(most, lr=0.1), torch.optim.Adam([last])]
-    profile = mdcs.measure_profile(
+    profile = measure_profile(
         model, mdcs.partition(model, mdcs.ByClass(("Mixed",))), lambda: model(torch.ones(1, 4)).sum(), optimizers,
         world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
     )  # fmt: skip
@@ -91,29 +84,6 @@ def test_units_around_one_module_are_in_use_together() -> None:
     ]  # fmt: skip
     for name in ("0", "1"):
         assert len({(u.forward, u.backward) for u in profile.units if u.modules == name}) == 1
-
-
-class OnCuda(torch.nn.Module):
-    """Says that it is on a GPU, and has nothing there."""
-
-    def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
-        yield SimpleNamespace(device=torch.device("cuda", 1))
-
-
-def test_every_random_state_that_a_forward_may_draw_from_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout on a GPU draws from the device's generator; layers are dropped by Python's or numpy's."""
-    on_device = {torch.device("cuda", 1): torch.tensor([1, 2, 3])}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: on_device[device].clone())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: on_device.__setitem__(device, state))
-
-    def draw() -> tuple[float, ...]:
-        (numbers,) = on_device.values()
-        numbers += 1
-        return float(numbers[0]), torch.rand(()).item(), random.random(), float(np.random.rand())
-
-    with preserve_model(OnCuda(), Meter()):
-        drawn = draw()
-    assert draw() == drawn
 
 
 class TotalsOnly(ShimMeter):
@@ -149,9 +119,9 @@ def slots_by(meter: ShimMeter) -> tuple[list[tuple[int, int]], list[int]]:
         return model(torch.ones(64, 8)).square().mean()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_profile, "current_meter", lambda device: meter)
+        patch.setattr(context, "current_meter", lambda device: meter)
         link = mdcs.Link.uniform(1.0, 50.0)
-        profile = mdcs.measure_profile(model, units, step, optimizer, world=2, link=link, iterations=2)
+        profile = measure_profile(model, units, step, optimizer, world=2, link=link, iterations=2)
     first = profile.slots[0].live
     return [(slot.live - first, slot.peak - first) for slot in profile.slots], readings
 
@@ -164,52 +134,7 @@ def by_category_and_by_total() -> tuple[list[tuple[int, int]], list[tuple[int, i
 def test_activations_are_the_same_by_a_meter_that_knows_only_the_total(single: Ranks) -> None:
     """Bytes of gradients are not there before the gradients: they were subtracted from peaks that were over by then."""
     ((by_category, by_total, readings),) = single.run(by_category_and_by_total)
-    assert by_total == by_category and all(peak > live for live, peak in by_total)
-    warm_up, memory, first, second, *_ = readings
-    assert warm_up == memory < first == second  # passes that are timed are not read in
-
-
-def bytes_with_and_without_state(meter: str) -> list[list[tuple[int, int]]]:
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_profile, "current_meter", lambda device: {"by category": ShimMeter, "by total": TotalsOnly}[meter]())
-        for trained in (False, True):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.ReLU(), torch.nn.Linear(500, 3))
-            units, optimizer = mdcs.partition(model, mdcs.ByLeaf()), torch.optim.Adam(model.parameters())
-            batch = torch.ones(64, 8)
-            if trained:
-                model(batch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            link = mdcs.Link.uniform(1.0, 50.0)
-            profile = mdcs.measure_profile(
-                model, units, lambda: model(batch).square().mean(), optimizer, world=2, link=link, iterations=2  # noqa: B023
-            )
-            found.append([(slot.live, slot.peak) for slot in profile.slots])
-    return found
-
-
-@pytest.mark.parametrize("meter", ["by category", "by total"])
-def test_the_optimizers_state_of_a_run_that_goes_on_is_no_activations(single: Ranks, meter: str) -> None:
-    ((fresh, resumed),) = single.run(bytes_with_and_without_state, meter)
-    assert resumed == fresh
-
-
-def test_all_ranks_run_as_many_steps() -> None:
-    """A forward may have collectives: no rank stops before the others have measured enough."""
-    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [0]
-
-    def step() -> Tensor:
-        calls[0] += 1
-        return model(torch.ones(2, 4)).sum()
-
-    def steps(**options: Any) -> int:
-        calls[0] = 0
-        measure_profile(
-            model, mdcs.partition(model), step, torch.optim.SGD(model.parameters(), lr=0.1), world=2,
-            link=mdcs.Link.uniform(1.0, 50.0), iterations=3, seconds=1e-9, **options,
-        )  # fmt: skip
-        return calls[0]
-
-    assert (steps(), steps(agree=lambda is_enough: False)) == (3, 5)
+    assert all(peak > live for live, peak in by_total)
+    assert sum(by_total, ()) == pytest.approx(sum(by_category, ()), abs=64)  # scalars
+    watched, first, second = readings
+    assert watched < first == second  # passes that are timed are not read in

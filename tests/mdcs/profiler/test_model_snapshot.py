@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from mdcs.profiler.model_snapshot import ModuleSnapshot
+from mdcs.profiler.model_snapshot import ModuleSnapshot, preserve_model
+from mdcs.telemetry.memory_meter import Meter
 
 
 class Cached(nn.Module):
@@ -78,3 +82,26 @@ def test_values_come_back_however_they_were_changed() -> None:
     assert all(not buffers[name].any() and buffers[name].shape == (2,) for name in ("places", "data", "other"))
     assert torch.equal(model.mask, torch.ones(4, 3)) and model.mask.stride() == (0, 1)
     assert (model.seen, model.note.seen, model.note.sums) == (0, 0, [])
+
+
+class OnCuda(torch.nn.Module):
+    """Says that it is on a GPU, and has nothing there."""
+
+    def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
+        yield SimpleNamespace(device=torch.device("cuda", 1))
+
+
+def test_every_random_state_that_a_forward_may_draw_from_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on a GPU draws from the device's generator; layers are dropped by Python's or numpy's."""
+    on_device = {torch.device("cuda", 1): torch.tensor([1, 2, 3])}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: on_device[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: on_device.__setitem__(device, state))
+
+    def draw() -> tuple[float, ...]:
+        (numbers,) = on_device.values()
+        numbers += 1
+        return float(numbers[0]), torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    with preserve_model(OnCuda(), Meter()):
+        drawn = draw()
+    assert draw() == drawn

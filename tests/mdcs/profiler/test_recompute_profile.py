@@ -14,9 +14,7 @@ import mdcs
 from mdcs.plan.job import recomputing
 from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE
 from mdcs.profiler.consensus import merge_profiles
-from mdcs.profiler.model_profile import _recorded, measure_profile
-from mdcs.telemetry.memory_meter import current_meter
-from mdcs.torch_compat import backward_pass
+from tests.mdcs.measured import measure_profile, recorded
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import optimizer_for, setup
@@ -42,7 +40,7 @@ def measured_and_predicted(name: str, shape: dict[str, Any]) -> list[tuple[list[
         wanted = itertools.islice(itertools.cycle(CHOICES), first, None)
         choices = [choice if (u, choice) in can else NONE for u, choice in zip(range(len(units)), wanted, strict=False)]
         selective = {u: choice == SELECTIVE for u, choice in enumerate(choices) if choice != NONE}
-        found = _recorded(made.model, units, step, 1, 1, selective=selective)
+        found = recorded(made.model, units, step, optimizer_for("adam", made.model), selective)
         slots = recomputing(profile, choices).slots
         out.append((found.live + found.peak, [s.live for s in slots] + [s.peak for s in slots]))
     return out
@@ -68,7 +66,7 @@ def peaks_of_transformers(name: str, attention: str) -> list[tuple[int, int]]:
     for chosen in ((FULL,) * 3, (SELECTIVE,) * 3, (SELECTIVE, NONE, FULL), (FULL, SELECTIVE, NONE)):
         choices = [*[NONE] * first, *chosen, *[NONE] * (len(units) - first - 3)]
         selective = {u: choice == SELECTIVE for u, choice in enumerate(choices) if choice != NONE}
-        found = _recorded(model, units, step, 1, 1, selective=selective)
+        found = recorded(model, units, step, optimizer, selective)
         out.append((max(found.peak), max(slot.peak for slot in recomputing(profile, choices).slots)))
     return out
 
@@ -81,35 +79,6 @@ def test_peaks_of_transformers_with_its_cache_are_predicted_within_a_few_percent
         assert measured <= predicted <= 1.05 * measured
 
 
-class Fails(nn.Module):
-    """A forward that torch's selective checkpointing cannot compute again: backward calls other operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x)
-        return (out if backward_pass() == -1 else out[:]).tanh()
-
-
-def held_after_failures() -> tuple[list[tuple[int, str]], int]:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(2)), Fails(), nn.Linear(64, 1))
-    units, meter = mdcs.partition(model, mdcs.ByClass(("Sequential", "Fails"))), current_meter(torch.device("cpu"))
-    profile = measure_profile(
-        model, units, lambda: model(torch.ones(99, 64)).sum(), optimizer_for("adam", model), world=2, link=LINK, recompute=True
-    )
-    live = meter.live()
-    assert live is not None
-    return [(o.unit, o.choice) for o in profile.recompute], live["gradients"] or 0
-
-
-def test_an_attempt_that_fails_leaves_nothing_behind(two: Ranks) -> None:
-    for options, gradients in two.run(held_after_failures):
-        assert options[:2] == [(0, FULL), (1, FULL)] and (2, SELECTIVE) not in options
-        assert gradients == 0
-
-
 SHAPES = [
     ("gpt2", {"layers": 3}), ("bert", {"layers": 3}), ("resnet", {"image": 64, "samples": 4}), ("llama", {"layers": 3}),
 ]  # fmt: skip
@@ -120,7 +89,7 @@ def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(two: Ranks, n
     for rank in two.run(measured_and_predicted, name, shape):
         for found, predicted in rank:
             if name in ("gpt2", "bert"):
-                assert predicted == found
+                assert predicted == pytest.approx(found, abs=64)  # scalars
             else:  # a Llama's blocks share the positions, and each is charged
                 assert max(found) == pytest.approx(max(predicted), rel=0.005)
                 assert all(f <= p for f, p in zip(found, predicted, strict=True))
@@ -182,7 +151,6 @@ def test_units_that_cannot_keep_their_activations_and_the_profile_says_why(two: 
         assert options == [("plain", FULL)]  # selectively it would keep the output of its last layer, which it need not
         assert reasons.split("; ") == [
             "by_hand: the model checkpoints it already", "inside: the model checkpoints it already",
-            "counts: its forward changes a buffer, so it cannot be computed again with the same result: plan it without "
-            "recomputation",
+            "counts: its forward changes a buffer, so it cannot be computed again with the same result",
             "head: frees nothing",
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Least squares on random rows; lines and spreads by hand."""
+"""Least squares on random rows; spreads by hand."""
 
 from __future__ import annotations
 
@@ -7,24 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mdcs.profiler.regression import Term, estimate, lower_envelope, p10_p90
-
-
-def test_the_highest_line_below_all_points_is_not_moved_by_what_disturbances_add() -> None:
-    true = [(x, 1 + 2 * x) for x in (1.0, 4.0, 16.0)]
-    assert lower_envelope(true) == pytest.approx((1, 2))
-    for disturbed in range(2):  # a small or a middle size, in all turns
-        points = [(x, y * (1.5 if i == disturbed else 1)) for i, (x, y) in enumerate(true)]
-        assert lower_envelope(points).slope == pytest.approx(2, rel=0.05)
-    assert lower_envelope([*true[:2], (16.0, 50.0)]).slope == pytest.approx(2.25)  # the largest: then there is no intercept
-    assert lower_envelope([*true, *((x, 1.1 * y) for x, y in true)]) == pytest.approx((1, 2))  # one turn
-
-
-def test_a_line_below_has_no_negative_part() -> None:
-    assert lower_envelope([(1, 1.0), (2, 4.0), (3, 9.0)]) == (0, 1)
-    assert lower_envelope([(1, 3.0), (2, 1.0)]) == (1, 0)
-    assert lower_envelope([(2, 4.0), (2, 5.0)]) == (0, 2)
-    assert lower_envelope([]) == (0, 0)
+from mdcs.profiler.regression import Term, estimate, p10_p90
 
 
 def rows(seed: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:

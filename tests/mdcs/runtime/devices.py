@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.context import StepRecord
 from mdcs.runtime.executor import Executor, run_on_comm_stream
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.training import How, Setup, all_fsdp_bytes, scheduler_for, strategy_for
 
 # ---- the executor's contract

@@ -25,10 +25,10 @@ from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import INPUTS
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.errors import ErrorContext, OverBudget
 from mdcs.runtime.slots import ActivationExcess, BatchSizes, from_words, in_words
 from mdcs.sizes import MIB
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import chain, of_job, planned
 from tests.mdcs.runtime.ranks import Ranks
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.link import Collectives
-from mdcs.profiler.model_profile import measure_profile
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.runtime import communicator, context
 from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.executor import CudaExecutor
 from mdcs.runtime.messages import Messages
 from mdcs.runtime.stream_transport import StreamTransport
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.asynchronous import Device
 from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
 from tests.mdcs.runtime.ranks import Ranks
@@ -53,9 +54,9 @@ def plan_for(how: How, world: int = 1) -> mdcs.Plan:
     profile = measure_profile(
         model, units, lambda: loss_of(model, 0, CPU), optimizer, world=world, link=link, iterations=1, collectives=how.collectives
     )
-    job = mdcs.Job(profile, cross_iteration=how.cross_iteration)
+    job = mdcs.Job(merge_profiles(profile), cross_iteration=how.cross_iteration)
     budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(job))
-    return mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=budget)
+    return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=budget))
 
 
 def train(
@@ -183,12 +184,9 @@ def test_one_rank_with_a_budget_or_a_barrier(how: How):
 def train_two(hows: Sequence[How]) -> list[str]:
     """Both ranks have the same batches, so their average is what one alone would do."""
     torch.set_num_threads(1)
-    from mdcs.profiler.consensus import on_rank_zero
-
     wanted, found = plain_run(CPU, STEPS), []
     for i, how in enumerate(hows):
-        plan = on_rank_zero(lambda how=how: plan_for(how, 2))  # type: ignore[misc]
-        problems = wrong(plan, wanted, [ORDERS[i % 2], 3 + dist.get_rank()])
+        problems = wrong(plan_for(how, 2), wanted, [ORDERS[i % 2], 3 + dist.get_rank()])
         found += [f"{how.strategy}-{how.scheduler} {problem}" for problem in problems]
     return found
 
@@ -383,9 +381,7 @@ class Many(nn.Module):
 def broadcasts() -> tuple[list[tuple[str, int]], int, list[str], list[float]]:
     """Stream and bytes of every broadcast of a step's, how often the host waits for one, what was misused; what came."""
     torch.set_num_threads(1)
-    from mdcs.profiler.consensus import on_rank_zero
-
-    plan = on_rank_zero(lambda: plan_for(How("zero2", "wfbp"), 2))
+    plan = plan_for(How("zero2", "wfbp"), 2)
     device, sent, send, plain = Device(("communication",)), [], dist.broadcast, make
     waits: list[int] = []
     steps: list[list[tuple[str, int]]] = []

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.profile.link import ALGORITHMS, KIND, Collectives, Kind
-from mdcs.profiler import link_timing
-from mdcs.profiler.link_timing import _shallowest, measure_link
+from mdcs.profile.link import ALGORITHMS, Collectives, Kind
 from mdcs.runtime.communicator import Communicator, PendingCollective
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -112,68 +109,6 @@ def test_a_rank_that_is_gone_is_an_error(kind: Kind) -> None:
     assert gone == "gone" and "not noticed" not in said
 
 
-# ---- measured
-
-
-def measured(algorithm: str | None) -> tuple[float, float, int, str]:
-    link, collectives, spread = measure_link(torch.device("cpu"), depth=3, algorithm=algorithm)
-    assert spread.keys() == {f"{name} of {operation}" for name in ("α", "gap", "1/β") for operation in KIND}
-    assert all(0 <= low <= high for low, high in spread.values())
-    assert len(link.alpha) == len(link.beta) == 4 and link.depth == 3 and not link.emulated
-    assert link.alpha[2:] == (link.alpha[2],) * 2 and link.beta[2:] == (link.beta[2],) * 2 and len(link.gap) == 4
-    return sum(link.alpha), sum(link.beta), link.block, collectives.algorithm
-
-
-def test_all_ranks_measure_the_same_link_and_choose_the_same(two: Ranks, three: Ranks) -> None:
-    for ranks in (two, three):  # on three, messages have several steps, and those of one train are at different ones
-        first, *others = ranks.run(measured, None)
-        assert all(other == first for other in others)
-        assert first[1] > 0 and 1 << 20 <= first[2] <= 1 << 22 and first[3] in FAMILIES
-
-
-def test_a_family_that_is_named_is_chosen(two: Ranks) -> None:
-    assert {found[3] for found in two.run(measured, "native")} == {"native"}
-
-
-def measured_depth() -> tuple[int, list[str]]:
-    link, _, spread = measure_link(torch.device("cpu"), depth=None, algorithm="ring")
-    return link.depth, [name for name in spread if name.endswith("in flight")]
-
-
-def test_the_number_in_flight_is_measured_if_it_is_not_given(two: Ranks) -> None:
-    (first, names), second = two.run(measured_depth)
-    assert (first, names) == second and 1 <= first <= 4
-    assert names == [f"{operation} with {n} in flight" for operation in KIND for n in (1, 2, 4)]
-
-
-def trains(depth: int) -> list[dict[int, list[float]]]:
-    """Seconds of both families, each kind alone and all in turns; two sizes in two turns."""
-    kinds = tuple(KIND.values())
-    senders = [(Collectives(name), own) for name in FAMILIES for own in (*((kind,) for kind in kinds), kinds)]
-    return link_timing.LinkBenchmark(torch.device("cpu")).time_trains(senders, (1 << 12, 1 << 16), depth, 2)
-
-
-def test_every_family_sends_trains_and_all_ranks_know_the_same_of_them(two: Ranks) -> None:
-    for depth in (1, 3):
-        first, second = two.run(trains, depth)
-        assert first == second and len(first) == 4 * len(FAMILIES)
-        for samples in first:
-            assert [len(seconds) for seconds in samples.values()] == [2, 2]
-            assert all(0 < s < 1 for seconds in samples.values() for s in seconds)
-
-
-def test_as_few_in_flight_as_are_nearly_as_fast_as_any() -> None:
-    assert _shallowest({1: [1.0, 9.0, 1.0], 2: [1.9, 2.0, 2.1], 3: [2.05], 4: [1.5]}) == 2
-    assert _shallowest({1: [1.0], 2: [1.02], 3: [1.1], 4: [1.2]}) == 4
-
-
-def test_a_world_of_one_has_a_link_that_takes_no_time() -> None:
-    link, collectives, _ = measure_link(torch.device("cpu"), algorithm="native")
-    assert (link.alpha, link.beta, collectives) == ((0.0,) * 4, (0.0,) * 4, Collectives("native"))
-    with pytest.raises(ValueError, match="algorithm must be native or ring"):
-        measure_link(torch.device("cpu"), algorithm="direct")
-
-
 def warned_of() -> list[tuple[str, str]]:
     """Warnings of a loop that warns from one line and sends between, and those of sending."""
     with warnings.catch_warnings(record=True) as caught:
@@ -189,22 +124,3 @@ def warned_of() -> list[tuple[str, str]]:
 def test_sending_neither_warns_nor_lets_others_warn_again(two: Ranks) -> None:
     """torch's own names of NCCL's collectives, which gloo has, too: one is deprecated, and hiding that had its price."""
     assert two.run(warned_of) == [[("UserWarning", "this is deprecated")]] * 2
-
-
-def measured_as_nccl(depth: int | None) -> tuple[int, set[int]]:
-    """The depth of the link, and how many messages trains had in flight: gloo has what is asked of NCCL here, too."""
-    found, train = set(), link_timing.LinkBenchmark._train
-
-    def noted(ranks: Any, sender: Any, size: int, in_flight: int) -> float:
-        found.add(in_flight)
-        return train(ranks, sender, size, in_flight)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link_timing, "backend_of", lambda group, device: "nccl")
-        patch.setattr(link_timing.LinkBenchmark, "_train", noted)
-        return measure_link(torch.device("cpu"), depth=depth).link.depth, found
-
-
-@pytest.mark.parametrize("depth", [2, None])
-def test_nccl_sends_one_message_at_a_time_and_is_measured_so(two: Ranks, depth: int | None) -> None:
-    assert two.run(measured_as_nccl, depth) == [(1, {1})] * 2

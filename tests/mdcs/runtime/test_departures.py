@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.storage import UnitStorage
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_random_plans import random_plan
 from tests.mdcs.runtime.training import How, Job, differing, distance, optimizer_for, plan_for

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import loop_plan
-from tests.mdcs.api.test_session import blocks, quickly, texts
+from tests.mdcs.api.test_session import blocks, texts
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import said
 from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, parallel_for, plan_for, profile_of, setup
@@ -130,16 +129,14 @@ def in_the_loop(bad: tuple[int, ...], micro_steps: int, scaled: bool) -> list[st
     (plain, theirs), (model, optimizer) = made(), made()
     wanted = with_ddp(plain, loss_of, theirs, scaled, **options)
     scale = mdcs.LossScale(growth_interval=2) if scaled else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_plan, "autoplan", quickly)
-        parallel = mdcs.parallelize(
-            model, optimizer, clip_norm=LIMIT, loss_scale=scale, profiles=False, progress=False, timeout_s=20
-        )
-        scaler = parallel.scaler if scaled else None
-        with parallel:
-            clip = parallel.clip_grad_norm_
-            found = train(lambda *at: loss_of(model, *at), optimizer, clip, scaler, optimizer.zero_grad, **options)
-            return compared(wanted, found, parallel, plain, scaled)
+    parallel = mdcs.parallelize(
+        model, optimizer, clip_norm=LIMIT, loss_scale=scale, profiles=False, seconds=0.5, progress=False, timeout_s=20
+    )
+    scaler = parallel.scaler if scaled else None
+    with parallel:
+        clip = parallel.clip_grad_norm_
+        found = train(lambda *at: loss_of(model, *at), optimizer, clip, scaler, optimizer.zero_grad, **options)
+        return compared(wanted, found, parallel, plain, scaled)
 
 
 @pytest.mark.parametrize(
@@ -196,17 +193,15 @@ def losses_left_out() -> list[Any]:
             ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
             wanted = leave_out(lambda step: plain.loss(ddp, plain.batch(step, 0, dist.get_rank())), theirs, idiom)  # noqa: B023
             units, options = mdcs.partition(made.model, made.policy), {"timeout_s": 20, **waits.get(idiom, {})}
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(loop_plan, "autoplan", quickly)
-                if strategy:
-                    how = How(strategy, scheduler, seed=3)
-                    plan = plan_for(job, how, profile_of(job, how, made, units, ours))
-                    parallel = mdcs.parallelize(made.model, ours, plan, units, **options)
-                else:
-                    parallel = mdcs.parallelize(made.model, ours, units=units, profiles=False, progress=False, **options)
-                with parallel:
-                    losses = leave_out(lambda step: made.loss(made.model, made.batch(step, 0, dist.get_rank())), ours, idiom)  # noqa: B023
-                    names = differing(parallel.state_dict(), plain.model.state_dict())
+            if strategy:
+                how = How(strategy, scheduler, seed=3)
+                plan = plan_for(job, how, profile_of(job, how, made, units, ours))
+                parallel = mdcs.parallelize(made.model, ours, plan, units, **options)
+            else:
+                parallel = mdcs.parallelize(made.model, ours, units=units, profiles=False, progress=False, seconds=0.5, **options)
+            with parallel:
+                losses = leave_out(lambda step: made.loss(made.model, made.batch(step, 0, dist.get_rank())), ours, idiom)  # noqa: B023
+                names = differing(parallel.state_dict(), plain.model.state_dict())
             if names or str(losses) != str(wanted):
                 found.append((idiom.__name__, strategy, names, losses, wanted))
     return found

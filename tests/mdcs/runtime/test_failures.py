@@ -28,8 +28,8 @@ from mdcs.emulation import Pacer
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Collectives
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime import thread_transport
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime import devices
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (

@@ -18,9 +18,9 @@ from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Wfbp
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.initialization import Initializer
 from mdcs.telemetry.memory_meter import ShimMeter
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import TINY, differing, optimizer_for
 

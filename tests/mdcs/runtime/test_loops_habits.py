@@ -17,7 +17,7 @@ from torch import nn
 
 import mdcs
 from mdcs.profiler.consensus import merge_profiles
-from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said

@@ -24,8 +24,8 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.telemetry.memory_meter import ShimMeter
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,

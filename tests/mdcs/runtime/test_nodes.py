@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import mdcs
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.profile.link import Collectives, Kind
-from mdcs.profiler.link_timing import measure_link, ranks_per_node
+from mdcs.profile.link import Collectives
+from mdcs.profiler.measurement import ranks_per_node
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_checkpointing import other_start
 from tests.mdcs.runtime.test_loops import one_step
@@ -96,20 +95,7 @@ def test_it_is_saved_whole_and_resumed_with_any_plan(nodes: Ranks, tmp_path):
     assert nodes.run(saved, str(tmp_path)) == [[]] * 4
 
 
-# ---- measured
-
-
-def measured(per_node: int | None) -> tuple[mdcs.Link, list[str]]:
-    link, _, spread = measure_link(torch.device("cpu"), per_node=per_node)
-    return link, [name for name in spread if name.startswith("1/β")]
-
-
-@pytest.mark.slow
-def test_both_levels_are_measured_where_there_are_two(nodes: Ranks):
-    (link, names), *others = nodes.run(measured, 2)
-    assert all(other == (link, names) for other in others)
-    assert link.per_node == 2 and min(link.beta_of(kind) for kind in Kind) > 0
-    assert {"1/β of all_gather within nodes", "1/β of reduce_scatter within nodes"} < set(names)
+# ---- where ranks are
 
 
 def seen(told: dict[int, str]) -> int:

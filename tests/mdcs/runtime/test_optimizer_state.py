@@ -13,7 +13,7 @@ from torch import nn
 
 import mdcs
 from mdcs.profiler.consensus import merge_profiles
-from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
 from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup, train
@@ -164,8 +164,6 @@ def test_neighbours_may_have_been_updated_unequally_often(two: Ranks, strategy):
 
 def calibrate_with_state() -> list[Any]:
     """A profile of a model in training: its optimizer has the state that it had."""
-    from mdcs.profiler.calibration import measure_contention
-
     made = setup("tied")
     optimizer = optimizer_for("adam", made.model)
     made.loss(made.model, made.batch(0, 0, 0)).backward()
@@ -174,14 +172,14 @@ def calibrate_with_state() -> list[Any]:
     before = optimizer.state_dict()
     job, units = Job("tied"), mdcs.partition(made.model, made.policy)
     profile = profile_of(job, how("dp"), made, units, optimizer)
-    measure_contention(profile, made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer, seconds=0.0)
+    mdcs.autoprofile(made.model, optimizer, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), progress=False)
     parallel = mdcs.parallelize(made.model, optimizer, plan_for(job, how("dp"), profile), units, timeout_s=20)
     after = parallel.optimizer_state_dict()
     parallel.close()
     return differences(after, before) + differences(optimizer.state_dict(), before)
 
 
-def test_a_calibration_run_leaves_the_state_as_it_is(two: Ranks):
+def test_a_profile_leaves_the_state_as_it_is(two: Ranks):
     assert two.run(calibrate_with_state) == [[], []]
 
 

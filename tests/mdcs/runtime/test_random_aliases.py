@@ -31,6 +31,7 @@ from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.runtime.unshard import Unsharder
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import TIMES
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -249,7 +250,7 @@ class Training:
         return model(x).square().mean() / self.micro_steps
 
     def plan(self, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: torch.optim.Optimizer) -> mdcs.Plan:
-        profile = merge_profiles(mdcs.measure_profile(
+        profile = merge_profiles(measure_profile(
             model, units, lambda: self.loss(model, 0, 0), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
         ))  # fmt: skip
         mix = RandomMix(seed=self.seed) if self.strategy == "random" else Uniform(self.strategy)

@@ -16,7 +16,7 @@ from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops_models import as_with_ddp

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.profiler.consensus import merge_profiles
-from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for
 

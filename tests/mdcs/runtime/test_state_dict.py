@@ -326,7 +326,7 @@ def test_the_loop_may_use_the_default_group(two: Ranks):
 def train_in_a_subgroup() -> list[str] | None:
     """Ranks 0 and 2 train; rank 1 has nothing to do with it."""
     from mdcs.profile.schema import Optimizer, Profile
-    from mdcs.profiler.model_profile import measure_profile
+    from tests.mdcs.measured import measure_profile
 
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:

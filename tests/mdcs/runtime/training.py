@@ -33,8 +33,8 @@ from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import CHOICES, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.profiler.model_profile import measure_profile
 from mdcs.sizes import MIB
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.optimizers import OPTIMIZERS
 from tests.mdcs.profiles import in_nodes
 

@@ -1,0 +1,53 @@
+"""Profiles of slots and bytes alone, measured in a few steps of the ranks that are there, for any world and link."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any
+
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.api.offline import rehearse
+from mdcs.model.optimizers import GivenOptimizers, Optimizers
+from mdcs.model.units import ModelUnit
+from mdcs.planner.recompute import KEEP, Planned
+from mdcs.profiler.measurement import Measurement, Ran, Stage
+from mdcs.profiler.recompute_profile import with_recomputation
+from mdcs.profiler.running_steps import RunningSteps
+from mdcs.profiler.slot_recorder import SlotRecorder
+
+
+def measure_profile(
+    model: nn.Module, units: list[ModelUnit], step: Callable[[], Tensor], optimizer: GivenOptimizers, *, world: int,
+    link: mdcs.Link, iterations: int = 1, recompute: bool = False, **options: Any,
+) -> mdcs.Profile:  # fmt: skip
+    """The profile, with no costs of messages but the link's."""
+    measuring = Measurement(
+        units, Optimizers(optimizer), units[0].parameters[0][1].device, recompute=Planned() if recompute else KEEP,
+        iterations=iterations, **options,
+    )  # fmt: skip
+
+    def stages() -> Generator[Stage, Ran, mdcs.Profile]:
+        profiles = yield from measuring._slots(measuring.provisional(measuring.unmeasured()))
+        return profiles[0]
+
+    profile = rehearse(stages(), model, optimizer, units, [step])
+    return dataclasses.replace(profile, world=world, link=link)
+
+
+def recorded(
+    model: nn.Module, units: list[ModelUnit], step: Callable[[], Tensor], optimizer: GivenOptimizers, choice: dict[int, bool]
+) -> SlotRecorder:
+    """What is recorded of a step in which these units compute their activations again."""
+    measuring = Measurement(units, Optimizers(optimizer), units[0].parameters[0][1].device)
+
+    def stages() -> Generator[Stage, Ran, SlotRecorder]:
+        [profile] = yield from measuring._slots(measuring.provisional(measuring.unmeasured()))
+        plan = measuring.provisional(*with_recomputation(profile, choice))
+        ran = yield Stage(plan, 2, RunningSteps)
+        assert isinstance(ran.heard, RunningSteps)
+        return ran.heard.recorder
+
+    return rehearse(stages(), model, optimizer, units, [step])

@@ -156,7 +156,7 @@ class LoopPlan:
 
     def _chosen(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:
         """Return the plan of this profile, or the one of a few others that is measured to be faster."""
-        plans = self.planning.plans(measuring.job(profile))
+        plans = self.planning.plans(measuring.job(profile), measuring.device)
         if len(plans) == 1:
             return plans[0]
         self.trials[:] = yield from take_turns(plans, _MOST_TRIED)

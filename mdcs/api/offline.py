@@ -38,7 +38,7 @@ from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.validation import RunOptions
 from mdcs.sizes import Budget
-from mdcs.telemetry.memory_meter import Meter, current_meter, unmeasured
+from mdcs.telemetry.memory_meter import Meter, current_meter
 
 STEPS = 8
 """Steps of a trial, per plan."""
@@ -186,10 +186,8 @@ def autoplan(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
                 budget=wanted, progress=progress, job=job_of, recompute=None if rule == AUTO else rule != KEEP,
             )  # fmt: skip
-        if wanted.is_limit and not any(slot.peak for slot in profile.slots):
-            why = unmeasured(device) or "the profile has not measured them"
-            warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
-        return fastest(planning.plans(job_of(profile)), model, units, steps_of(step, batches)[0], optimizer)[0]
+        plans = planning.plans(job_of(profile), device)
+        return fastest(plans, model, units, steps_of(step, batches)[0], optimizer)[0]
 
 
 def cost_s(plans: Sequence[Plan]) -> float:
@@ -206,8 +204,7 @@ def fastest(
     *,
     emulate: Emulation | None = None,
 ) -> tuple[Plan, tuple[Trial, ...]]:
-    """Return the plan that is fastest when it runs, and all trials in the order of ``plans``. Collective, with the same
-    plans.
+    """Return the plan that is fastest when it runs, and all trials. Collective, with the same plans.
 
     The plan's outcome lists the trials. Model, optimizer and random state are as before; gradients are gone. ``step``
     runs the forward pass of a micro-step and returns the loss. One plan is returned without trials, and so is the first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -77,11 +78,15 @@ class Planning:
             _within(seconds, schedule) if isinstance(self.scheduler, str) else schedule,
         )
 
-    def plans(self, job: Job) -> list[Plan]:
+    def plans(self, job: Job, device: torch.device) -> list[Plan]:
         """Return the plan of the job, and up to ``trials`` - 1 others that differ. Collective.
 
-        Raises on every rank what planning raises on rank 0: InfeasibleBudget, where no plan fits.
+        Warns of a budget that counts no activations, where ``device`` does not tell them. Raises on every rank what
+        planning raises on rank 0: InfeasibleBudget, where no plan fits.
         """
+        if self.budget.is_limit and not any(slot.peak for slot in job.profile.slots):
+            why = unmeasured(device) or "the profile has not measured them"
+            warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
         strategy, schedule = self.planners()
         limit = limit_of(self.budget, job, self.rule)
         solves = isinstance(strategy, Solving) or isinstance(schedule, Solving)

@@ -92,7 +92,7 @@ def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(two: Ranks, n
                 assert predicted == pytest.approx(found, abs=64)  # scalars
             else:  # a Llama's blocks share the positions, and each is charged
                 assert max(found) == pytest.approx(max(predicted), rel=0.005)
-                assert all(f <= p for f, p in zip(found, predicted, strict=True))
+                assert all(f <= p + 64 for f, p in zip(found, predicted, strict=True))
 
 
 class Parts(nn.Module):

@@ -93,10 +93,10 @@ class AliasTracker(TorchDispatchMode):
 def refuse_kept(storages: list[UnitStorage]) -> None:
     """Raise UnsupportedModel for a tensor over the memory of parameters that is kept after a step.
 
-    This memory is freed between steps, or will be under the next plan. Messages in flight have such tensors, too:
-    slices of the flat buffers, not of parameters.
+    This memory is freed between steps, or what is trained will have other memory under the next plan. Messages in
+    flight have such tensors, too: slices of the flat buffers, not of parameters.
     """
-    units = {storage_of(unit.flat_param): unit for unit in storages}
+    units = {storage_of(unit.flat_param): unit for unit in storages if unit.strategy.sharded or unit.trainable}
     flats = {id(unit.flat_param) for unit in storages}
     own = flats | {id(p) for unit in storages for p in unit.parameters}
     with without_torch_function():

@@ -329,8 +329,6 @@ def train_in_a_subgroup() -> list[str] | None:
     from tests.mdcs.measured import measure_profile
 
     group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return None
     made = setup("tied")
     optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=0.1)
     units = mdcs.partition(made.model, made.policy)
@@ -340,6 +338,8 @@ def train_in_a_subgroup() -> list[str] | None:
             link=mdcs.Link.uniform(1.0, 50.0),
         )
     ]  # fmt: skip
+    if dist.get_rank() == 1:
+        return None
     dist.broadcast_object_list(box, group_src=0, group=group)
     profile: Profile = box[0]
     assert isinstance(profile.optimizer, Optimizer)

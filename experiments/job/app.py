@@ -132,8 +132,9 @@ class _Call:
         os.environ[_FULL] = "1"  # Hydra then raises errors instead of printing many lines
         try:
             if {"-h", "--help", "help"} & set(sys.argv[1:]):
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
-                print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.program.own))
+                before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
+                print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.program.own), flush=True)
+                signal.signal(signal.SIGPIPE, before)
                 return 0
             for argument in sys.argv[1:]:
                 require_own(argument, self.program.own)

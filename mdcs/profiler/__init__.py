@@ -1,4 +1,4 @@
-"""What a run measures while it trains.
+"""Measurements of a run while it trains.
 
 - ``measurement``: the stages of a few steps under one plan each, up to a profile.
 - ``first_passes``, ``running_steps``, ``slot_recorder``, ``alias_tracker``, ``unit_tensors``: what listens to them.

@@ -1,4 +1,4 @@
-"""What a run measures while it trains: stages, each of a few steps under one plan with a listener, up to a profile.
+"""Stages in which a run is measured while it trains, each of a few steps under one plan, up to a profile.
 
 A loop runs the stages with its own steps (:mod:`mdcs.api.session`), and ``mdcs.autoprofile`` with the step it is given.
 """
@@ -84,7 +84,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured in a run's first steps, and under which plans.
+    """Measurement of a run's first steps: what is measured, and under which plans.
 
     - ``device``: where the units compute. ``sharded``: whether the first steps are, because the model does not fit
       whole.

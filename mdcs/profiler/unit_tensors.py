@@ -68,7 +68,7 @@ def _storages(values: Any) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
 
 
 class ForwardChanges:
-    """What the forward of a unit changes, from the construction on."""
+    """Changes by the forward of a unit, from the construction on."""
 
     def __init__(self, unit: ModelUnit) -> None:
         self._unit, self._weights = unit, self._versions(unit)

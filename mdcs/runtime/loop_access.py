@@ -1,4 +1,4 @@
-"""What a training loop does to parameters, optimizers and model while a plan runs: done in the plan's way, or refused.
+"""Access of a training loop to parameters, optimizers and model while a plan runs: in the plan's way, or refused.
 
 Every message says what to write instead; docs/loops.md lists the mistakes of a loop.
 """

@@ -93,11 +93,13 @@ def autoprofile(
     - ``progress``: whether rank 0 logs a line for each phase, or writes it to stderr (:mod:`mdcs.profiler.progress`).
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was
-    killed. Raises ValueError for a family that the backend does not have, and for a type that is neither the
-    parameters' nor a wider float; UnsupportedModel for a parameter on the meta device; InfeasibleBudget, see above; and
-    what :func:`mdcs.parallelize` raises.
+    killed. Raises ValueError for a family that the backend does not have, for ``iterations`` and ``depth`` below 1, and
+    for a type that is neither the parameters' nor a wider float; UnsupportedModel for a parameter on the meta device;
+    InfeasibleBudget, see above; and what :func:`mdcs.parallelize` raises.
     """
     refuse_meta(model)
+    if iterations < 1:
+        raise ValueError(f"iterations must be >= 1, got {iterations}")
     wanted, device = Budget.of(budget), units[0].parameters[0][1].device
     optimizers, steps = Optimizers(optimizer), steps_of(step, batches)
     backend = backend_of(None, device)

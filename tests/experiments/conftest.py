@@ -1,4 +1,4 @@
-"""What tests of programs share: ranks that are forks of one process, and programs that draw nothing."""
+"""Fixtures of the tests of programs: ranks that are forks of one process, and programs that draw nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -40,7 +40,7 @@ def measure_profile(
 def recorded(
     model: nn.Module, units: list[ModelUnit], step: Callable[[], Tensor], optimizer: GivenOptimizers, choice: dict[int, bool]
 ) -> SlotRecorder:
-    """What is recorded of a step in which these units compute their activations again."""
+    """The record of a step in which these units compute their activations again."""
     measuring = Measurement(units, Optimizers(optimizer), units[0].parameters[0][1].device)
 
     def stages() -> Generator[Stage, Ran, SlotRecorder]:

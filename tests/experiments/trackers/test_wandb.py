@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import platform
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def read(tmp_path_factory):
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("artifacts")))
         told(
             shown(folder), OFFLINE, ("event", {"event": "job", "model": "mlp"}),
-            ("event", {"event": "start", "predicted": PREDICTED}), ("event", STEP), ("event", {**STEP, "step": 2}),
+            ("event", {"event": "start", "predicted": PREDICTED, "tried": [{"strategy": "dp", "measured_ms": 2.0}]}),
+            ("event", STEP), ("event", {**STEP, "step": 2}),
             ("event", {"event": "eval", "step": 2, "loss": 2.0}),
             ("event", {"event": "summary", "status": "ok", "step_s": {"median": 0.1}}),
             ("pictures", [folder / "timeline.png"]), ("document", "profile", folder / "profile.json", True),
@@ -90,10 +92,16 @@ def test_what_was_asked_for_is_the_config_and_how_it_ended_the_summary(read):
     assert read[1].summary["step_s/median"] == 0.1
 
 
+def test_plans_that_were_tried_are_a_table(read):
+    folder, _ = read
+    tables = [json.loads(path.read_text()) for path in folder.glob("wandb/*/files/media/table/candidates_*.json")]
+    assert tables and all((t["columns"], t["data"]) == (["strategy", "measured_ms"], [["dp", 2.0]]) for t in tables)
+
+
 def test_plan_and_profile_are_artifacts_named_by_content_and_pictures_are_there(read):
     folder, run = read
     content = hashlib.sha256(b"{}").hexdigest()[:12]
-    assert run.artifacts == {
+    assert {kind: own for kind, own in run.artifacts.items() if kind != "run_table"} == {
         "profile": (f"profile-{content}", ["profile.json"], True), "plan": (f"plan-{content}", ["plan.json"], False)
     }  # fmt: skip
     assert list(folder.glob("wandb/*/files/media/images/timeline_*.png"))

@@ -30,6 +30,13 @@ def test_no_time_is_refused_before_anything_is_measured() -> None:
         mdcs.autoplan(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
 
 
+@pytest.mark.parametrize("option", ["iterations", "depth"])
+def test_a_profile_of_nothing_is_refused_by_its_option(option: str) -> None:
+    model, optimizer, units, _ = made()
+    with pytest.raises(ValueError, match=option):
+        mdcs.autoprofile(model, optimizer, units, lambda: pytest.fail("a step ran"), **{option: 0})
+
+
 def test_a_reserve_that_leaves_nothing_of_the_budget_is_refused_by_its_name() -> None:
     model, optimizer, units, _ = made()
     with pytest.raises(ValueError, match="reserve"):

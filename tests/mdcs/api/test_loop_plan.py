@@ -249,7 +249,7 @@ def test_what_is_chosen_is_said():
 
 
 def overlapping(micro_steps: int) -> tuple[list[str], int]:
-    """What differs from DDP's where passes need not be counted; the messages that were sent before the first step()."""
+    """Differences to DDP where passes need not be counted; the messages that were sent before the first step()."""
     options: dict[str, Any] = {"micro_steps": micro_steps, "budget": None}
     sent: list[int] = []
     real = mdcs.Session.step

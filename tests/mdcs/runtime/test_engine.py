@@ -47,7 +47,7 @@ def counted(patch: pytest.MonkeyPatch, owner: Any, name: str, found: list[str]) 
 
 
 def changing(model: str, optimizer: str, micro_steps: int, double: bool = False) -> tuple[list[str], dict[Any, int], int]:
-    """What differs from DDP after two steps under each plan; gathers by change of plan; process groups made for them."""
+    """Differences to DDP after two steps under each plan; gathers by change of plan; process groups made for them."""
     made, job = setup(model, double), Job(model, micro_steps, optimizer=optimizer, steps=2 * len(ORDER), double=double)
     wanted, rank = reference(job), dist.get_rank()
     ours, units = optimizer_for(optimizer, made.model), mdcs.partition(made.model, made.policy)

@@ -26,8 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.place import require_alone
-
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -36,6 +34,7 @@ from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
 from experiments.fsdp2 import predicted_document
+from launch.place import require_alone
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.sizes import MIB
 

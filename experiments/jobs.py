@@ -12,14 +12,13 @@ import os
 import sys
 from pathlib import Path
 
-from launch.place import require_alone
-
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from experiments.job.submission import settled
 from hydra_plugins import _mdcs_jobs as jobs
 from launch import status
+from launch.place import require_alone
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -206,7 +206,7 @@ class Session(ModelState):
 
     @contextmanager
     def _evaluate(self) -> Iterator[None]:
-        with torch.no_grad(), self._engine.evaluation.run():
+        with torch.no_grad(), self._engine.evaluation.unsharded():
             yield
         self._engine.buffers.register()
 

@@ -56,14 +56,16 @@ class SlotSequencer(SlotPosition):
 
     def forward_begin(self, unit: int) -> None:
         """Enter a forward slot, unless it is a frozen unit's in an evaluation."""
-        if self.exported_to is None or torch.is_grad_enabled():
-            self._slot(unit, "F")
-            self.departures.open_calls[unit] += 1
+        if self.exported_to is not None and not torch.is_grad_enabled():
+            return self.side.use(unit, False)
+        self._slot(unit, "F")
+        self.departures.open_calls[unit] += 1
 
     def forward_end(self, unit: int) -> None:
         """Note that a module has returned; buffers are freed at the end of the slot."""
-        if self.exported_to is None or torch.is_grad_enabled():
-            self.departures.open_calls[unit] -= 1
+        if self.exported_to is not None and not torch.is_grad_enabled():
+            return self.side.leave(unit)
+        self.departures.open_calls[unit] -= 1
 
     def backward_begin(self, unit: int) -> None:
         """Enter a backward slot."""
@@ -75,9 +77,9 @@ class SlotSequencer(SlotPosition):
         return self.side.accumulates
 
     def side_begin(self, unit: int, in_backward: bool) -> None:
-        """Let a side pass use a unit. Inside of a forward pass of the plan it is one more use."""
+        """Let a side pass or an evaluation use a unit. Inside of a forward pass of the plan it is one more use."""
         if self.exported_to is not None:
-            return
+            return self.side.use(unit, in_backward)
         if any(self.departures.open_calls):
             self._use_again(unit)
             return
@@ -91,9 +93,8 @@ class SlotSequencer(SlotPosition):
         self.side.use(unit, in_backward)
 
     def side_end(self, unit: int) -> None:
-        """Note that a module has returned in a side pass."""
-        if self.side.is_open:
-            self.side.leave(unit)
+        """Note that a module has returned in a side pass, or in an evaluation."""
+        self.side.leave(unit)
 
     def side_backward_end(self) -> None:
         """Note that ``.grad`` may have gradients that are not in the plan's pass."""

@@ -25,7 +25,7 @@ from mdcs.runtime.initialization import broadcast, write
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 from mdcs.sizes import MIB
-from mdcs.torch_compat import ModuleHook, named_range, without_autograd
+from mdcs.torch_compat import named_range, without_autograd
 
 _NONE = -1  # no unit's number
 
@@ -129,23 +129,11 @@ class Evaluation:
         self._in_use: Counter[int] = Counter()
 
     @contextmanager
-    def run(self) -> Iterator[None]:
-        """Let forward passes of the model run inside the block. Collective."""
-        handles: list[Any] = []
-        with self.unsharded():
-            try:
-                for u in self._on_demand:
-                    for module in self._units[u].modules:
-                        handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u)), prepend=True))
-                        handles.append(module.register_forward_hook(ModuleHook(self._after(u))))
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-    @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Have units whole inside the block, or those that are in use (:meth:`enter`). Collective."""
+        """Have units whole inside the block, or those that are in use (:meth:`enter`). Collective.
+
+        In an evaluation any number of forward passes of the model may run inside.
+        """
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._unsharder.fits(missing + self._slot_bytes)
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
@@ -160,6 +148,7 @@ class Evaluation:
                 for u in (u for u, uses in self._in_use.items() if uses > 0):
                     self._unsharder.reshard(u)
                 self._in_use.clear()
+                self._on_demand.clear()
 
     def enter(self, unit: int) -> None:
         """Begin a use of a unit. All ranks gather it now, if it is not whole."""
@@ -181,12 +170,6 @@ class Evaluation:
         whole = [u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full]
         self._unsharder.keep(whole)
         return whole
-
-    def _before(self, unit: int) -> Any:
-        return lambda module, args: self.enter(unit)
-
-    def _after(self, unit: int) -> Any:
-        return lambda module, args, output: self.leave(unit)
 
     def _join(self) -> None:
         """Take part in the gathers of other ranks until all have finished."""

@@ -131,7 +131,7 @@ class ModelState:
             optimizer_state.load_options(optimizer.param_groups, saved)
         engine.optimizer_state.load(state)
 
-    # Calls of one of the optimizers (:class:`mdcs.runtime.loop_access.Run`).
+    # Calls of one of the optimizers (:class:`mdcs.runtime.loop_access.OptimizerCalls`).
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RunError if the optimizer's options have changed since the iteration's updates."""

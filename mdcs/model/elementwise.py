@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,23 +73,16 @@ class StateLayout:
         )  # fmt: skip
 
 
-class GroupLayout(NamedTuple):
-    """Parameter groups of an optimizer that are updated in one way, by index, and the state that they keep."""
-
-    groups: tuple[int, ...]
-    layout: StateLayout
-
-
-def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
-    """Return the groups that are updated on flat pieces, and those that are updated whole, with the state that they
-    keep.
+def state_layouts(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[int, ...], StateLayout]]:
+    """Return the groups (by index) that are updated on flat pieces, and those that are updated whole, with the state
+    that they keep.
 
     The state is that of the group that keeps the most. Raises UnsupportedModel, naming the class and the reason, for an
     optimizer that cannot run on shards.
     """
     groups = tuple(range(len(optimizer.param_groups)))
     if type(optimizer) in FUNCTIONAL:
-        return [GroupLayout(groups, _known(optimizer))]
+        return [(groups, _known(optimizer))]
     if _needs_closure(optimizer):
         raise _refused(optimizer, "its step() needs a closure, which runs forward and backward again")
     layouts = [_tried(optimizer, group) for group in optimizer.param_groups]
@@ -100,7 +93,7 @@ def state_layouts(optimizer: torch.optim.Optimizer) -> list[GroupLayout]:
             layout = StateLayout(whole=whole)
             for i in members:
                 layout |= layouts[i]
-            out.append(GroupLayout(members, layout))
+            out.append((members, layout))
     return out
 
 

@@ -120,9 +120,9 @@ class Updates:
         self.optimizers, first = optimizers, 0
         parts = []
         for optimizer in optimizers.members:
-            for own in state_layouts(optimizer):
-                groups = tuple(optimizer.param_groups[i] for i in own.groups)
-                parts.append(UpdatePart(optimizer, tuple(first + i for i in own.groups), groups, own.layout))
+            for members, layout in state_layouts(optimizer):
+                groups = tuple(optimizer.param_groups[i] for i in members)
+                parts.append(UpdatePart(optimizer, tuple(first + i for i in members), groups, layout))
             first += len(optimizer.param_groups)
         self.parts = tuple(parts)
         self.groups = parameter_groups(optimizers)

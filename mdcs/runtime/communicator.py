@@ -1,7 +1,7 @@
 """The process groups of a run, and the collectives of messages on them: neither mixes with others of the ranks.
 
-The native family is the backend's own collectives; the other is rings of sends to the next rank, on gloo. Each is a
-generator: it starts some works, yields them, and is resumed when they are done.
+The native family is the backend's own collectives; the other is rings of sends to the next rank, on gloo. A collective
+is a generator: it starts some works, yields them, and is resumed when they are done.
 
 All steps of a ring are point-to-point sends under the message's own tag. Ranks may interleave the later steps of one
 message with the first step of the next in any order; collectives of a process group would not allow this.
@@ -34,10 +34,7 @@ _TAGS = 1 << 16  # more than messages are ever in flight
 
 
 class PendingCollective:
-    """A collective in flight: its first step has started, :meth:`wait` runs the other steps.
-
-    ``steps``: generator that starts some works, yields them, and is resumed when they are done.
-    """
+    """A collective in flight: its first step has started, :meth:`wait` runs the other steps."""
 
     def __init__(self, steps: Iterator[Sequence[Waitable]]) -> None:
         self._steps = steps
@@ -64,14 +61,16 @@ class Communicator:
         synchronous: bool = False,
     ) -> None:  # fmt: skip
         self.collectives, self.group = collectives, group
-        self.world = dist.get_world_size(group)
-        is_ring = collectives.algorithm == "ring"
+        self.world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._is_gloo = collectives.backend == "gloo"
-        self._algorithm = Ring(group, tags) if is_ring else _Native(group, collectives.backend, synchronous)
+        self._async = not synchronous or self._is_gloo
+        # Call the backend directly: torch.distributed's wrappers cost more than gloo needs for a small message.
+        self._backend = cpu_backend(group) if collectives.algorithm == "ring" else None
+        self._tags = itertools.count() if tags is None else tags
 
     def scratch(self, kind: Kind, elements: int) -> int:
         """Return the elements of scratch that :meth:`launch` needs; native algorithms allocate their own."""
-        return 0 if self.collectives.algorithm == "native" else self.collectives.buffer(kind, elements, self.world)
+        return 0 if self._backend is None else self.collectives.buffer(kind, elements, self.world)
 
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
@@ -82,94 +81,49 @@ class Communicator:
         - RS: write the sum over ranks of this rank's part to ``out`` [part]. Overwrites ``buffer``; ``out`` may be a
           part of it.
         - AG_F, AG_B: send every rank's part of ``buffer`` to all, in place.
+
+        A ring needs ``scratch`` [part] for sums.
         """
-        if kind.is_gather:
-            steps = self._algorithm.all_gather(buffer)
-        elif kind is Kind.AR:
-            steps = self._algorithm.all_reduce(buffer, scratch)
-        else:
-            assert out is not None, "a reduce-scatter needs a place for its result"
-            steps = self._algorithm.reduce_scatter(buffer, scratch, out)
+        parts = buffer.chunk(self.world)
+        result = parts[self._rank] if kind is not Kind.RS or out is None else out
+        is_ring = self._backend is not None
+        steps = self._ring(kind, parts, scratch, result) if is_ring else self._native(kind, buffer, result)
         # A message may be in flight when the profiler stops: gloo's ranges must not be open then.
         with unrecorded() if self._is_gloo and is_profiled() else contextlib.nullcontext():
             return PendingCollective(steps)
 
-
-class _Native:
-    """The backend's own collectives, as generators of works."""
-
-    def __init__(self, group: dist.ProcessGroup | None, backend: str, synchronous: bool) -> None:
-        self._group, self._is_gloo = group, backend == "gloo"
-        self._async = not synchronous or self._is_gloo
-        self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
-
-    def all_reduce(self, buffer: Tensor, scratch: Tensor | None) -> Iterator[Sequence[Waitable]]:
-        yield _works(dist.all_reduce(buffer, group=self._group, async_op=self._async))
-
-    def reduce_scatter(self, buffer: Tensor, scratch: Tensor | None, out: Tensor) -> Iterator[Sequence[Waitable]]:
-        if self._is_gloo:  # by an all-reduce: gloo's own reduce-scatter makes a copy that outlives the call
-            yield from self.all_reduce(buffer, scratch)
-            out.copy_(buffer.chunk(self._world)[self._rank])
+    def _native(self, kind: Kind, buffer: Tensor, part: Tensor) -> Iterator[Sequence[Waitable]]:
+        """Run the backend's own collective, of which ``part`` is this rank's input or output."""
+        if kind.is_gather:
+            yield _works(_all_gather(buffer, part, group=self.group, async_op=self._async))
+        elif kind is Kind.RS and not self._is_gloo:
+            yield _works(_reduce_scatter(part, buffer, group=self.group, async_op=self._async))
         else:
-            yield _works(_reduce_scatter(out, buffer, group=self._group, async_op=self._async))
+            yield _works(dist.all_reduce(buffer, group=self.group, async_op=self._async))
+            if kind is Kind.RS:  # gloo's own reduce-scatter makes a copy that outlives the call
+                part.copy_(buffer.chunk(self.world)[self._rank])
 
-    def all_gather(self, buffer: Tensor) -> Iterator[Sequence[Waitable]]:
-        part = buffer.chunk(self._world)[self._rank]
-        yield _works(_all_gather(buffer, part, group=self._group, async_op=self._async))
-
-
-class Ring:
-    """Rings over one process group (None: the default one).
-
-    Buffers are flat [world · part]; rank r's part is the r-th. ``scratch`` is [part]. Rings of one group whose messages
-    are in flight together share ``tags``.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, tags: Iterator[int] | None = None) -> None:
-        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        # Call the backend directly: torch.distributed's wrappers cost more than gloo needs for a small message.
-        self._gloo = cpu_backend(group)
-        self._tags = itertools.count() if tags is None else tags
-
-    def all_reduce(self, buffer: Tensor, scratch: Tensor | None) -> Iterator[Sequence[Waitable]]:
-        """Sum ``buffer`` [flat] over ranks, in place: a reduce-scatter, then an all-gather."""
-        tag, parts = next(self._tags) % _TAGS, buffer.chunk(self.world)
-        yield from self._reduce_scatter(parts, scratch, parts[self.rank], tag)
-        yield from self._all_gather(parts, tag)
-
-    def reduce_scatter(self, buffer: Tensor, scratch: Tensor | None, out: Tensor) -> Iterator[Sequence[Waitable]]:
-        """Write the sum over ranks of this rank's part to ``out`` [part]. Overwrites ``buffer``."""
-        return self._reduce_scatter(buffer.chunk(self.world), scratch, out, next(self._tags) % _TAGS)
-
-    def all_gather(self, buffer: Tensor) -> Iterator[Sequence[Waitable]]:
-        """Send every rank's part of ``buffer`` [flat] to all, in place."""
-        return self._all_gather(buffer.chunk(self.world), next(self._tags) % _TAGS)
-
-    # Both post a receive before the send. gloo announces a posted receive on the same connection as its own data:
+    # A ring posts a receive before the send. gloo announces a posted receive on the same connection as its own data:
     # behind a send the announcement would wait, and two ranks would send to each other one after the other.
 
-    def _reduce_scatter(
-        self, parts: Sequence[Tensor], scratch: Tensor | None, out: Tensor, tag: int
+    def _ring(
+        self, kind: Kind, parts: Sequence[Tensor], scratch: Tensor | None, out: Tensor
     ) -> Iterator[Sequence[Waitable]]:
-        """Send each part once around the ring, from the rank behind its owner to the owner, and sum on the way."""
-        assert scratch is not None, "a ring needs scratch for a part"
-        for k in range(1, self.world):
-            sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
-            yield [self._receive(scratch, tag), self._send(sent, tag)]
-            torch.add(arriving, scratch, out=arriving if k < self.world - 1 else out)
+        """Send each part once around the ring and sum on the way, from the rank behind its owner to the owner, which
+        writes it to ``out``; then send each from its owner to all. A reduce-scatter is the first half, a gather the
+        second."""
+        tag, world = next(self._tags) % _TAGS, self.world
+        for k in range(1, 1 if kind.is_gather else world):
+            assert scratch is not None, "a ring needs scratch for a part"
+            arriving = parts[(self._rank - k - 1) % world]
+            yield self._exchange(parts[(self._rank - k) % world], scratch, tag)
+            torch.add(arriving, scratch, out=arriving if k < world - 1 else out)
+        for k in range(0 if kind is Kind.RS else world - 1):
+            yield self._exchange(parts[(self._rank - k) % world], parts[(self._rank - k - 1) % world], tag)
 
-    def _all_gather(self, parts: Sequence[Tensor], tag: int) -> Iterator[Sequence[Waitable]]:
-        for k in range(self.world - 1):
-            sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
-            yield [self._receive(arriving, tag), self._send(sent, tag)]
-
-    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._gloo.send([tensor], (self.rank + 1) % self.world, tag)
-        return work
-
-    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._gloo.recv([tensor], (self.rank - 1) % self.world, tag)
-        return work
+    def _exchange(self, sent: Tensor, received: Tensor, tag: int) -> list[Waitable]:
+        after, before = (self._rank + 1) % self.world, (self._rank - 1) % self.world
+        return [self._backend.recv([received], before, tag), self._backend.send([sent], after, tag)]
 
 
 class NodeCommunicator:

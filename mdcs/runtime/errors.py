@@ -187,17 +187,14 @@ def _answer(
                 del call
 
 
-class Run(Protocol):
-    """A run, which ends in a forked process without a word to the other ranks."""
-
-    def forget(self) -> None:
-        """End without the other ranks, and without threads."""
+class _Run(Protocol):
+    def forget(self) -> None: ...  # end without a word to the other ranks, and without threads
 
 
-_runs: WeakSet[Run] = WeakSet()
+_runs: WeakSet[_Run] = WeakSet()
 
 
-def forget_in_child(run: Run) -> None:
+def forget_in_child(run: _Run) -> None:
     """Let ``run`` be forgotten in processes that are forked from now on."""
     _runs.add(run)
 

@@ -111,25 +111,14 @@ def _may_be_used(unit: int, sequencer: SlotSequencer, in_forward: bool) -> bool:
 # ---- calls of the optimizers, which drive the run
 
 
-class Run(Protocol):
-    """Does what the calls ask for."""
+class _Run(Protocol):
+    """What the calls ask of :class:`mdcs.Session`."""
 
-    def step(self) -> None:
-        """End an iteration."""
-
-    def drops_gradients(self) -> bool:
-        """Give up an iteration that has gradients and no updates yet; return whether there was one."""
-        ...
-
-    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RunError if the optimizer's options have changed since the iteration's updates."""
-
-    def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict as in a plain loop."""
-        ...
-
-    def load_state_dict_of(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load the optimizer's state dict of a plain loop."""
+    def step(self) -> None: ...
+    def drops_gradients(self) -> bool: ...
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]: ...
+    def load_state_dict_of(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None: ...
 
 
 class OptimizerCalls:
@@ -143,7 +132,7 @@ class OptimizerCalls:
     ``stepped``: the optimizers whose ``step`` has been called in this iteration.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: Run) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: _Run) -> None:
         self._run = weakref.ref(run)  # the optimizers must not keep a run alive that the loop has dropped
         self._before = [(optimizer, self._redirect(optimizer)) for optimizer in optimizers]
         self.stepped: list[torch.optim.Optimizer] = []
@@ -173,7 +162,7 @@ class OptimizerCalls:
         self.stepped.append(optimizer)
         return None
 
-    def _running(self) -> Run:
+    def _running(self) -> _Run:
         run = self._run()
         if run is None:
             raise RunError("the optimizer's run is gone: keep the result of parallelize() while you train")

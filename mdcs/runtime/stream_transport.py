@@ -99,9 +99,6 @@ class StreamTransport(Wire):
             while self.queue.done < count:
                 self._wait_oldest_on_compute()
 
-    def wait_for_norm(self, number: int) -> None:
-        """Do nothing: who reads the norm waits for it."""
-
     def decide(self, number: int, applies: bool) -> None:
         """Enqueue the updates of a held message, or its end without them."""
         messages = self.messages
@@ -114,9 +111,6 @@ class StreamTransport(Wire):
                 messages.raise_error(number, e)
         if messages.plan.messages[number % self.queue.n].blocking:
             self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
-
-    def check(self) -> None:
-        """Do nothing: there is no other thread that could have failed."""
 
     def send_ahead(self, number: int) -> None:
         """Send a message out of its turn, and let compute wait for it."""

@@ -118,19 +118,11 @@ class ThreadTransport(Wire):
                 )  # fmt: skip
         self.check()
 
-    def check(self) -> None:
-        """Raise the error of a thread, if there is one."""
-        if self.error is not None:
-            raise self.error
-
     def send_ahead(self, number: int) -> None:
         """Send a message out of its turn, with nothing in flight, and wait for it."""
         with self.lock:
             self.queue.send_ahead(number)
         self._finish(self._start(number))
-
-    def end_step(self) -> None:
-        """Compute has reached the end of an iteration: nothing to do with threads."""
 
     def stop(self) -> None:
         """End the threads after the issued messages. If all ranks stop at the same slot, none misses a peer."""

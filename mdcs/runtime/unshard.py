@@ -20,7 +20,6 @@ from mdcs.model.optimizers import Updates
 from mdcs.model.units import ModelUnit
 from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.context import RunContext
-from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.initialization import broadcast, write
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
@@ -34,7 +33,7 @@ class Unsharder:
     """Gathers and frees units. No message of the plan may be in flight; every rank must gather the same units."""
 
     def __init__(self, context: RunContext, wire: Wire) -> None:
-        self.storages, self.place, self._context, self._wire = wire.storages, context.place, context, wire
+        self.storages, self.place, self._wire = wire.storages, context.place, wire
         self._kept: set[int] = set()
 
     def _begin(self) -> None:
@@ -99,11 +98,7 @@ class Unsharder:
         for b, part in blocks.items():
             whole[storage.owned_slice(b)] = part
         if storage.strategy.value != "dp":
-            with run_on_comm_stream(self._context.executor), self._context.during(f"gather of {storage.name}'s {what}"):
-                if to is None:
-                    self._context.executor.wait_works(self._wire.messages.unshard_flat(unit, whole))
-                else:
-                    self._wire.messages.recut_flat(unit, whole, to)
+            self._wire.gather_flat(unit, whole, f"{storage.name}'s {what}", to)
         return whole
 
     def fits(self, size: int) -> bool:

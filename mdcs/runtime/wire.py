@@ -23,9 +23,10 @@ A message starts after the message ``depth`` before it is updated, and after the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from mdcs.emulation import Pacer
 from mdcs.plan.admission import Admission
@@ -206,7 +207,7 @@ Gradients = tuple[tuple[int, int], ...]
 """(unit, bytes of its full gradients) pairs."""
 
 
-class Wire(ABC):
+class Wire:
     """Sends the messages that the queue allows. The training thread calls it.
 
     - ``storages``: by unit. ``pacer``: of an emulated link, or None.
@@ -223,7 +224,6 @@ class Wire(ABC):
         self.error: BaseException | None = None
         self._begin()
 
-    @abstractmethod
     def _begin(self) -> None:
         """Begin to send: make what the transport alone has."""
 
@@ -232,39 +232,32 @@ class Wire(ABC):
         """The most bytes that messages hold in memory that compute cannot use."""
         return 0
 
-    @abstractmethod
     def issue(self, activations: int) -> None:
         """Issue the next message once its bytes fit beside ``activations``."""
 
-    @abstractmethod
     def admit(self, size: int, what: str) -> None:
         """Let compute go on once ``size`` bytes of ``what`` fit beside all that is held. Call with the lock held."""
 
-    @abstractmethod
     def wait_for(self, count: int, what: str) -> None:
         """Let compute go on behind the first ``count`` messages. Call with the lock held."""
 
-    @abstractmethod
     def wait_for_norm(self, number: int) -> None:
-        """Wait until the norm of the gradients that this message completes is known."""
+        """Wait until the norm of the gradients that this message completes is known, or who reads it will wait."""
 
-    @abstractmethod
     def decide(self, number: int, applies: bool) -> None:
         """Let the updates of a held message be made, or drop them."""
 
-    @abstractmethod
     def check(self) -> None:
         """Raise the error of a thread, if there is one."""
+        if self.error is not None:
+            raise self.error
 
-    @abstractmethod
     def send_ahead(self, number: int) -> None:
         """Send a message out of its turn, with nothing in flight, and let compute come behind it."""
 
-    @abstractmethod
     def end_step(self) -> None:
         """Note that compute has reached the end of an iteration."""
 
-    @abstractmethod
     def stop(self) -> None:
         """End the transport after the issued messages."""
 
@@ -315,15 +308,20 @@ class Wire(ABC):
 
     def gather(self, unit: int, to: UnitStorage | None = None) -> None:
         """Make a unit whole and up to date, or what this rank has of it in ``to``, outside of the plan. Collective."""
-        storage, executor = self.storages[unit], self.context.executor
+        storage = self.storages[unit]
         storage.allocate()
-        with self.context.during(f"gather of {storage.name}"), run_on_comm_stream(executor):
+        with run_on_comm_stream(self.context.executor):
             for b in range(len(storage.blocks)):
                 storage.copy_shard_into_flat(b)
+        self.gather_flat(unit, storage.flat_param, storage.name, to)
+
+    def gather_flat(self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None) -> None:
+        """Gather a flat tensor [elements of the unit] of which every rank has its parts, as :meth:`gather`."""
+        with self.context.during(f"gather of {what}"), run_on_comm_stream(self.context.executor):
             if to is None:
-                executor.wait_works(self.messages.unshard_flat(unit, storage.flat_param))
+                self.context.executor.wait_works(self.messages.unshard_flat(unit, flat))
             else:
-                self.messages.recut_flat(unit, storage.flat_param, to)
+                self.messages.recut_flat(unit, flat, to)
 
     def free_gradients(self, gradients: Gradients) -> None:
         """Free full gradients that are reduced."""

@@ -45,7 +45,7 @@ _SOURCE = Path(__file__).with_name("shim.c")
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHIM_TAGS = 16
-_READINGS = {"live": 0, "peaks": 1, "at_peak": 2, "window": 3}  # by their numbers in the shim
+_READINGS = {"live": 0, "peaks": 1, "window": 2}  # by their numbers in the shim
 _BACKEND_THREADS = b"pt_gloo_runloop"  # gloo's native collectives allocate their copies in these threads
 _TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
 _TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
@@ -80,10 +80,6 @@ class Meter:
     def peaks(self) -> Reading | None:
         """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
         return self._read("peaks")
-
-    def at_peak(self) -> Reading | None:
-        """Return the bytes of each category at the instant of the total's peak, where categories are known."""
-        return self._read("at_peak")
 
     def window(self) -> Reading | None:
         """Return the peaks (as `peaks`) since the previous call of `window`."""

@@ -7,8 +7,7 @@
  * libtorch asks for: oneDNN keeps an object of some 100 KB for each shape of each operator that has run, which no plan
  * can know. Blocks that are older than the meter are counted if mdcs_adopt is told of them, else they pass through.
  *
- * Exactness: one lock guards the table and all counters, so a total, its peak and the per-tag snapshot at that peak
- * always belong together. Speed: torch's libraries free more than tensors; free() reaches the lock only for 64-byte
+ * Exactness: one lock guards the table and all counters, so a total and its peak always belong together. Speed: torch's libraries free more than tensors; free() reaches the lock only for 64-byte
  * aligned addresses whose bucket in a lock-free counting filter is not empty.
  */
 #define _GNU_SOURCE
@@ -46,9 +45,8 @@ struct bytes {
 
 static pthread_mutex_t lock = PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
 static struct bytes live;
-static struct bytes peak;    /* since mdcs_reset_peaks */
-static struct bytes window;  /* peaks since the last reading of it */
-static struct bytes at_peak; /* live bytes when peak.total was last reached */
+static struct bytes peak;   /* since mdcs_reset_peaks */
+static struct bytes window; /* peaks since the last reading of it */
 static _Thread_local int current_tag;
 
 /* Threads of others, known by their name, in which nobody calls mdcs_set_tag: what they allocate has this tag. */
@@ -81,10 +79,7 @@ static void count_in(int tag, int64_t bytes) {
     live.total += bytes;
     note_tag_peaks(tag);
     raise_to(&window.total, live.total);
-    if (live.total > peak.total) {
-        peak.total = live.total;
-        at_peak = live;
-    }
+    raise_to(&peak.total, live.total);
 }
 
 static void count_out(int tag, int64_t bytes) {
@@ -329,9 +324,7 @@ EXPORT bool mdcs_tag_threads(const char *name, int tag) {
     return true;
 }
 
-/* Moves a live block to another tag; returns its bytes, or -1 for an unknown block or a wrong tag.
- * Totals do not change; while the total is at its peak, the snapshot follows the move, so that a block
- * labelled just after its allocation is reported by its label. */
+/* Moves a live block to another tag; returns its bytes, or -1 for an unknown block or a wrong tag. */
 EXPORT int64_t mdcs_retag(void *pointer, int tag) {
     int64_t bytes = -1;
     if (!valid(tag) || !maybe_tracked(pointer)) return -1;
@@ -343,7 +336,6 @@ EXPORT int64_t mdcs_retag(void *pointer, int tag) {
         live.tag[tag] += bytes;
         block->tag = tag;
         note_tag_peaks(tag);
-        if (live.total == peak.total) at_peak = live;
     }
     pthread_mutex_unlock(&lock);
     return bytes;
@@ -352,17 +344,15 @@ EXPORT int64_t mdcs_retag(void *pointer, int tag) {
 EXPORT void mdcs_reset_peaks(void) {
     pthread_mutex_lock(&lock);
     peak = live;
-    at_peak = live;
     pthread_mutex_unlock(&lock);
 }
 
-/* Reads bytes per tag, then of the total: those that are live (0), their peaks (1), those that were live at the
- * instant of the total peak, which add up to it (2), or the peaks since the previous call with 3; the next window
- * starts at what is live now. */
+/* Reads bytes per tag, then of the total: those that are live (0), their peaks (1), or the peaks since the previous
+ * call with 2; the next window starts at what is live now. */
 EXPORT void mdcs_read(int which, int64_t out[TAGS + 1]) {
-    const struct bytes *read[] = {&live, &peak, &at_peak, &window};
+    const struct bytes *read[] = {&live, &peak, &window};
     pthread_mutex_lock(&lock);
     memcpy(out, read[which], sizeof live);
-    if (which == 3) window = live;
+    if (which == 2) window = live;
     pthread_mutex_unlock(&lock);
 }

@@ -188,7 +188,7 @@ def _serve(pipe: Connection, output: Path, is_hasty: bool) -> None:
     os._exit(0)  # a rank whose test left a thread blocked must still end
 
 
-_READINGS = {name: getattr(ShimMeter, name) for name in ("live", "peaks", "at_peak", "window")}
+_READINGS = {name: getattr(ShimMeter, name) for name in ("live", "peaks", "window")}
 
 
 def _count_from_here() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.plan.schedule import Message
-from mdcs.runtime.communicator import Communicator, Ring
+from mdcs.runtime.communicator import Communicator
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, parallel_for, train
@@ -48,9 +48,7 @@ def listen(job: Job, how: How) -> dict[str, Any]:
     with parallel_for(job, how) as (made, parallel, optimizer):
         communicator = parallel._engine.wire.messages._communicators[False]
         assert isinstance(communicator, Communicator)
-        ring = communicator._algorithm
-        assert isinstance(ring, Ring)
-        ring._gloo = Gloo(ring._gloo)
+        communicator._backend = Gloo(communicator._backend)
         launch = parallel._engine.wire.messages.launch
 
         def launching(transfer: Any) -> None:

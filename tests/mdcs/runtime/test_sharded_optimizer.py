@@ -132,7 +132,7 @@ def test_parameters_that_no_rank_has_used_are_left_without_a_read_of_each(unused
 def test_a_step_that_is_timed_is_one(optimizer: str):
     ours, theirs = (torch.randn(14, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     mine, its_own = (OPTIMIZERS[optimizer]([{"params": [p], "weight_decay": 0.1}]) for p in (ours, theirs))
-    _, again = later_step(mine, state_layouts(mine)[0].layout)
+    _, again = later_step(mine, state_layouts(mine)[0][1])
     for step in range(3):
         ours.grad = torch.randn(14)
         theirs.grad = ours.grad.clone()

@@ -54,9 +54,6 @@ class Change:
     def peaks(self) -> dict[str, int]:
         return self.less_before(self.meter.peaks())
 
-    def at_peak(self) -> dict[str, int]:
-        return self.less_before(self.meter.at_peak())
-
     def window(self) -> dict[str, int]:
         return self.less_before(self.meter.window())
 
@@ -193,7 +190,6 @@ def retag_moves_the_bytes_and_leaves_the_total(change: Change) -> None:
     assert change.meter.retag(tensor[100:], "optimizer") == 800
     assert change.live() == {"optimizer": 800, "total": 800}
     assert change.peaks() == {"activations": 800, "optimizer": 800, "total": 800}
-    assert change.at_peak() == {"optimizer": 800, "total": 800}, "labelled while the total is at its peak"
     del tensor
     assert change.live() == {}, "freed from the category it was moved to"
 
@@ -206,16 +202,15 @@ def retag_leaves_out_a_buffer_it_never_counted(change: Change) -> None:
 
 
 @story
-def the_snapshot_is_taken_at_the_peak_of_the_total(change: Change) -> None:
+def every_category_and_the_total_have_peaks_of_their_own(change: Change) -> None:
     with change.meter.tag("gradients"):
         gradients = tensor_of(60)
     with change.meter.tag("staging"):
-        staging = tensor_of(50)  # the total's peak: 110
+        staging = tensor_of(50)
     del gradients
     with change.meter.tag("staging"):
-        more = tensor_of(40)  # staging's own peak, 90, at a total of 90
+        more = tensor_of(40)
     assert change.peaks() == {"gradients": 60, "staging": 90, "total": 110}
-    assert change.at_peak() == {"gradients": 60, "staging": 50, "total": 110}
     del staging, more
 
 
@@ -224,7 +219,7 @@ def reset_starts_peaks_from_what_is_live(change: Change) -> None:
     kept, gone = tensor_of(300), tensor_of(9000)
     del gone
     change.meter.reset()
-    assert change.peaks() == change.at_peak() == {"activations": 300, "total": 300}
+    assert change.peaks() == {"activations": 300, "total": 300}
     assert change.window() == {"activations": 9300, "total": 9300}, "windows do not care"
     del kept
 
@@ -292,7 +287,6 @@ def threads_hammering_leave_nothing(change: Change) -> None:
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(hammer, range(threads)))
     assert change.live() == {}
-    assert sum(change.at_peak().values()) == 2 * change.peaks()["total"], "categories add up to the total"
 
 
 @story
@@ -497,8 +491,8 @@ def test_without_a_compiler_nothing_is_measured_and_nothing_fails(uncounted: Non
         tensor = tensor_of(10)
     assert meter.retag(tensor, "optimizer") == 0
     meter.reset()
-    readings = [read() for read in (meter.live, meter.peaks, meter.at_peak, meter.window)]
-    assert readings == [None] * 4
+    readings = [read() for read in (meter.live, meter.peaks, meter.window)]
+    assert readings == [None] * 3
     assert "gcc" in memory_meter.unmeasured(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="needs a C compiler"):
         ShimMeter()

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
     from mdcs.runtime.errors import RunError
     from mdcs.runtime.gradient_scaling import LossScale
-    from mdcs.runtime.initialization import materialize
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
@@ -56,7 +55,6 @@ _LAZY = {
     "Emulation": "mdcs.emulation",
     "LossScale": "mdcs.runtime.gradient_scaling",
     "WithAverage": "mdcs.model.optimizers",
-    "materialize": "mdcs.runtime.initialization",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
 
@@ -67,7 +65,7 @@ __all__ = [
     "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session",
     "Strategy",
     "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch",
-    "make_plan", "materialize", "parallelize", "partition", "read_checkpoint", "replay", "resume",
+    "make_plan", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 

@@ -171,7 +171,7 @@ class ModelState:
         """
         engine = self._engine
         number = engine.sequencer.first_number + engine.wire.messages.last_reduction
-        if engine.update_scale.is_needed and number < engine.queue.issued and not engine.is_closed:
+        if engine.update_scale.is_needed and number < engine.wire.queue.issued and not engine.is_closed:
             engine.wire.wait_for_norm(number)
         if engine.update_scale.norm is None:
             return None

@@ -75,7 +75,7 @@ def refuse_meta(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise UnsupportedModel(
-                f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize"
+                f"{name}: is on the meta device, where nothing can be measured: call parallelize() without a plan"
             )
 
 

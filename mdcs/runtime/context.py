@@ -123,12 +123,10 @@ class StepRecorder:
 
     Computing, messages and updates are stamped from the first :meth:`finished` or :meth:`last_period` on: on CUDA that
     is four events for each message and two for each slot.
-    ``departing``: number of steps so far that did something otherwise than the plan.
     """
 
     plan: Plan
     executor: Executor
-    departing: int = 0
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[_Timed] = field(default_factory=list)
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # each one's end, and the begin of the first
@@ -225,17 +223,6 @@ class StepRecorder:
             return time - length([(a, min(b, time)) for a, b in pauses])
 
         return moved(end), [replace(i, start=moved(i.start), end=moved(i.end)) for i in inside]
-
-    def over_budget(self, step: int, slots: int, size: int) -> None:
-        """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
-        if slots:
-            self.note(step, slots_over_budget=slots, over_budget=size)
-
-    def departures(self, step: int, counts: dict[str, int], seconds: float) -> None:
-        """Record what the iteration did otherwise than the plan."""
-        if counts:
-            self.note(step, departures=counts, departed_s=seconds)
-            self.departing += 1
 
     def note(self, step: int, **fields: Any) -> None:
         """Record fields of the step's record."""

@@ -197,7 +197,7 @@ class Lending:
             store.set(f"ask/{peer}/{number}", f"{self._rank} {unit} {self._borrowed}")
         deadline = time.monotonic() + self._context.timeout_s
         for peer in others:
-            keys = _keys(self._rank, self._borrowed, peer, self._part_bytes(storage))
+            keys = _keys(self._rank, self._borrowed, peer, storage.full_bytes // storage.parts)
             while not store.check(keys):
                 reason = self._words.peer_failure()
                 if reason or time.monotonic() >= deadline:
@@ -227,19 +227,13 @@ class Lending:
                 store.set(key, data[at : at + _CHUNK])  # type: ignore[arg-type]  # bytes are as good as text
 
     @staticmethod
-    def _part_bytes(storage: UnitStorage) -> int:
-        return storage.full_bytes // storage.parts
-
-    @staticmethod
     def _unpack(storage: UnitStorage, peer: int, data: bytes) -> None:
-        at = 0
+        values, at = torch.frombuffer(bytearray(data), dtype=storage.flat_param.dtype), 0
         with torch.no_grad():
-            for b, size in enumerate(storage.blocks):
-                full, part = storage.flat_param, size // storage.parts
-                values = torch.frombuffer(bytearray(data[at : at + part * full.element_size()]), dtype=full.dtype)
-                begin = storage.offsets[b] + peer % storage.parts * part
-                full[begin : begin + part].copy_(values)
-                at += part * full.element_size()
+            for part in storage.owned_slices(peer):
+                size = part.stop - part.start
+                storage.flat_param[part].copy_(values[at : at + size])
+                at += size
 
 
 def _keys(asking: int, number: int, peer: int, size: int) -> list[str]:

@@ -43,7 +43,7 @@ from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.unshard import Evaluation, Unsharder
 from mdcs.runtime.validation import RunOptions, ValidationResult
-from mdcs.runtime.wire import MessageQueue, Wire, queue_for
+from mdcs.runtime.wire import Wire, queue_for
 from mdcs.torch_compat import mark_stepped, without_autograd
 
 
@@ -200,11 +200,6 @@ class Engine:
             return EmulatedCommunicator(collectives, self.options.emulate)
         return self.groups.communicator(collectives, in_node, synchronous=self.executor.runs_ahead)
 
-    @property
-    def queue(self) -> MessageQueue:
-        """The queue of the plan's messages."""
-        return self.wire.queue
-
     def reset_memory(self) -> None:
         """Restart the peaks of memory."""
         with self.account.lock:
@@ -251,8 +246,11 @@ class Engine:
             raise place.error(problem)
         if not sequencer.watches_memory:
             self.excess.read(sequencer.step, self.meter)
-        self.recorder.over_budget(sequencer.step, *self.excess.end_step(sequencer.step))
-        self.recorder.departures(sequencer.step, *sequencer.departures.pop_counts())
+        slots, size = self.excess.end_step(sequencer.step)
+        counts, seconds = sequencer.departures.pop_counts()
+        self.recorder.note(
+            sequencer.step, slots_over_budget=slots, over_budget=size, departures=counts, departed_s=seconds
+        )
         self.recorder.step(sequencer.step, self.executor.record_timestamp())
         sequencer.end_step()
         self._hooks.updates += 1

@@ -134,27 +134,6 @@ def leave_units(storages: Iterable[UnitStorage]) -> None:
             storage.guard.close()
 
 
-def materialize(
-    model: nn.Module,
-    units: Sequence[ModelUnit],
-    *,
-    device: torch.device | str = "cpu",
-    init: InitFunction | None = None,
-) -> None:
-    """Initialise on ``device`` what the model has on the meta device, for a profile, for example.
-
-    The values are those that :func:`mdcs.parallelize` would give from this state of the random generators. ``init``
-    initialises a module; None: its ``reset_parameters()``. Raises UnsupportedModel as parallelize does.
-    """
-    initialisation = Initializer(model, units, init, torch.device(device))
-    for members in initialisation.together:
-        for _, p in (pair for u in members for pair in units[u].parameters):
-            if p.is_meta:
-                leave_meta(p, torch.full(p.shape, torch.nan, dtype=p.dtype, device=device))
-        initialisation.units(members)
-    initialisation.the_rest()
-
-
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for local, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:

@@ -70,12 +70,9 @@ class OptimizerState:
     """
 
     def __init__(
-        self,
-        updates: ShardedOptimizer,
-        storages: Sequence[UnitStorage],
-        unsharder: Unsharder,
+        self, updates: ShardedOptimizer, storages: Sequence[UnitStorage], unsharder: Unsharder,
         exchange: Callable[[Any], list[Any]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._updates, self._storages, self._unsharder, self._exchange = updates, storages, unsharder, exchange
         self._groups, self.layout_of = updates.updates.groups, updates.updates.layout_of
         self._places = {p: (u, i) for u, s in enumerate(storages) for i, p in enumerate(s.parameters)}
@@ -217,10 +214,8 @@ class OptimizerState:
         """
         for u, b, run in self._runs(unit):
             storage = self._storages[u]
-            start, limit = (
-                storage.owned_slice(b).start + run.place.start,
-                None if within is None else within(storage, b),
-            )
+            start = storage.owned_slice(b).start + run.place.start
+            limit = None if within is None else within(storage, b)
             layout = self._updates.layout_of(run)
             for key, value in run.saved.items():
                 if key not in layout.replicated:

@@ -81,12 +81,9 @@ class UpdateRun:
     def cut(self, at: int) -> tuple[UpdateRun, UpdateRun]:
         """Return the two sides of element ``at`` of this rank's part, each with its part of the state."""
         assert self.whole is None
-        middle, whole = at - self.place.start, self.parameter.shape
-        sides = []
-        for cut, place in (
-            (slice(middle), slice(self.place.start, at)),
-            (slice(middle, None), slice(at, self.place.stop)),
-        ):
+        (start, stop), whole, sides = (self.place.start, self.place.stop), self.parameter.shape, []
+        for place in (slice(start, at), slice(at, stop)):
+            cut = slice(place.start - start, place.stop - start)
             side = UpdateRun(self.group, slice(None), self.parameter[cut])
             side.place = place
             side.state = {
@@ -208,9 +205,8 @@ class ShardedOptimizer:
         self.groups = len(self.optimizers.param_groups)
         self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}
-        self._counts = [
-            Counts(o) for o in dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)
-        ]
+        counting = dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)
+        self._counts = [Counts(optimizer) for optimizer in counting]
         self._has_updated = False
         self.freeze_options()
 
@@ -344,7 +340,6 @@ class ShardedOptimizer:
             if self.storages[unit].strategy is Strategy.dp:  # of other units the gather places it
                 self.storages[unit].copy_shard_into_flat(block)
 
-
     def _used_by_none(self, gradients: Mapping[Part, Tensor]) -> dict[Part, list[slice]]:
         """Return the slices of each part whose parameters no rank has used, with at most one wait for the device."""
         asked = [
@@ -353,9 +348,8 @@ class ShardedOptimizer:
             for piece in self.storages[part[0]].unused_on_this_rank(part[1], gradient)
         ]
         slices: dict[Part, list[slice]] = {}
-        for (part, piece, _), is_unused in zip(
-            asked, torch.stack([w for *_, w in asked]).tolist() if asked else (), strict=True
-        ):
+        answers = torch.stack([answer for *_, answer in asked]).tolist() if asked else ()
+        for (part, piece, _), is_unused in zip(asked, answers, strict=True):
             if is_unused:
                 slices.setdefault(part, []).append(piece)
         return slices

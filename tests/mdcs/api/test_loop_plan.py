@@ -255,7 +255,7 @@ def overlapping(micro_steps: int) -> tuple[list[str], int]:
     real = mdcs.Session.step
 
     def counting(self: mdcs.Session) -> None:
-        sent.append(self._engine.queue.issued)
+        sent.append(self._engine.wire.queue.issued)
         real(self)
 
     with pytest.MonkeyPatch.context() as patch:

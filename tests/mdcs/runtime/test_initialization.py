@@ -18,7 +18,8 @@ from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Wfbp
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.runtime.initialization import Initializer
+from mdcs.runtime.initialization import InitFunction, Initializer
+from mdcs.runtime.storage import leave_meta
 from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
@@ -93,11 +94,21 @@ def meta(half: bool = False) -> tuple[nn.Module, list[mdcs.ModelUnit]]:
     return model, mdcs.partition(model, mdcs.ByClass(("Sequential",)))
 
 
+def materialize(model: nn.Module, units: list[mdcs.ModelUnit], init: InitFunction | None = None) -> None:
+    """Give a model memory, and the values that a run would give it."""
+    initialisation = Initializer(model, units, init, torch.device("cpu"))
+    for members in initialisation.together:
+        for p in (p for u in members for _, p in units[u].parameters if p.is_meta):
+            leave_meta(p, torch.full(p.shape, torch.nan, dtype=p.dtype, device="cpu"))
+        initialisation.units(members)
+    initialisation.the_rest()
+
+
 def planned(strategy: str, half: bool = False, rank: int = 0, optimizer: str = "adam") -> tuple[nn.Module, mdcs.Plan]:
     """A plan for the model, profiled on a twin that is whole: the twin, before any step, too."""
     model, units = meta(half)
     torch.manual_seed(0)
-    mdcs.materialize(model, units)
+    materialize(model, units)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     profile = merge_profiles(
         measure_profile(
@@ -250,7 +261,7 @@ def test_any_value_may_be_a_buffers(sets: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Bytes(sets))
     with nullcontext() if sets else pytest.raises(mdcs.UnsupportedModel, match="1.bytes"):
-        mdcs.materialize(model, mdcs.partition(model))
+        materialize(model, mdcs.partition(model))
 
 
 class Meddling(nn.Linear):
@@ -309,7 +320,7 @@ def test_a_model_without_memory_cannot_be_profiled() -> None:
 def plan_without_memory(what: str) -> str:
     model, units = meta()
     if what == "a buffer":
-        mdcs.materialize(model, units)
+        materialize(model, units)
         model.register_buffer("table", torch.ones(2, device="meta"))
     try:
         mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
@@ -321,7 +332,7 @@ def plan_without_memory(what: str) -> str:
 @pytest.mark.parametrize(("what", "name"), [("all", "words.weight"), ("a buffer", "table")])
 def test_every_rank_says_that_a_model_has_no_memory(two: Ranks, what: str, name: str) -> None:
     for message in two.run(plan_without_memory, what):
-        assert message == f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize"
+        assert message == f"{name}: is on the meta device, where nothing can be measured: call parallelize() without a plan"
 
 
 @pytest.mark.slow
@@ -331,7 +342,7 @@ def test_init_may_be_that_of_a_library() -> None:
         task = TINY["gpt2"].build()
     units = mdcs.partition(task.model, mdcs.ByClass(task.block_classes))
     with pytest.raises(mdcs.UnsupportedModel, match=r"c_attn\.weight: is on the meta device, and Conv1D has no reset_parameters"):
-        mdcs.materialize(task.model, units)
-    mdcs.materialize(task.model, units, init=task.model._init_weights)
+        materialize(task.model, units)
+    materialize(task.model, units, init=task.model._init_weights)
     assert all(p.isfinite().all() for p in task.model.parameters())
     assert task.model.lm_head.weight is task.model.transformer.wte.weight

@@ -456,7 +456,7 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
                 made.loss(made.model, made.batch(0, micro, 0)).backward()
             parallel.step()
             found[habit.__name__] = said(lambda: habit(made, parallel, optimizer))  # noqa: B023
-        queue = parallel._engine.queue
+        queue = parallel._engine.wire.queue
         assert queue.done == queue.issued, f"{habit.__name__}: what is issued was not finished"
     return found
 

@@ -163,7 +163,7 @@ class Checkpoints:
         names, leaves = self._names, _Leaves()
         for storage in self._storages:
             for b in range(len(storage.blocks)):
-                start, values, share = storage.owned_slice(b).start, storage.owned_shard(b), _share(storage, b)
+                start, values, share = storage.owned[b].start, storage.owned_shard(b), _share(storage, b)
                 for fragment in fragments(storage, start, values, share):
                     for name in names[fragment.parameter]:
                         leaves.add((MODEL, name), fragment)
@@ -319,7 +319,7 @@ class _Leaves(dict[Key, Any]):
 
 def _share(storage: UnitStorage, block: int) -> slice:
     """Return the slice of a block that this rank writes, in the flat buffer of the block's unit."""
-    owned, (number, replicas) = storage.owned_slice(block), storage.replica
+    owned, (number, replicas) = storage.owned[block], storage.replica
     n = owned.stop - owned.start
     return slice(owned.start + number * n // replicas, owned.start + (number + 1) * n // replicas)
 

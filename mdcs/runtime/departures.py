@@ -185,8 +185,7 @@ class Lending:
         Raises RunError if a rank does not answer in time, or has left.
         """
         storage, store, place = self._storages[unit], self._words.store, self._context.place
-        for b in range(len(storage.blocks)):
-            storage.copy_shard_into_flat(b)
+        storage.copy_shard_into_flat()
         first = self._rank - self._rank % storage.parts  # of the ranks that have the unit together
         others = [r for r in range(first, first + storage.parts) if r != self._rank]
         if store is None or not others:

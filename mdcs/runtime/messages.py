@@ -124,7 +124,6 @@ class Messages:
         self.plan, self.n, self._ledger = context.plan, len(context.plan.messages), context.ledger
         self._account, self._recorder, self._meter = context.account, context.recorder, context.meter
         self._is_alone = self.plan.world == 1
-        self._known_sizes: dict[tuple[Kind, tuple[Part, ...]], _Sizes] = {}
         self._waiting: dict[Part, Tensor] = {}  # reduced gradients that wait for a later message's update
         self._step_of_period_0 = context.place.step - 1
         self._updated: dict[int, list[Part]] = {}  # index of a message -> what its update updates
@@ -140,6 +139,7 @@ class Messages:
         # to rank.
         outside = Collectives.default(collectives.backend) if context.device.type == "cpu" else collectives
         self._out_of_plan_comms = {in_node: connect(outside, in_node) for in_node in levels}
+        self._sizes = [self._sizes_of(message) for message in self.plan.messages]
 
     def is_held(self, number: int) -> bool:
         """Return whether the message's updates wait for the loop to decide."""
@@ -190,9 +190,9 @@ class Messages:
                 if self._is_alone:
                     torch.cat(self._blocks(message), out=transfer.reduced)
             elif transfer.packed is not None:
-                blocks = [self._rows(block, message) for block in self._blocks(message)]
-                columns = self._rows(transfer.packed, message).split(self._sizes(message).columns, dim=1)
-                copy_all(blocks, columns)
+                blocks = [self._rows(block, transfer) for block in self._blocks(message)]
+                columns = self._sizes[transfer.index].columns
+                copy_all(blocks, self._rows(transfer.packed, transfer).split(columns, dim=1))
         with self._account.lock:
             for buffer in (transfer.packed, transfer.scratch):
                 if buffer is not None:
@@ -209,7 +209,7 @@ class Messages:
             storage, shard = self.storages[u], self._waiting.pop((u, b), None)
             if shard is not None:
                 shards.append(shard)
-            gradients[u, b] = storage.full_gradient[storage.block_slice(b)] if shard is None else shard
+            gradients[u, b] = storage.full_gradient[storage.block_slices[b]] if shard is None else shard
         return Update(transfer, gradients, shards) if gradients else None
 
     def find_scale(self, update: Update) -> None:
@@ -255,7 +255,7 @@ class Messages:
         outside = self._out_of_plan_comms.get(storage.strategy.in_node)
         if outside is None:
             return []
-        return [outside.launch(Kind.AG_F, flat[storage.block_slice(b)]) for b in range(len(storage.blocks))]
+        return [outside.launch(Kind.AG_F, flat[block]) for block in storage.block_slices]
 
     def recut_flat(self, unit: int, flat: Tensor, to: UnitStorage) -> None:
         """Fill this rank's parts in ``to`` of a flat tensor [elements of the unit] that has this rank's parts so far.
@@ -282,7 +282,7 @@ class Messages:
 
     def _allocate(self, transfer: Transfer) -> None:
         """Allocate staging and gradient shards of a message."""
-        message, sizes = transfer.message, self._sizes(transfer.message)
+        message, sizes = transfer.message, self._sizes[transfer.index]
         first, device = self.storages[message.parts[0][0]], self.context.device  # the others are of its type
         dtype = first.flat_param.dtype if message.kind.is_gather else first.gradient_dtype
         packed = not self._is_alone and len(message.parts) > 1
@@ -298,16 +298,11 @@ class Messages:
             pieces = transfer.reduced.split(sizes.columns) if len(message.parts) > 1 else (transfer.reduced,)
             transfer.shards = dict(zip(message.parts, pieces, strict=True))
 
-    def _sizes(self, message: Message) -> _Sizes:
-        sizes = self._known_sizes.get((message.kind, message.parts))
-        if sizes is None:
-            ranks = self.plan.profile.group(message.kind)
-            columns = [self.storages[u].blocks[b] // ranks for u, b in message.parts]
-            whole = sum(columns) * ranks
-            communicator = self._communicators.get(message.kind.in_node)
-            buffer = communicator.scratch(message.kind, whole) if communicator else 0
-            sizes = self._known_sizes[message.kind, message.parts] = _Sizes(ranks, whole, columns, buffer)
-        return sizes
+    def _sizes_of(self, message: Message) -> _Sizes:
+        ranks = self.plan.profile.group(message.kind)
+        columns = [self.storages[u].blocks[b] // ranks for u, b in message.parts]
+        communicator, whole = self._communicators.get(message.kind.in_node), sum(columns) * ranks
+        return _Sizes(ranks, whole, columns, communicator.scratch(message.kind, whole) if communicator else 0)
 
     def _packed(self, transfer: Transfer) -> Tensor:
         """Return the collective's buffer: the one block of the message, or all blocks packed."""
@@ -315,24 +310,24 @@ class Messages:
         if buffer is None:
             [block] = self._blocks(message)
             return block
-        rows = self._rows(buffer, message)
+        rows = self._rows(buffer, transfer)
         if message.kind.is_gather:
-            parts = [self.storages[u].flat_param[self.storages[u].owned_slice(b)] for u, b in message.parts]
+            parts = [self.storages[u].flat_param[self.storages[u].owned[b]] for u, b in message.parts]
             torch.cat(parts, out=rows[self.context.rank % len(rows)])
         else:
-            torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=rows)
+            torch.cat([self._rows(block, transfer) for block in self._blocks(message)], dim=1, out=rows)
         return buffer
 
     def _blocks(self, message: Message) -> list[Tensor]:
         """Return the message's blocks, as slices of the flat parameters or gradients."""
         storages = self.storages
         if message.kind.is_gather:
-            return [storages[u].flat_param[storages[u].block_slice(b)] for u, b in message.parts]
-        return [storages[u].full_gradient[storages[u].block_slice(b)] for u, b in message.parts]
+            return [storages[u].flat_param[storages[u].block_slices[b]] for u, b in message.parts]
+        return [storages[u].full_gradient[storages[u].block_slices[b]] for u, b in message.parts]
 
-    def _rows(self, buffer: Tensor, message: Message) -> Tensor:
+    def _rows(self, buffer: Tensor, transfer: Transfer) -> Tensor:
         """Return ``buffer`` as a matrix [ranks of the message's group, elements per rank]."""
-        return buffer.view(self._sizes(message).ranks, -1)
+        return buffer.view(self._sizes[transfer.index].ranks, -1)
 
     # -- words ----------------------------------------------------------------------------------------------------
 

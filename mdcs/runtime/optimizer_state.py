@@ -202,8 +202,8 @@ class OptimizerState:
     def _place_replicas(self) -> None:
         """Copy masters into the units that are not gathered."""
         for storage in self._storages:
-            for b in range(len(storage.blocks) if storage.strategy.value == "dp" else 0):
-                storage.copy_shard_into_flat(b)
+            if storage.strategy.value == "dp":
+                storage.copy_shard_into_flat()
 
     def fragments(
         self, within: Callable[[UnitStorage, int], slice] | None = None, unit: int | None = None
@@ -214,7 +214,7 @@ class OptimizerState:
         """
         for u, b, run in self._runs(unit):
             storage = self._storages[u]
-            start = storage.owned_slice(b).start + run.place.start
+            start = storage.owned[b].start + run.place.start
             limit = None if within is None else within(storage, b)
             layout = self._updates.layout_of(run)
             for key, value in run.saved.items():
@@ -301,7 +301,7 @@ class OptimizerState:
     def _parameters(self, u: int, b: int, run: UpdateRun) -> list[tuple[int, nn.Parameter]]:
         """Return the parameters of a run, each with its first element in this rank's part of the block."""
         storage = self._storages[u]
-        start = storage.owned_slice(b).start
+        start = storage.owned[b].start
         pieces = fragments(storage, start + run.place.start, run.flat(run.parameter))
         offsets = {p: place.offset for p, place in zip(storage.parameters, storage.places, strict=True)}
         places = ((max(offsets[f.parameter] - start, run.place.start), f.parameter) for f in pieces)

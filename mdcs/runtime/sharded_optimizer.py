@@ -245,7 +245,7 @@ class ShardedOptimizer:
                 yield UpdateRun(self._group_of[u][segment], slice(start, start + length), local)
 
     def _whole_runs(self, storage: UnitStorage, b: int) -> Iterator[UpdateRun]:
-        part, local = storage.owned_slice(b), storage.owned_shard(b)
+        part, local = storage.owned[b], storage.owned_shard(b)
         for p, place in zip(storage.parameters, storage.places, strict=True):
             if part.start <= place.offset < part.stop:
                 start = place.offset - part.start

@@ -159,7 +159,8 @@ class SlotSequencer(SlotPosition):
                 f"the model ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
             )
         expected = self.period.slots[self.next_slot]
-        if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
+        is_next = (expected.unit, expected.phase) == (unit, phase) and (phase == "B" or not self._in_backward)
+        if is_next and (self.arrived or self._complete()):
             self._in_backward = phase == "B"
             if not self.arrived:
                 self._arrive()
@@ -167,9 +168,6 @@ class SlotSequencer(SlotPosition):
         else:
             with self.departures.timed():
                 self._depart(unit, phase)
-
-    def _can_enter(self, phase: str) -> bool:
-        return (phase == "B" or not self._in_backward) and (self.arrived or self._complete())
 
     def _depart(self, unit: int, phase: str) -> None:
         """Let compute use a unit where the plan has another slot."""

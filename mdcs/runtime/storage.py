@@ -43,6 +43,7 @@ class UnitStorage:
     - ``parts``: ranks among which updates are divided. Ranks with the same part are replicas.
     - ``replica``: (number of this rank among the replicas of its part, number of replicas).
     - ``full_bytes``: bytes of the full parameters, with padding. ``bytes_at_rest``: of the ledger.
+    - ``block_slices``, ``owned``: slices of the blocks in the flat buffers, and of the parts that this rank updates.
     - ``is_outside``: whether it is whole outside of the plan.
     """
 
@@ -69,7 +70,8 @@ class UnitStorage:
         begins, ends = [place.offset for place in ordered], [place.offset + place.numel for place in ordered]
         gaps = zip([0, *ends], [*begins, self.layout.elements], strict=True)
         self._padding = [slice(begin, end) for begin, end in gaps if begin < end]
-        self._owned = self.owned_slices(self.rank)
+        self.block_slices = [slice(o, o + size) for o, size in zip(self.offsets, self.blocks, strict=True)]
+        self.owned = self.owned_slices(self.rank)
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
         self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
         self.flat_param: Tensor = self._flattened() if before is None else before.flat_param
@@ -134,8 +136,8 @@ class UnitStorage:
             with self.meter.tag("parameters"):
                 self._resize(self.full_bytes)
             self.meter.retag(self.flat_param, "parameters")
-            for b in range(len(before.blocks) if stays else 0):
-                before.copy_shard_into_flat(b)
+            if stays:
+                before.copy_shard_into_flat()
         if stays and self._has_shard and shard is not None:
             self.shard, before.shard = shard, None
         else:
@@ -162,14 +164,6 @@ class UnitStorage:
                 return name
         return None
 
-    def block_slice(self, block: int) -> slice:
-        """Return the slice of a block in the flat buffers."""
-        return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
-
-    def owned_slice(self, block: int) -> slice:
-        """Return the slice of the block's part that this rank updates, in the flat buffers."""
-        return self._owned[block]
-
     def owned_slices(self, rank: int) -> list[slice]:
         """Return the slices of the blocks' parts that ``rank`` updates, in the flat buffers."""
         cuts = zip(self.offsets, self.blocks, strict=True)
@@ -181,9 +175,7 @@ class UnitStorage:
 
     def owned_shard(self, block: int) -> Tensor:
         """Return the part of a block that this rank updates [flat]: of the shard, or else of the full parameters."""
-        return (
-            self.flat_param[self.owned_slice(block)] if self.shard is None else self.shard[self.slice_in_shard(block)]
-        )
+        return self.flat_param[self.owned[block]] if self.shard is None else self.shard[self.slice_in_shard(block)]
 
     def allocate(self) -> None:
         """Allocate the full parameters, if they have no memory. Their values are undefined."""
@@ -229,11 +221,6 @@ class UnitStorage:
     def _resize(self, size: int) -> None:
         self.flat_param.untyped_storage().resize_(size)
 
-    def release(self) -> None:
-        """Free all parameters, whole and in shards, for good."""
-        self._resize(0)
-        self.release_shard()
-
     def release_shard(self) -> None:
         """Free the shard for good."""
         if self.shard is not None:
@@ -244,20 +231,21 @@ class UnitStorage:
         """Whether the full parameters have memory."""
         return self.flat_param.untyped_storage().nbytes() > 0
 
-    def copy_shard_into_flat(self, block: int) -> None:
-        """Copy this rank's updated part of a block into the full parameters, for the gather or for compute."""
-        if self.shard is not None:
-            self.flat_param[self.owned_slice(block)].copy_(self.owned_shard(block))
+    def copy_shard_into_flat(self, *blocks: int) -> None:
+        """Copy this rank's updated parts of blocks (none: of all) into the full parameters, for the gather or for
+        compute."""
+        for b in (blocks or range(len(self.blocks))) if self.shard is not None else ():
+            self.flat_param[self.owned[b]].copy_(self.owned_shard(b))
 
     def shard_from(self, whole: Tensor) -> None:
         """Copy this rank's parts into the shard, from a whole flat tensor."""
         for b in range(len(self.blocks) if self.shard is not None else 0):
-            self.owned_shard(b).copy_(whole[self.owned_slice(b)])
+            self.owned_shard(b).copy_(whole[self.owned[b]])
 
     def update_shard_from_flat(self) -> None:
         """Update the shard from changed full parameters. Masters keep their precision where nothing changed."""
         for b in range(len(self.blocks) if self.shard is not None else 0):
-            mine, now = self.owned_shard(b), self.flat_param[self.owned_slice(b)]
+            mine, now = self.owned_shard(b), self.flat_param[self.owned[b]]
             mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
 
     def move(self, device: torch.device) -> None:
@@ -288,7 +276,8 @@ class UnitStorage:
         self.move(self.device)
         for p in self.parameters:
             p.grad = None
-        self.release()
+        self._resize(0)
+        self.release_shard()
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -363,7 +352,7 @@ class UnitStorage:
         """Return slices of this rank's part of a block, by parameter that this rank has not used, and on the device
         whether no rank has. ``reduced``: the part's gradient.
         """
-        out, part = [], self.owned_slice(block)
+        out, part = [], self.owned[block]
         for i in self.unused:
             place = self.places[i]
             begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)

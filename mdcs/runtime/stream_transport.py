@@ -99,18 +99,14 @@ class StreamTransport(Wire):
             while self.queue.done < count:
                 self._wait_oldest_on_compute()
 
-    def decide(self, number: int, applies: bool) -> None:
+    def _decided(self, number: int) -> None:
         """Enqueue the updates of a held message, or its end without them."""
-        messages = self.messages
-        messages.decided, messages.drops = number + 1, not applies
         held, self._held = self._held, None
         if held is not None:
             try:
                 held()
             except Exception as e:
-                messages.raise_error(number, e)
-        if messages.plan.messages[number % self.queue.n].blocking:
-            self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
+                self.messages.raise_error(number, e)
 
     def send_ahead(self, number: int) -> None:
         """Send a message out of its turn, and let compute wait for it."""

@@ -79,14 +79,8 @@ class ThreadTransport(Wire):
         with self.lock:
             self.wait(lambda: self._scaled > number or self.queue.done > number, "the gradients' norm")
 
-    def decide(self, number: int, applies: bool) -> None:
-        """Let the updates of a held message be made, or drop them."""
-        messages = self.messages
-        with self.lock:
-            messages.decided, messages.drops = number + 1, not applies
-            self._work.notify()
-            if messages.plan.messages[number % self.queue.n].blocking:
-                self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
+    def _decided(self, number: int) -> None:
+        self._work.notify()
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait until ``ready``. Call with the lock held exactly once.

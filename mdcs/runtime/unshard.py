@@ -96,7 +96,7 @@ class Unsharder:
         storage = self.storages[unit]
         whole = torch.zeros(storage.layout.elements, dtype=next(iter(blocks.values())).dtype, device=storage.device)
         for b, part in blocks.items():
-            whole[storage.owned_slice(b)] = part
+            whole[storage.owned[b]] = part
         if storage.strategy.value != "dp":
             self._wire.gather_flat(unit, whole, f"{storage.name}'s {what}", to)
         return whole
@@ -224,7 +224,7 @@ def fragments(storage: UnitStorage, start: int, values: Tensor, within: slice | 
 def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
     """Yield all that a load must set: fragments of the shards, and whole parameters where the unit is whole."""
     for b in range(len(storage.blocks) if storage.shard is not None else 0):
-        yield from fragments(storage, storage.owned_slice(b).start, storage.owned_shard(b))
+        yield from fragments(storage, storage.owned[b].start, storage.owned_shard(b))
     if storage.is_full:  # includes units that the plan has gathered for the next forward
         yield from fragments(storage, 0, storage.flat_param)
 

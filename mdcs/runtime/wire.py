@@ -246,6 +246,15 @@ class Wire:
 
     def decide(self, number: int, applies: bool) -> None:
         """Let the updates of a held message be made, or drop them."""
+        messages = self.messages
+        with self.lock:
+            messages.decided, messages.drops = number + 1, not applies
+            self._decided(number)
+            if messages.plan.messages[number % self.queue.n].blocking:
+                self.wait_for(min(number + 1, self.queue.issued), messages.describe(number))
+
+    def _decided(self, number: int) -> None:
+        """Go on with a held message."""
 
     def check(self) -> None:
         """Raise the error of a thread, if there is one."""
@@ -311,8 +320,7 @@ class Wire:
         storage = self.storages[unit]
         storage.allocate()
         with run_on_comm_stream(self.context.executor):
-            for b in range(len(storage.blocks)):
-                storage.copy_shard_into_flat(b)
+            storage.copy_shard_into_flat()
         self.gather_flat(unit, storage.flat_param, storage.name, to)
 
     def gather_flat(self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None) -> None:

@@ -122,7 +122,7 @@ def test_parameters_that_no_rank_has_used_are_left_without_a_read_of_each(unused
         storage.places[i].view(flat).fill_(-0.0)
     updates.freeze_options()
     with Reads() as reads:
-        updates.step({(0, b): flat[storage.block_slice(b)].clone() for b in range(len(storage.blocks))}, scale=1e-30)
+        updates.step({(0, b): flat[storage.block_slices[b]].clone() for b in range(len(storage.blocks))}, scale=1e-30)
     changed = [not torch.equal(place.view(before), place.view(storage.flat_param)) for place in storage.places]
     assert changed == [i not in unused and i < 2 for i in range(3)]  # by weight decay, which the third has not
     assert not reads.count

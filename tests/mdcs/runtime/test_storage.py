@@ -47,7 +47,7 @@ def test_a_rank_owns_a_part_of_every_block():
     assert sum(storage.blocks) == 16 and len(storage.blocks) == 3
     owned = []
     for b, size in enumerate(storage.blocks):
-        own = storage.owned_slice(b)
+        own = storage.owned[b]
         assert own.stop - own.start == size // 2
         assert own.stop == storage.offsets[b] + size  # the second half
         owned += list(range(own.start, own.stop))

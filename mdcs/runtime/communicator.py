@@ -65,7 +65,7 @@ class Communicator:
         self._is_gloo = collectives.backend == "gloo"
         self._async = not synchronous or self._is_gloo
         # Call the backend directly: torch.distributed's wrappers cost more than gloo needs for a small message.
-        self._backend = cpu_backend(group) if collectives.algorithm == "ring" else None
+        self._backend: Any = cpu_backend(group) if collectives.algorithm == "ring" else None
         self._tags = itertools.count() if tags is None else tags
 
     def scratch(self, kind: Kind, elements: int) -> int:

@@ -35,8 +35,7 @@ _ENTRY = struct.Struct("<qd")
 
 
 class Pacer:
-    """Delays messages to the emulated link's times. ``path``: file from :meth:`create`, mapped by all ranks, or None.
-    """
+    """Delays messages to the emulated link's times. ``path``: file of :meth:`create`, mapped by all ranks, or None."""
 
     @staticmethod
     def create(path: Path, world: int) -> None:
@@ -71,8 +70,7 @@ class Pacer:
 
 
 def pacer_for(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes: int) -> Pacer | None:
-    """Return the pacer of a plan's emulated link, shared by the ranks of ``group``; None for a real link. Collective.
-    """
+    """Return the pacer of a plan's emulated link, shared by ranks of ``group``; None for a real link. Collective."""
     if not plan.profile.link.emulated or plan.world == 1:
         return None
     if processes == 1:

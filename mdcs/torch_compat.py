@@ -77,8 +77,7 @@ def norms_in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def backward_pass() -> int:
-    """Return a number of the backward pass that calls this; -1 outside. Activation checkpointing runs forward in one.
-    """
+    """Return a number of the backward pass that calls this; -1 outside. Checkpointing runs forward in one."""
     return torch._C._current_graph_task_id()
 
 
@@ -88,8 +87,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def will_get_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the backward pass that calls this will come to the parameter. Exact: the pass has walked its whole graph.
-    """
+    """Whether the backward pass that calls this will come to the parameter. Exact: the pass has walked its graph."""
     if not parameter.requires_grad:  # frozen since the run began
         return False
     with without_torch_function():
@@ -101,8 +99,7 @@ def will_get_gradient(parameter: nn.Parameter) -> bool:
 
 
 def in_function_forward() -> bool:
-    """Whether this runs in the forward of a custom autograd function, as in a reentrant checkpoint; no_grad() is none.
-    """
+    """Whether this runs in the forward of a custom autograd function, as of a reentrant checkpoint; not no_grad()."""
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
@@ -112,14 +109,12 @@ def may_hold_checkpoints() -> bool:
 
 
 def gradient_hooks(parameter: nn.Parameter) -> list[Any]:
-    """Return the parameter's hooks for its accumulated gradient: the runtime's would take the gradient away from
-    others."""
+    """Return the parameter's hooks for its accumulated gradient: the runtime's would take it away from others."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def transforms() -> list[str]:
-    """Return the names of torch.func's transforms around this call ("grad", "vmap", …): hooks do not see through them.
-    """
+    """Return the names of torch.func's transforms around this call ("grad", …): hooks do not see through them."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return []
     return [str(level.key()).rpartition(".")[2].lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
@@ -221,14 +216,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedules of the learning rate that the optimizer has stepped: they warn if its ``step()`` was not called.
-    """
+    """Tell learning rate schedules that the optimizer has stepped: they warn if its ``step()`` was not called."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def count_as_scheduled(step: Any) -> None:
-    """Mark a function in the place of ``optimizer.step()`` as known to schedules: they warn of one that they did not
-    see."""
+    """Mark a function in the place of ``optimizer.step()`` as known to schedules, which warn of one that is not."""
     step._wrapped_by_lr_sched = True
 
 

@@ -74,8 +74,7 @@ class StateLayout:
 
 
 def state_layouts(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[int, ...], StateLayout]]:
-    """Return the groups (by index) that are updated on flat pieces, and those that are updated whole, with the state
-    that they keep.
+    """Return the groups (by index) that are updated on flat pieces, and those updated whole, with their state.
 
     The state is that of the group that keeps the most. Raises UnsupportedModel, naming the class and the reason, for an
     optimizer that cannot run on shards.

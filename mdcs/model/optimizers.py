@@ -71,8 +71,7 @@ class Optimizers:
 
 
 class WithAverage(torch.optim.Optimizer):
-    """Keeps a moving average (EMA) of the parameters as the optimizer's state ``average``, which is sharded as any
-    state is.
+    """Keeps a moving average (EMA) of the parameters as the optimizer's state ``average``, sharded as any state.
 
     Put it before the optimizer's own class:
     ``class AdamW(mdcs.WithAverage, torch.optim.AdamW): average_decay = 0.9999``. The average is the parameter before

@@ -173,8 +173,7 @@ def changed_buffers(module: nn.Module, before: Versions) -> bool:
 def checkpoint_contexts(
     module: nn.Module, selective: bool, recomputing: Recomputing = contextlib.nullcontext
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a module's forward, and of the same forward computed again: ``context_fn`` of torch's
-    checkpoint.
+    """Return the contexts of a module's forward, and of it computed again: ``context_fn`` of torch's checkpoint.
 
     - ``selective``: whether outputs of matrix products, convolutions and attention are kept.
     """

@@ -110,8 +110,7 @@ class Communicator:
         self, kind: Kind, parts: Sequence[Tensor], scratch: Tensor | None, out: Tensor
     ) -> Iterator[Sequence[Waitable]]:
         """Send each part once around the ring and sum on the way, from the rank behind its owner to the owner, which
-        writes it to ``out``; then send each from its owner to all. A reduce-scatter is the first half, a gather the
-        second."""
+        writes it to ``out``; then send each from its owner to all. RS is the first half, a gather the second."""
         tag, world = next(self._tags) % _TAGS, self.world
         for k in range(1, 1 if kind.is_gather else world):
             assert scratch is not None, "a ring needs scratch for a part"

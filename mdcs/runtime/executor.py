@@ -121,7 +121,6 @@ _PATIENCE_SECONDS = 300.0
 """Seconds for which :meth:`Executor.seconds` waits for a stamp."""
 
 
-
 class DeviceTimestamp:
     """A time on a device's current stream, taken without a wait: it comes when the work enqueued so far is done.
 

@@ -62,8 +62,7 @@ class LossScale:
 
 
 class Scaler:
-    """torch.amp.GradScaler's calls, for a loop that keeps its lines. Without a ``loss_scale`` it is one that is not
-    enabled.
+    """torch.amp.GradScaler's calls, for a loop that keeps its lines; not enabled without a ``loss_scale``.
 
     Its state is interchangeable with torch's.
     """
@@ -212,8 +211,7 @@ def with_bounds(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
-    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM over
-    ranks.
+    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM.
 
     Frees ``work``, and takes no more memory than that.
     """

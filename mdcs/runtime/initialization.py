@@ -224,8 +224,7 @@ class Buffers:
         ]
 
     def broadcast_created(self, groups: ProcessGroups, place: ErrorContext) -> None:
-        """Broadcast rank 0's values of the buffers that the first forward created, as DDP does before its second
-        forward.
+        """Broadcast rank 0's values of buffers that the first forward created, as DDP does before its second one.
 
         A rank that created none does not take part: models that create none send nothing. Raises RunError where the
         ranks' new buffers differ in name, shape or type.

@@ -122,8 +122,7 @@ class _Run(Protocol):
 
 
 class OptimizerCalls:
-    """Redirects ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` of the optimizers to ``run`` until
-    :meth:`end`.
+    """Sends ``step``, ``zero_grad``, ``state_dict``, ``load_state_dict`` of optimizers to ``run`` until :meth:`end`.
 
     All ranks must make each of these calls. The other members, such as ``param_groups``, are the optimizer's own, so
     schedules of the learning rate work, whether they are made before or after. Where there are several optimizers, the

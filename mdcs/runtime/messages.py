@@ -109,8 +109,7 @@ class Update:
 
 
 class Messages:
-    """Runs the phases of messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs
-    them.
+    """Runs the phases of messages. ``connect`` makes the communicators of the world, and of nodes if there are some.
 
     - ``decided``: messages whose updates the loop has let be made, or has dropped. ``drops``: it drops them.
     - ``last_reduction``: index of the plan's last reduction; -1 without one.

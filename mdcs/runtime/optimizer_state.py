@@ -177,8 +177,7 @@ class OptimizerState:
 
     @contextmanager
     def in_parameters(self, key: str | None) -> Iterator[None]:
-        """Exchange parameters and their state ``key`` inside the block: what is gathered in it is the state. None:
-        nothing.
+        """Exchange parameters and their state ``key`` (None: nothing) in the block: what is gathered is the state.
 
         Then call :meth:`gather_again`. Raises ValueError for state that the optimizer does not keep per element.
         """
@@ -246,8 +245,7 @@ class OptimizerState:
     def full(
         self, *, keep: bool, cpu: bool, release: bool = False, only: Collection[Any] | None = None
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
-        flight.
+        """Return whole state by parameter, in the shards' precision, where ``keep``. Collective; nothing in flight.
 
         Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered.
         ``only``: of these parameters, None: of all.
@@ -261,9 +259,7 @@ class OptimizerState:
                 run.clear()
         return state
 
-    def _whole(
-        self, unit: int, started: Started, *, keep: bool, cpu: bool
-    ) -> dict[nn.Parameter, dict[str, Any]]:
+    def _whole(self, unit: int, started: Started, *, keep: bool, cpu: bool) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the whole state of a unit's parameters in ``started``, on ranks that ``keep`` it. Collective."""
         storage, state = self._storages[unit], dict[nn.Parameter, dict[str, Any]]()
         for p in storage.parameters if keep else ():

@@ -118,8 +118,7 @@ class UnitStorage:
         return self.strategy.sharded or self.master_dtype is not None
 
     def stays_in_parts(self, before: UnitStorage) -> bool:
-        """Return whether this rank needs nothing of the other ranks to :meth:`take_over`: it updates what it has
-        updated."""
+        """Return whether this rank needs nothing of others to :meth:`take_over`: it updates what it has updated."""
         if not (self.trainable or before.strategy.sharded):
             return True  # every rank has all of it
         is_gathered = self.trainable or self.strategy.sharded
@@ -232,8 +231,7 @@ class UnitStorage:
         return self.flat_param.untyped_storage().nbytes() > 0
 
     def copy_shard_into_flat(self, *blocks: int) -> None:
-        """Copy this rank's updated parts of blocks (none: of all) into the full parameters, for the gather or for
-        compute."""
+        """Copy this rank's updated parts of blocks (none: of all) into the full parameters."""
         for b in (blocks or range(len(self.blocks))) if self.shard is not None else ():
             self.flat_param[self.owned[b]].copy_(self.owned_shard(b))
 

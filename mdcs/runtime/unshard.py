@@ -191,8 +191,7 @@ class Evaluation:
 
 
 class Fragment(NamedTuple):
-    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start`` in
-    memory.
+    """Neighbouring elements of a parameter that this rank has: ``values`` [flat] from element ``start`` in memory on.
 
     ``order``: the parameter's dimensions in memory (:class:`mdcs.model.optimizers.ParameterPlace`).
     """

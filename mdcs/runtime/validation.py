@@ -1,5 +1,4 @@
-"""Refusals before step 1 of plans, jobs and models that do not fit. Every message says what to do instead.
-"""
+"""Refusals before step 1 of plans, jobs and models that do not fit. Every message says what to do instead."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class RunOptions:
 
 @dataclass
 class ValidationResult:
-    """Results of the checks, and the ``problem`` if something does not. No rank raises its problem before all ranks
-    know of it.
+    """Results of the checks, and the ``problem`` if there is one, which no rank raises before all ranks know of it.
 
     - ``units``: those of the plan (:func:`mdcs.model.optimizers.by_optimizer`).
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.

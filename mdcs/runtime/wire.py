@@ -286,8 +286,7 @@ class Wire:
         return self.queue.first_period
 
     def finish_iteration(self, period: int) -> None:
-        """End an iteration before its time: finish the issued messages, then send the period's reductions that are not
-        issued.
+        """End an iteration early: finish the issued messages, then send the period's reductions that are not issued.
 
         All ranks are at the same slot here and have issued the same messages, so the order is the same on all ranks.
         """

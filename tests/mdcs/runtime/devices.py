@@ -213,9 +213,7 @@ def equal(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], 
 
 HOWS = [
     How(strategy, scheduler, seed=2)
-    for strategy, scheduler in zip(
-        ("dp", "zero2", "sdp", "fsdp", "random", "fsdp", "random", "zero2"), SCHEDULERS, strict=False
-    )
+    for strategy, scheduler in zip(("dp", "zero2", "sdp", "fsdp", "random", "fsdp", "random", "zero2"), SCHEDULERS, strict=False)
 ]
 
 
@@ -254,9 +252,7 @@ def emulated_run(
     budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
     plan = mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     sent = []
-    with mdcs.parallelize(
-        made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate
-    ) as parallel:
+    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate) as parallel:
         parallel.records()  # from here on they have times
         note = parallel._engine.recorder.message
 

@@ -16,16 +16,7 @@ import mdcs
 from mdcs.api import start
 from mdcs.runtime import context
 from mdcs.runtime.executor import CudaExecutor, executor_for
-from tests.mdcs.runtime.devices import (
-    CONTRACT,
-    HOWS,
-    Limited,
-    emulated_run,
-    equal,
-    make,
-    parallel_run,
-    plain_run,
-)
+from tests.mdcs.runtime.devices import CONTRACT, HOWS, Limited, emulated_run, equal, make, parallel_run, plain_run
 from tests.mdcs.runtime.training import How, optimizer_for, setup
 
 CPU = torch.device("cpu")

@@ -32,17 +32,7 @@ from mdcs.runtime import thread_transport
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime import devices
 from tests.mdcs.runtime.ranks import Outcome, Ranks
-from tests.mdcs.runtime.training import (
-    How,
-    Job,
-    Setup,
-    optimizer_for,
-    parallel_for,
-    plan_for,
-    profile_of,
-    setup,
-    train,
-)
+from tests.mdcs.runtime.training import How, Job, Setup, optimizer_for, parallel_for, plan_for, profile_of, setup, train
 
 NATIVE, RING = Collectives("native"), Collectives("ring")
 TIMEOUT_S = 3.0

@@ -21,17 +21,7 @@ from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
-from tests.mdcs.runtime.training import (
-    Job,
-    Setup,
-    differing,
-    optimizer_for,
-    parallel_for,
-    plan_for,
-    profile_of,
-    reference,
-    setup,
-)
+from tests.mdcs.runtime.training import Job, Setup, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup
 
 JOB = Job("tied", steps=3)
 Step = Callable[[int], None]
@@ -461,10 +451,7 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("strategy", "micro_steps"),
-    few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero2", 1), ("fsdp", 2)]),
-)
+@pytest.mark.parametrize(("strategy", "micro_steps"), few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero2", 1), ("fsdp", 2)]))
 def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
     late = {
         change_a_rate, two_backwards, two_forwards, judge_another, unfreeze, freeze, replace_a_weight, replace_a_layer,

@@ -88,9 +88,7 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
         lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )
     units = mdcs.partition(made.model, made.policy)
-    with mdcs.parallelize(
-        made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=20
-    ) as parallel:
+    with mdcs.parallelize(made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=20) as parallel:
         run(job, made, parallel, range(2))
         parallel.reset_memory()
         run(job, made, parallel, range(2, 4))
@@ -98,12 +96,7 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
         memory = parallel.memory()
         slots = [(s.slot, dict(s.predicted), dict(s.measured)) for s in parallel.memory_by_slot()]
     assert plan.prediction is not None
-    return {
-        **memory,
-        "planned": plan.prediction.memory,
-        "budget": plan.budget,
-        "slots": slots,
-    }
+    return {**memory, "planned": plan.prediction.memory, "budget": plan.budget, "slots": slots}
 
 
 @pytest.fixture(scope="module")

@@ -65,8 +65,7 @@ def save(strategy: str, optimizer_name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "optimizer"),
-    [("dp", "adam"), ("zero2", "sgd"), ("sdp", "plain sgd"), ("fsdp", "adamw"), ("random", "adam")],
+    ("strategy", "optimizer"), [("dp", "adam"), ("zero2", "sgd"), ("sdp", "plain sgd"), ("fsdp", "adamw"), ("random", "adam")]
 )
 def test_a_state_dict_is_that_of_a_plain_loop(two: Ranks, strategy, optimizer):
     assert two.run(save, strategy, optimizer) == [[], []]

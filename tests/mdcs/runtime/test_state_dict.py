@@ -14,16 +14,7 @@ import mdcs
 from mdcs.profile.link import Kind
 from mdcs.sizes import aligned
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import (
-    How,
-    Job,
-    Setup,
-    differing,
-    parallel_for,
-    reference,
-    setup,
-    train,
-)
+from tests.mdcs.runtime.training import How, Job, Setup, differing, parallel_for, reference, setup, train
 
 STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random")
 HOW = {s: How(s, "random" if s == "random" else "priority", seed=4) for s in STRATEGIES}
@@ -347,9 +338,7 @@ def train_in_a_subgroup() -> list[str] | None:
     from mdcs.planner.registry import STRATEGIES as PLANNERS
 
     plan = mdcs.make_plan(mdcs.Job(profile, cross_iteration=False), PLANNERS["random"](), SCHEDULERS["priority"]())
-    with mdcs.parallelize(
-        made.model, optimizer, plan, units, group=group, clip_norm=0.1, timeout_s=20
-    ) as parallel:
+    with mdcs.parallelize(made.model, optimizer, plan, units, group=group, clip_norm=0.1, timeout_s=20) as parallel:
         for step in range(3):
             made.loss(made.model, made.batch(step, 0, dist.get_rank(group))).backward()
             parallel.step()

@@ -74,15 +74,7 @@ def test_a_step_by_hand():
     # update               (7–8: no part of either)
     # of the 2 s in which nothing computes, messages run in all
     times = step_times(
-        [
-            compute(0, 4),
-            compute(6, 10),
-            message(2, 6),
-            message(5, 7),
-            Interval("update", "u", "update", "u", 7, 8),
-        ],
-        0,
-        10,
+        [compute(0, 4), compute(6, 10), message(2, 6), message(5, 7), Interval("update", "u", "update", "u", 7, 8)], 0, 10
     )
     assert times == StepTimes(step_s=10, compute_s=8, communication_s=5, overlap_s=3)
     assert (times.exposed_s, times.stalled_s, times.idle_s, times.overlap_ratio) == (2, 2, 0, pytest.approx(0.6))
@@ -145,10 +137,7 @@ def test_the_file_has_the_documented_keys(timeline):
         ('{"schema": 1}', "'period_s' is missing"),
         ('{"schema": 2, "period_s": 1, "slots": [], "ranks": []}', "schema 2"),
         ('{"schema": 1, "period_s": -1, "slots": [], "ranks": []}', "period"),
-        (
-            '{"schema": 1, "period_s": 1, "slots": [], "ranks": [{"rank": 0, "intervals": [{"x": 1}]}]}',
-            "not a timeline",
-        ),
+        ('{"schema": 1, "period_s": 1, "slots": [], "ranks": [{"rank": 0, "intervals": [{"x": 1}]}]}', "not a timeline"),
         ('{"schema": 1, "period_s": 1', "delimiter"),
     ],
 )

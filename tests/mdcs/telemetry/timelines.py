@@ -18,8 +18,5 @@ def two_ranks() -> Timeline:
         period_s=1.0,
         slots=("B1", "F1"),
         ranks=(RankTimeline(0, rank_0), RankTimeline(1, rank_0[:2])),
-        memory=(
-            SlotMemory("B1", {"parameters": 10, "gradients": 20}, None),
-            SlotMemory("F1", {"parameters": 10}),
-        ),
+        memory=(SlotMemory("B1", {"parameters": 10, "gradients": 20}, None), SlotMemory("F1", {"parameters": 10})),
     )

@@ -282,10 +282,9 @@ def read_shapes(folder: Path) -> dict[Key, TensorStorageMetadata]:
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return a checkpoint on the host: ``model`` and ``optimizer`` for a plain ``load_state_dict``, and ``step``.
 
-    Of several optimizers ``optimizer`` is a list.
-    ``path`` is a step's folder, or the root: then the newest usable checkpoint is read, with a warning for every newer
-    one. ``torch.save`` can write the result, and ``weights_only`` can read it back. Raises CheckpointError if no
-    checkpoint is usable.
+    Of several optimizers ``optimizer`` is a list. ``path`` is a step's folder, or the root: then the newest usable
+    checkpoint is read, with a warning for every newer one. ``torch.save`` can write the result, and ``weights_only``
+    can read it back. Raises CheckpointError if no checkpoint is usable.
     """
     chosen = directory.choose(directory.candidates(Path(path)), directory.find_problem)
     if chosen is None:

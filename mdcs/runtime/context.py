@@ -19,7 +19,7 @@ from mdcs.plan.times import StepTimes
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.executor import Executor, executor_for
 from mdcs.telemetry.memory_meter import Meter, current_meter
-from mdcs.telemetry.timeline import Interval, PeriodTrace, Span, intersection, length, step_times
+from mdcs.telemetry.timeline import Interval, Lane, PeriodTrace, Span, intersection, length, step_times
 from mdcs.torch_compat import named_range
 
 
@@ -127,7 +127,7 @@ class StepRecorder:
 
     plan: Plan
     executor: Executor
-    _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
+    _raw: deque[tuple[int, Lane, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[_Timed] = field(default_factory=list)
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # each one's end, and the begin of the first
     _sent: dict[int, list[int]] = field(default_factory=dict)  # by period: messages
@@ -153,19 +153,12 @@ class StepRecorder:
 
     # Threads append to a deque without a lock: only indices and stamps. Names are looked up when somebody reads.
 
-    def compute(self, slot: int, begin: Any, end: Any) -> None:
-        """Record that compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
-        if begin is not UNTIMED:
-            self._raw.append((self._under_way, "compute", slot, begin, end, 0))
-
-    def message(self, index: int, period: int, begin: Any, end: Any) -> None:
-        """Record that message ``index`` of the plan was on the wire, in period number ``period`` (0: the prologue)."""
-        self._raw.append((self._under_way, "message", index, begin, end, period))
-
-    def update(self, index: int, period: int, begin: Any, end: Any) -> None:
-        """Record that the updates completed by message ``index`` of a period ran from ``begin`` to ``end``."""
-        if begin is not UNTIMED:
-            self._raw.append((self._under_way, "update", index, begin, end, period))
+    def ran(self, lane: Lane, index: int, begin: Any, end: Any, period: int = 0) -> None:
+        """Record that compute was in slot ``index`` of the plan from ``begin`` to ``end`` (stamps); that message
+        ``index`` was on the wire, in period number ``period`` (0: the prologue); or that the updates that it completes
+        ran."""
+        if begin is not UNTIMED or lane == "message":
+            self._raw.append((self._under_way, lane, index, begin, end, period))
 
     def enqueued(self, period: int, seconds: float) -> None:
         """Record that the host took so long to enqueue a message of a period."""
@@ -180,7 +173,7 @@ class StepRecorder:
             for m in self.plan.messages
         ]
 
-    def _interval(self, lane: str, index: int, begin: Any, end: Any) -> Interval:
+    def _interval(self, lane: Lane, index: int, begin: Any, end: Any) -> Interval:
         start, period = self.executor.seconds(begin), self.plan.period
         end = max(start, self.executor.seconds(end))
         if lane == "compute":

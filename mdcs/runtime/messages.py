@@ -182,7 +182,7 @@ class Messages:
     def land(self, transfer: Transfer) -> None:
         """Record that the collective has ended, unpack, and free the staging buffers."""
         message = transfer.message
-        self._recorder.message(transfer.index, transfer.step, transfer.began, self._recorder.stamp())
+        self._recorder.ran("message", transfer.index, transfer.began, self._recorder.stamp(), transfer.step)
         transfer.works = []
         with self._range("unpack", message):
             if transfer.reduced is not None:
@@ -235,7 +235,7 @@ class Messages:
             with self._range("update", update.transfer.message):
                 self.updates.step(update.gradients, update.scale)
         transfer = update.transfer
-        self._recorder.update(transfer.index, transfer.step, begin, self._recorder.stamp())
+        self._recorder.ran("update", transfer.index, begin, self._recorder.stamp(), transfer.step)
         with self._account.lock:
             self._account.record("update_scratch", -update.scratch)
 

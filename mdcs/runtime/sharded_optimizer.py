@@ -191,8 +191,7 @@ class OwnClass:
 class ShardedOptimizer:
     """Updates the blocks of all units. ``group_of[unit]``: the parameter group of each segment.
 
-    ``clip_value``: limit of the elements of gradients.
-    ``runs``: the runs of each (unit, block) that this rank updates.
+    ``clip_value``: limit of the elements of gradients. ``runs``: the runs of each (unit, block) that this rank updates.
     """
 
     def __init__(

@@ -245,7 +245,7 @@ class SlotSequencer(SlotPosition):
         """Arrive at the boundary before ``next_slot``: end the slot before it, issue messages."""
         q, lock, stamp = self.next_slot, self.account.lock, self.recorder.stamp()
         if self.entered is not None:
-            self.recorder.compute((q - 1) % self.period.length, self.entered, stamp)
+            self.recorder.ran("compute", (q - 1) % self.period.length, self.entered, stamp)
             self.entered = None
         if q == 0:
             self.periods += 1

@@ -7,11 +7,10 @@ used again, or may be (:mod:`mdcs.runtime.departures`). Gradients come with the 
 with the first gradient, and go with the message that has reduced them.
 
 Parameters are views of the full buffer (``p.data = view``); the views stay valid for autograd while the storage is
-resized to nothing and back. Parameters are in flat order
-(:func:`mdcs.model.optimizers.in_flat_order`), or by owner where they are updated as wholes. They begin at 16 bytes
-(:func:`mdcs.sizes.aligned`), and keep their strides: a ``channels_last`` weight stays one.
-Rank r, of the world or of a node, owns the r-th part of every *block*: a block is contiguous on the wire, and a shard
-is the concatenation of its parts.
+resized to nothing and back. Parameters are in flat order (:func:`mdcs.model.optimizers.in_flat_order`), or by owner
+where they are updated as wholes. They begin at 16 bytes (:func:`mdcs.sizes.aligned`), and keep their strides: a
+``channels_last`` weight stays one. Rank r, of the world or of a node, owns the r-th part of every *block*: a block is
+contiguous on the wire, and a shard is the concatenation of its parts.
 """
 
 from __future__ import annotations

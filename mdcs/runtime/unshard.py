@@ -1,5 +1,4 @@
-"""Whole units outside of the plan's messages: for passes that no plan has, state dicts, and readers of
-parameters.
+"""Whole units outside of the plan's messages: for passes that no plan has, state dicts, and readers of parameters.
 
 In evaluations and side passes units are whole for any number of forward and backward passes per rank.
 """

@@ -254,13 +254,13 @@ def emulated_run(
     sent = []
     with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate) as parallel:
         parallel.records()  # from here on they have times
-        note = parallel._engine.recorder.message
+        note = parallel._engine.recorder.ran
 
-        def noted(index: int, round_: int, begin: Any, end: Any) -> None:
-            sent.append((round_, index))
-            note(index, round_, begin, end)
+        def noted(lane: Any, index: int, begin: Any, end: Any, period: int = 0) -> None:
+            sent.extend([(period, index)] if lane == "message" else ())
+            note(lane, index, begin, end, period)
 
-        parallel._engine.recorder.message = noted  # type: ignore[method-assign]
+        parallel._engine.recorder.ran = noted  # type: ignore[method-assign]
         for step in range(steps):
             for micro in range(micro_steps):
                 (loss(step, micro) / micro_steps).backward()

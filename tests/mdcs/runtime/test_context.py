@@ -84,12 +84,12 @@ def recorder() -> StepRecorder:
 
 def iteration(r: StepRecorder, step: int, begin: float) -> None:
     """Forward 0 … 1 s, backward 1 … 3 s, reduce-scatter 2.5 … 3.5, update until 3.6, gather 3.6 … 4; 4 s in all."""
-    r.compute(1, begin, begin + 1)
+    r.ran("compute", 1, begin, begin + 1)
     r.period(begin + 1)
-    r.compute(0, begin + 1, begin + 3)
-    r.message(0, step, begin + 2.5, begin + 3.5)
-    r.update(0, step, begin + 3.5, begin + 3.6)
-    r.message(1, step, begin + 3.6, begin + 4)
+    r.ran("compute", 0, begin + 1, begin + 3)
+    r.ran("message", 0, begin + 2.5, begin + 3.5, step)
+    r.ran("update", 0, begin + 3.5, begin + 3.6, step)
+    r.ran("message", 1, begin + 3.6, begin + 4, step)
     r.step(step, begin + 4)
 
 
@@ -142,7 +142,7 @@ def test_seconds_of_a_pause_are_in_no_step_and_in_no_period():
     r.executor = clock
     r.step(0, 0.0)
     iteration(r, 1, 0.0)
-    r.message(1, 1, 3.8, 5.0)
+    r.ran("message", 1, 3.8, 5.0, 1)
     clock.now = 4.0
     with r.pause():
         clock.now = 14.0
@@ -172,7 +172,7 @@ def test_records_do_not_wait_for_compute_that_is_under_way():
     r.step(0, 0.0)
     iteration(r, 1, 0.0)
     iteration(r, 2, 4.0)
-    r.compute(1, 8.0, 9.0)  # queued, not run
+    r.ran("compute", 1, 8.0, 9.0)  # queued, not run
     executor.now = 8.0
     assert [x.step for x in r.finished(1)] == [1]
 
@@ -199,10 +199,10 @@ def test_nothing_is_stamped_before_somebody_asks():
         if stamp is not UNTIMED:
             iteration(r, step, begin)
             continue
-        r.compute(1, stamp, stamp)
+        r.ran("compute", 1, stamp, stamp)
         r.period(stamp)
-        r.message(0, step, stamp, stamp)
-        r.message(1, step, stamp, stamp)
+        r.ran("message", 0, stamp, stamp, step)
+        r.ran("message", 1, stamp, stamp, step)
         r.step(step, begin + 4)
         if step == 2:
             assert [x.step for x in r.finished(1)] == [1]

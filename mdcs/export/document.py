@@ -64,10 +64,7 @@ def document(plan: Plan, forward: PrefetchLists | None = None, backward: Prefetc
 
 def _describe(plan: Plan, group: Group, forward: PrefetchLists, backward: PrefetchLists) -> dict[str, Any]:
     units = [plan.profile.units[u] for u in group.units]
-
-    def recomputes(unit: int) -> bool:
-        return bool(plan.recompute) and plan.recompute[unit] != NONE
-
+    again = [(u, plan.recompute[u]) for u in group.units if plan.recompute and plan.recompute[u] != NONE]
     return {
         "modules": list(group.modules),
         "units": [unit.name for unit in units],
@@ -75,7 +72,7 @@ def _describe(plan: Plan, group: Group, forward: PrefetchLists, backward: Prefet
         "elements": sum(unit.numel for unit in units),
         "mesh": list(group.mesh(plan.profile)),
         "reshard_after_forward": group.reshard_after_forward,
-        "recompute": {name: plan.recompute[u] for u in group.units if recomputes(u) for name in modules_of(plan, u)},
+        "recompute": {name: choice for u, choice in again for name in modules_of(plan, u)},
         "forward_prefetch": list(forward.get(group.name, ())),
         "backward_prefetch": list(backward.get(group.name, ())),
     }
@@ -88,21 +85,16 @@ def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, Pref
         units = lost.setdefault(what, [])
         if plan.profile.units[unit].name not in units:
             units.append(plan.profile.units[unit].name)
-    if plan.budget is not None:
-        lost[
-            "has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to"
-        ] = []
-    if plan.cross_iteration:
-        lost[
-            "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them "
-            "in optimizer.step(), after backward, and gathers nothing before it"
-        ] = []
-    if any(unit.master_dtype for unit in plan.profile.units):
-        lost[
-            "has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy"
-            " with param_dtype, and with reduce_dtype where gradients are summed in another type"
-        ] = []
-    return lost
+    of_all = {
+        "has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to":
+        plan.budget is not None,
+        "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them "
+        "in optimizer.step(), after backward, and gathers nothing before it": plan.cross_iteration,
+        "has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy "
+        "with param_dtype, and with reduce_dtype where gradients are summed in another type":
+        any(unit.master_dtype for unit in plan.profile.units),
+    }  # fmt: skip
+    return lost | {what: [] for what, is_lost in of_all.items() if is_lost}
 
 
 def _limitations_by_unit(
@@ -121,10 +113,8 @@ def _limitations_by_unit(
         elif fsdp2_strategy(strategy) is not g.strategy:
             yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
         if g.strategy is Strategy.dp:
-            yield (
-                u,
-                "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used",
-            )
+            what = "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters in use"
+            yield u, what
         uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)
         if g.strategy.regathers and uses > len(modules_of(plan, u)):
             yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
@@ -142,10 +132,8 @@ def _limitations_by_unit(
             order = [each.name for each in in_order(groups, kind)]
             by = next((name for name, targets in ahead_of.items() if g.name in targets), g.name)
             if g.name in order and ahead[kind].get(g.name, 0) > order.index(g.name) - order.index(by):
-                yield (
-                    u,
-                    f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes",
-                )
+                what = f"is gathered further ahead ({kind}) in the plan, which is not faster or takes too many bytes"
+                yield u, what
 
 
 def describe_group(group: Mapping[str, Any]) -> str:
@@ -245,13 +233,8 @@ def _group(plan: Plan, units: list[int]) -> Group:
     ]  # fmt: skip
     largest = max(units, key=lambda u: (profile.units[u].trainable, profile.layouts[u].param_bytes))
     backward = [u.backward for u in inside if u.backward is not None]
-    return Group(
-        modules,
-        tuple(units),
-        fsdp2_strategy(plan.strategies[largest]),
-        _span([u.forward for u in inside]),
-        _span(backward) if backward else None,
-    )
+    forward, strategy = _span([u.forward for u in inside]), fsdp2_strategy(plan.strategies[largest])
+    return Group(modules, tuple(units), strategy, forward, _span(backward) if backward else None)
 
 
 def _within(module: str, outer: str) -> bool:

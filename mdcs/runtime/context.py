@@ -20,7 +20,6 @@ from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.executor import Executor, executor_for
 from mdcs.telemetry.memory_meter import Meter, current_meter
 from mdcs.telemetry.timeline import Interval, Lane, PeriodTrace, Span, intersection, length, step_times
-from mdcs.torch_compat import named_range
 
 
 class ByteAccount:
@@ -369,9 +368,3 @@ class RunContext:
     def rank(self) -> int:
         """Number of this rank."""
         return self.place.rank
-
-    @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Name what the body does, in errors and in traces."""
-        with self.place.during(what), named_range(what):
-            yield

@@ -38,6 +38,7 @@ from mdcs.runtime.errors import FailureChannel
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.messages import Messages
 from mdcs.runtime.storage import UnitStorage
+from mdcs.torch_compat import named_range
 
 
 class QueuedMessage(NamedTuple):
@@ -324,9 +325,10 @@ class Wire:
 
     def gather_flat(self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None) -> None:
         """Gather a flat tensor [elements of the unit] of which every rank has its parts, as :meth:`gather`."""
-        with self.context.during(f"gather of {what}"), run_on_comm_stream(self.context.executor):
+        call, executor = f"gather of {what}", self.context.executor
+        with self.context.place.during(call), named_range(call), run_on_comm_stream(executor):
             if to is None:
-                self.context.executor.wait_works(self.messages.unshard_flat(unit, flat))
+                executor.wait_works(self.messages.unshard_flat(unit, flat))
             else:
                 self.messages.recut_flat(unit, flat, to)
 

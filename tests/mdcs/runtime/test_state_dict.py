@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.profile.link import Kind
+from mdcs.runtime.unshard import Unsharder
 from mdcs.sizes import aligned
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, Setup, differing, parallel_for, reference, setup, train
@@ -77,6 +78,22 @@ def evaluate_before_training() -> bool:
 
 def test_evaluation_before_the_first_step(two: Ranks):
     assert two.run(evaluate_before_training) == [True, True]
+
+
+def evaluate_a_frozen_block() -> bool:
+    """It is called by itself, where units are gathered for each forward."""
+    with pytest.MonkeyPatch.context() as patch, parallel_for(Job("frozen"), HOW["fsdp"]) as (made, parallel, _):
+        patch.setattr(Unsharder, "fits", lambda unsharder, size: False)
+        x = torch.ones(1, 4, made.model.config.n_embd)
+        with parallel.evaluate():
+            outs = [made.model.transformer.h[0](x)[0] for _ in range(2)]
+        assert not any(s.is_full for s in parallel._engine.storages if s.name == "transformer.h.0")
+        plain = setup("frozen").model.transformer.h[0](x)[0]
+    return all(torch.equal(out, plain) for out in outs)
+
+
+def test_evaluation_of_a_frozen_block_alone(two: Ranks):
+    assert two.run(evaluate_a_frozen_block) == [True, True]
 
 
 def evaluate_with_an_error() -> bool:

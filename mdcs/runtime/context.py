@@ -225,7 +225,7 @@ class StepRecorder:
         if stamp is UNTIMED:
             return
         self._periods.append((self._under_way, stamp))
-        del self._periods[:-3]
+        del self._periods[:-2]
 
     def _forget(self) -> None:
         """Drop the oldest unread iteration. Its stamps are not converted, so that no step() stalls."""
@@ -240,15 +240,11 @@ class StepRecorder:
 
     def _trim(self) -> None:
         """Drop what neither an unread iteration nor one of the last periods needs."""
-        newest = max((timed.period for timed in self._intervals), default=0) - _TRACED
-        if len(self._periods) == 3:
-            (_, begun), (oldest, ended) = self._periods[0], self._steps[0]
-            keep_from = min(self.executor.seconds(begun), self.executor.seconds(ended))
-            self._intervals = [i for i in self._intervals if i.interval.end > keep_from or i.period > newest]
-            for old in [k for k in self._sent if k <= oldest]:  # of iterations that were never read
-                del self._sent[old]
-        for old in [k for k in self._host_s if k <= newest]:
-            del self._host_s[old]
+        newest = max((timed.period for timed in self._intervals), default=self._steps[0][0])
+        oldest = min(self._steps[0][0], newest - _TRACED) - 1  # messages may end in the period after theirs
+        self._intervals = [timed for timed in self._intervals if timed.period >= oldest]
+        self._sent = {period: sent for period, sent in self._sent.items() if period >= oldest}
+        self._host_s = {period: seconds for period, seconds in self._host_s.items() if period >= oldest}
 
     def _resolve(self, upto: int | None = None) -> None:
         """Convert stamps to intervals; not those after iteration ``upto`` that the device may not have reached."""
@@ -329,7 +325,7 @@ class StepRecorder:
             return 0.0, 0.0, []
         self._resolve()
         self._trim()
-        (_, first), (_, last) = self._periods[-2:]
+        (_, first), (_, last) = self._periods
         begin = self.executor.seconds(first)
         end, inside = self._without_pauses(begin, self.executor.seconds(last), self._under_way)
         return begin, end, [replace(i, start=max(i.start, begin), end=min(i.end, end)) for i in inside]

@@ -251,7 +251,7 @@ class SidePasses:
     def __init__(
         self, context: RunContext, wire: Wire, departures: Departures, evaluation: Evaluation, groups: ProcessGroups
     ) -> None:
-        self.departures, self._evaluation, self._groups, self._place = departures, evaluation, groups, context.place
+        self.departures, self.evaluation, self._groups, self._place = departures, evaluation, groups, context.place
         self._wire, self._storages = wire, wire.storages
         self.in_block = self.is_open = self.had_backward = self.counts = False
         self.ended: Callable[[], None] | None = None
@@ -279,19 +279,15 @@ class SidePasses:
                     self._wire.wait_for(self._wire.queue.issued, "the messages in flight")
             self._open = [storage.guard.is_open for storage in self._storages]
             self._full = [storage.is_full for storage in self._storages]
-            self._block.enter_context(self._evaluation.unsharded())
+            self._block.enter_context(self.evaluation.unsharded())
             self.is_open = True
         if not self.counts:
             self.departures.counts["ran a pass beside the plan"] = 1
 
     def use(self, unit: int, in_backward: bool) -> None:
         """Make sure that a unit is whole: in a forward until it returns, in a backward until the plan goes on."""
-        self._evaluation.enter(unit)
+        self.evaluation.enter(unit)
         self._makes_graphs |= in_backward and torch.is_grad_enabled()
-
-    def leave(self, unit: int) -> None:
-        """End a forward of a unit."""
-        self._evaluation.leave(unit)
 
     def end(self) -> None:
         """Let the plan go on: free what it has not gathered.
@@ -300,7 +296,7 @@ class SidePasses:
         """
         self.is_open = False
         with self.departures.timed():
-            whole = self._evaluation.keep() if self._makes_graphs else ()
+            whole = self.evaluation.keep() if self._makes_graphs else ()
             self._block.close()
             for storage, was_open in zip(self._storages, self._open, strict=True):
                 if was_open:

@@ -64,7 +64,7 @@ class SlotSequencer(SlotPosition):
     def forward_end(self, unit: int) -> None:
         """Note that a module has returned; buffers are freed at the end of the slot."""
         if self.exported_to is not None and not torch.is_grad_enabled():
-            return self.side.leave(unit)
+            return self.side.evaluation.leave(unit)
         self.departures.open_calls[unit] -= 1
 
     def backward_begin(self, unit: int) -> None:
@@ -94,7 +94,7 @@ class SlotSequencer(SlotPosition):
 
     def side_end(self, unit: int) -> None:
         """Note that a module has returned in a side pass, or in an evaluation."""
-        self.side.leave(unit)
+        self.side.evaluation.leave(unit)
 
     def side_backward_end(self) -> None:
         """Note that ``.grad`` may have gradients that are not in the plan's pass."""

@@ -331,7 +331,6 @@ class _Trial:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two values are the same, but for rounding."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and bool(a == b)
     if a.shape != b.shape:

@@ -127,7 +127,6 @@ _NO_NUMBERS = "param_groups", "state", "defaults"
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a value and its containers, by name."""
     if isinstance(value, (int, float)) or isinstance(value, Tensor) and value.numel() == 1:
         yield name, float(value)
     elif isinstance(value, (list, tuple, dict)):

@@ -290,7 +290,6 @@ def block_roots(model: nn.Module) -> set[str]:
 
 
 def _repeated(model: nn.Module, prefix: str) -> set[str]:
-    """Return the names of repeated blocks below ``model``."""
     alike: dict[type[nn.Module], list[tuple[str, nn.Module]]] = {}
     for name, child in model.named_children():
         if next(child.parameters(), None) is not None:

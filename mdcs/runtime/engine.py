@@ -298,7 +298,6 @@ class Engine:
 
     @without_autograd()
     def _finish(self, period: int) -> None:
-        """Finish all issued messages and the updates of a period."""
         self.wire.finish_iteration(period)
         self.updates.move_on()
         if self.buffers.option is not False:

@@ -184,7 +184,6 @@ class Buffers:
         self._watch()
 
     def _watch(self) -> None:
-        """Register the present buffers, and their present values."""
         self._held = [(f"{name}." if name else "", module._buffers) for name, module in self._model.named_modules()]
         # BatchNorm and the like write their buffers in training and read them in evaluation: no step depends on them.
         self._watched = [
@@ -306,7 +305,6 @@ def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Ten
 
 
 def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values of these buffers in one message."""
     whole = torch.cat([b.clone().reshape(-1) if b.is_inference() else b.data.reshape(-1) for b in buffers])
     dist.broadcast(whole, group_src=0, group=group)
     parts = whole.split([b.numel() for b in buffers])

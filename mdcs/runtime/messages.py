@@ -280,7 +280,6 @@ class Messages:
     # -- buffers --------------------------------------------------------------------------------------------------
 
     def _allocate(self, transfer: Transfer) -> None:
-        """Allocate staging and gradient shards of a message."""
         message, sizes = transfer.message, self._sizes[transfer.index]
         first, device = self.storages[message.parts[0][0]], self.context.device  # the others are of its type
         dtype = first.flat_param.dtype if message.kind.is_gather else first.gradient_dtype

@@ -94,7 +94,6 @@ class UnitStorage:
         return flat
 
     def _lay_out(self) -> list[ParameterPlace]:
-        """Return the places of the parameters."""
         sizes = [aligned(p.numel()) for p in self.parameters]
         offsets = self.layout.offsets if self.layout.is_whole else (0, *itertools.accumulate(sizes[:-1]))
         return [

@@ -237,11 +237,9 @@ class StreamTransport(Wire):
             self.context.recorder.enqueued(transfer.step, time.perf_counter() - begun)
 
     def _mark_compute(self) -> Any:
-        """Return a mark of compute now."""
         return self.executor.record_event()
 
     def _communicate(self, transfer: Transfer) -> None:
-        """Enqueue packing, collective and unpacking on the communication stream."""
         messages, executor = self.messages, self.executor
         messages.launch(transfer)
         executor.wait_works(transfer.works)  # of gloo; NCCL's collectives are on this stream

@@ -166,7 +166,6 @@ class ThreadTransport(Wire):
             self._raise(number, e)
 
     def _start_large(self) -> None:
-        """Run the starter thread."""
         while True:
             self._start_ready(as_starter=True)
             with self.lock:

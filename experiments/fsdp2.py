@@ -82,7 +82,7 @@ def predict_step(plan: Plan, groups: tuple[Group, ...], forward: PrefetchLists, 
     peak = MemoryWalk(plan.job, groups, forward, backward, run.profile.collectives).peak
     return Steps(
         forward, backward,
-        Prediction(
+        Prediction.of(
             times.step_s, times.compute_s, times.communication_s, times.overlap_s, peak_bytes=peak["total"], memory=peak
         ),
     )  # fmt: skip

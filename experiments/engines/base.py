@@ -308,7 +308,7 @@ class Peer:
             if computed is not None:
                 hidden = intersection(messages, phases)
                 overlapped = length(hidden) - length(intersection(hidden, union(seen.waits)))
-        return StepTimes(whole[1] - whole[0], computed, communicated, overlapped)
+        return StepTimes.of(whole[1] - whole[0], computed, communicated, overlapped)
 
     def reset_memory(self) -> None:
         self._meter.reset()

@@ -74,12 +74,12 @@ class DdpEngine(Peer):
             "backward_compute_comm_overlap_time",
         )
         if any(name not in timed for name in names):
-            return StepTimes(whole[1] - whole[0])
+            return StepTimes.of(whole[1] - whole[0])
         forward, backward, communication, overlap = (timed[name] * _NS for name in names)
         if not self._overlap:  # DDP's timer starts when the first bucket is ready
             communication, overlap = communication - overlap, 0.0
         # Before the last micro-step nothing is sent.
-        return StepTimes(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)
+        return StepTimes.of(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)
 
 
 def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:

@@ -29,7 +29,7 @@ class Job:
       example): all updates wait for all reductions of the iteration.
     - ``reserve``: bytes of any budget that are kept free.
     - ``recompute``: for each unit what it does with its activations: none (it keeps them), full or selective
-      (:mod:`mdcs.profile.recompute`). Empty: all units keep theirs. None for all units becomes empty.
+      (:mod:`mdcs.profile.recompute`). Empty: all units keep theirs.
 
     The slots of ``profile`` are measured without recomputation. Those of ``period`` and ``planned_profile`` are with
     it. All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model. Raises ValueError for numbers
@@ -47,14 +47,16 @@ class Job:
             raise ValueError(f"micro_steps must be >= 1, got {self.micro_steps}")
         if self.reserve < 0:
             raise ValueError(f"reserve must be >= 0 bytes, got {self.reserve}")
-        if all(choice == NONE for choice in self.recompute) and len(self.recompute) == len(self.profile.units):
-            object.__setattr__(self, "recompute", ())
         chosen_options(self.profile, self.recompute)
 
     @classmethod
     def of(cls, job: Job | Profile) -> Job:
         """Return the job itself, or a job with default settings for a profile."""
         return cls(job) if isinstance(job, Profile) else job
+
+    def with_recompute(self, choices: Sequence[str]) -> Job:
+        """Return the job with these choices of recomputation. None for all units becomes empty."""
+        return dataclasses.replace(self, recompute=() if set(choices) <= {NONE} else tuple(choices))
 
     @property
     def planned_profile(self) -> Profile:

@@ -118,7 +118,8 @@ class Period:
 
     It starts at the first backward slot of the last micro-step.
 
-    - ``has_barrier``: whether all updates of the iteration come between its reductions and its forward pass.
+    - ``update_slot``: no update runs before this slot. With a barrier it is the turn: all updates of the iteration come
+      between its reductions and its forward pass. Otherwise -1: updates run when their reductions are done.
     - ``turn``: index of the first forward slot.
     - ``length``: number of slots.
     - ``slots``: the slots in order.
@@ -129,8 +130,9 @@ class Period:
 
     def __init__(self, profile: Profile, micro_steps: int, has_barrier: bool = False) -> None:
         nf, nb = profile.forward_slots, profile.backward_slots
-        self.profile, self.micro_steps, self.has_barrier = profile, micro_steps, has_barrier
+        self.profile, self.micro_steps = profile, micro_steps
         self.turn, self.length = nb, micro_steps * (nf + nb)
+        self.update_slot = self.turn if has_barrier else -1
 
         def slot(index: int, micro: int) -> PeriodSlot:
             s = profile.slots[index]
@@ -190,8 +192,8 @@ class Period:
         first = self.last_use(unit, micro - 1 if micro else self.micro_steps - 1) + 1
         if micro == 0:  # the previous use was in the previous period
             first = max(first - self.length, 0)
-            if self.has_barrier and self.profile.units[unit].trainable:
-                return (max(first, self.turn), last) if kind.is_gather else (first, self.turn)
+            if self.update_slot >= 0 and self.profile.units[unit].trainable:
+                return (max(first, self.update_slot), last) if kind.is_gather else (first, self.update_slot)
         return first, last
 
     def needed_by(self, op: Op) -> int:
@@ -205,7 +207,7 @@ class Period:
     def place(self, slot: int, kind: Kind) -> tuple[int, bool]:
         """Return the key by which messages are ordered: their slot, and whether the updates at a barrier come first."""
         slot %= self.length
-        return slot, self.has_barrier and slot == self.turn and kind.is_gather
+        return slot, slot == self.update_slot and kind.is_gather
 
     def release(self, op: Op, strategy: Strategy) -> int:
         """Return the slot (unrolled) after which the buffer of a gather is freed."""

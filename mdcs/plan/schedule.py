@@ -100,7 +100,7 @@ class MessageTable(NamedTuple):
     block: Numbers  # by part: its block, counted over all units; -1 for a gather of what is not updated
     buffer: Numbers  # by part: the buffer that it is gathered into, or -1
     blocks: int
-    barrier: bool  # whether the last reduction updates all units
+    update_slot: int  # reductions issued up to this slot are updated after the last reduction; -1: none
 
 
 class MessageSeconds(NamedTuple):
@@ -182,7 +182,7 @@ def arrange(t: MessageTable, turn: int, order: Numbers, slots: Numbers, s: Sched
             so_far = max(so_far, t.early[i]) if slot == first[i] and reduces[i] and not t.blocking[i] else 1.0
         update = -1
         if reduces[i]:
-            update = last_reduction if t.barrier else p
+            update = last_reduction if slot <= t.update_slot else p
         waits_for = -1
         for k in range(begin[i], begin[i + 1]):
             if reduces[i]:
@@ -360,7 +360,8 @@ def message_table(period: Period, blocks: Sequence[tuple[int, ...]], messages: S
         begin.append(len(units))
     columns = {name: [row[i] for row in rows] for i, name in enumerate(OrderValues._fields)}
     return MessageTable(
-        **columns, begin=begin, unit=units, block=numbers, buffer=buffers, blocks=starts[-1], barrier=period.has_barrier
+        **columns, begin=begin, unit=units, block=numbers, buffer=buffers, blocks=starts[-1],
+        update_slot=period.update_slot,
     )
 
 

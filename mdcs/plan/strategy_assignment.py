@@ -17,7 +17,7 @@ from mdcs.profile.schema import Profile
 
 @dataclass(frozen=True)
 class StrategyAssignment:
-    """A strategy per unit for one job.
+    """A strategy per unit for one job: the ``chosen`` one, but for units that gain nothing by it.
 
     An fsdp unit becomes sdp (hsdp: hsdp_no_reshard) if freeing it between forward and backward gains nothing: it has no
     backward, or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for
@@ -28,17 +28,20 @@ class StrategyAssignment:
     """
 
     job: Job
-    strategies: tuple[Strategy, ...]
+    chosen: tuple[Strategy, ...]
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.strategies) != len(self.profile.units):
-            raise PlanError(f"{len(self.strategies)} strategies for {len(self.profile.units)} units")
-        require_nodes(self.profile, self.strategies)
-        object.__setattr__(self, "strategies", tuple(map(self._effective, range(len(self.strategies)))))
+        if len(self.chosen) != len(self.profile.units):
+            raise PlanError(f"{len(self.chosen)} strategies for {len(self.profile.units)} units")
+        require_nodes(self.profile, self.chosen)
 
-    def _effective(self, unit: int) -> Strategy:
-        strategy = self.strategies[unit]
+    @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The strategy of each unit."""
+        return tuple(map(self._effective, range(len(self.chosen)), self.chosen))
+
+    def _effective(self, unit: int, strategy: Strategy) -> Strategy:
         if not strategy.regathers:
             return strategy
         span = self.period.backward(unit, 0)

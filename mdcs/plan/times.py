@@ -17,7 +17,7 @@ class StepTimes:
     - communication_s: at least one message runs.
     - overlap_s: both run.
 
-    Derived:
+    Derived (:meth:`of`):
 
     - exposed_s = communication_s - overlap_s: messages run and computing does not.
     - stalled_s = step_s - compute_s: computing does not run, because it waits for messages, updates or the training
@@ -30,33 +30,30 @@ class StepTimes:
     compute_s: float | None = None
     communication_s: float | None = None
     overlap_s: float | None = None
-    exposed_s: float | None = field(init=False)
-    stalled_s: float | None = field(init=False)
-    idle_s: float | None = field(init=False)
-    overlap_ratio: float | None = field(init=False)
+    exposed_s: float | None = None
+    stalled_s: float | None = None
+    idle_s: float | None = None
+    overlap_ratio: float | None = None
 
-    def __post_init__(self) -> None:
-        exposed_s = _less(self.communication_s, self.overlap_s)
-        stalled_s = _less(self.step_s, self.compute_s)
-        ratio = None
-        if self.communication_s is not None and self.overlap_s is not None:
-            ratio = min(1.0, self.overlap_s / self.communication_s) if self.communication_s > 0 else 0.0
-        follows = {
-            "exposed_s": exposed_s,
-            "stalled_s": stalled_s,
-            "idle_s": _less(stalled_s, exposed_s),
-            "overlap_ratio": ratio,
-        }
-        for name, value in follows.items():
-            object.__setattr__(self, name, value)
+    @classmethod
+    def of(
+        cls: type[Times], step_s: float, compute_s: float | None = None, communication_s: float | None = None,
+        overlap_s: float | None = None, **more: Any,
+    ) -> Times:  # fmt: skip
+        """Return the times with the derived ones. ``more``: fields of a subclass."""
+        exposed_s, stalled_s, ratio = _less(communication_s, overlap_s), _less(step_s, compute_s), None
+        if communication_s is not None and overlap_s is not None:
+            ratio = min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0
+        derived = exposed_s, stalled_s, _less(stalled_s, exposed_s), ratio
+        return cls(step_s, compute_s, communication_s, overlap_s, *derived, **more)
 
     @classmethod
     def from_dict(cls: type[Times], values: Mapping[str, Any]) -> Times:
         """Return the times of ``dataclasses.asdict``. Other names are ignored.
 
-        Derived values are computed again. Raises TypeError if a required value is missing.
+        Raises TypeError if a required value is missing.
         """
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 TIMES = tuple(f.name for f in fields(StepTimes))

@@ -112,7 +112,7 @@ class Candidates:
         self.options: dict[int, list[str]] = {}  # unit -> its choices of recomputation
         for option in job.profile.recompute:
             self.options.setdefault(option.unit, [NONE]).append(option.choice)
-        self._jobs = lru_cache(maxsize=64)(lambda recompute: dataclasses.replace(job, recompute=recompute))
+        self._jobs = lru_cache(maxsize=64)(job.with_recompute)
         self.all: list[Message] = []  # by number; their slots are not used
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
         self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")} | {
@@ -246,7 +246,7 @@ class Candidates:
             columns, many, period = self._columns, len(self.all), self.job.period
             by_table = {name: columns[name] for name in MessageTable._fields if name in columns}
             self._tables = _Tables(
-                for_loops(MessageTable(**by_table, blocks=len(self._block_numbers), barrier=period.has_barrier)),
+                for_loops(MessageTable(**by_table, blocks=len(self._block_numbers), update_slot=period.update_slot)),
                 for_loops(MessageSeconds(*(columns[name] for name in MessageSeconds._fields))),
                 for_loops(SizeTable(*(columns.get(name, []) for name in SizeTable._fields))),
                 for_loops(empty_schedule(many, period)),

@@ -105,14 +105,14 @@ def min_peak_job(job: Job) -> Job:
     def changed(job: Job, u: int) -> list[Job]:
         now = job.recompute or (NONE,) * len(job.profile.units)
         found = [c for c in CHOICES if c != now[u] and (c == NONE or (u, c) in known)]
-        return [dataclasses.replace(job, recompute=(*now[:u], c, *now[u + 1 :])) for c in found]
+        return [job.with_recompute((*now[:u], c, *now[u + 1 :])) for c in found]
 
     def floor(job: Job) -> int:
         """Return the floor of a job whose recomputation is decided, without its reserve."""
         return _needs(job, min_peak_strategies(job)).peak
 
     alike = dict.fromkeys(uniform(job.profile.recompute, len(job.profile.units), choice) for choice in CHOICES)
-    start = min((dataclasses.replace(job, recompute=choices) for choices in alike), key=floor)
+    start = min(map(job.with_recompute, alike), key=floor)
     mix = min_peak_strategies(start)
     best = _descended(start, cache(lambda job: _needs(job, mix)), changed)
     return min(best, recompute_steps(job, mix)[-1], key=floor)
@@ -153,7 +153,7 @@ def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
         if needs.max() < lowest:
             lowest = needs.max()
             choices = tuple(chosen[u].choice if u in chosen else NONE for u in range(len(profile.units)))
-            steps.append(dataclasses.replace(job, recompute=choices))
+            steps.append(job.with_recompute(choices))
     return steps
 
 
@@ -177,17 +177,10 @@ class InfeasibleBudget(ValueError):
     - ``what``: the part of the plan that does not fit.
     - ``is_bound``: the model has not been measured. ``smallest`` is then a lower bound: every plan needs more.
     - ``recomputed``: the smallest feasible budget with recomputation (bytes), where that is smaller.
-    - ``said``: the message, where it is not the one in bytes (:meth:`in_words_of`).
     """
 
     def __init__(
-        self,
-        budget: int,
-        smallest: int | None,
-        what: str,
-        is_bound: bool = False,
-        recomputed: int | None = None,
-        said: str = "",
+        self, budget: int, smallest: int | None, what: str, is_bound: bool = False, recomputed: int | None = None
     ) -> None:
         feasible = "no budget is enough"
         if smallest is not None:
@@ -195,17 +188,13 @@ class InfeasibleBudget(ValueError):
             feasible += f" {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
         if recomputed is not None:
             feasible += f", with recompute=planned {recomputed}"
-        super().__init__(said or f"{what} does not fit {budget} bytes: {feasible}")
-        self.budget, self.smallest, self.what, self.is_bound, self.recomputed = (
-            budget,
-            smallest,
-            what,
-            is_bound,
-            recomputed,
-        )
+        super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
+        self.budget, self.smallest, self.what = budget, smallest, what
+        self.is_bound, self.recomputed = is_bound, recomputed
 
     def __reduce__(self) -> tuple[Any, ...]:  # rank 0 sends its error to all ranks
-        return type(self), (self.budget, self.smallest, self.what, self.is_bound, self.recomputed, str(self))
+        values = self.budget, self.smallest, self.what, self.is_bound, self.recomputed
+        return type(self), values, {"args": self.args}
 
     def in_words_of(self, asked: Budget, ddp: Callable[[], int], before: str = "") -> InfeasibleBudget:
         """Return the error as it is said to somebody who typed this budget: in per cent of DDP, or in MiB.
@@ -230,7 +219,9 @@ class InfeasibleBudget(ValueError):
             )
         if self.recomputed is not None:
             said += f", with recomputation {least(self.recomputed)}"
-        return InfeasibleBudget(self.budget, self.smallest, self.what, self.is_bound, self.recomputed, before + said)
+        error = InfeasibleBudget(self.budget, self.smallest, self.what, self.is_bound, self.recomputed)
+        error.args = (before + said,)
+        return error
 
 
 def _in_words(size: int) -> str:
@@ -265,7 +256,7 @@ class PlanningProblem:
         """Return the problem with these choices of recomputation, which stay. None: those of the job."""
         if recompute is None or tuple(recompute) == self.job.recompute:
             return dataclasses.replace(self, recomputes=False)
-        return PlanningProblem(dataclasses.replace(self.job, recompute=tuple(recompute)), self.budget)
+        return PlanningProblem(self.job.with_recompute(recompute), self.budget)
 
     def mix(self, strategies: Sequence[Strategy]) -> StrategyAssignment:
         """Return the mix of these strategies, one per unit."""

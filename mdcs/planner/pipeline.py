@@ -216,8 +216,7 @@ def _problem(job: Job, budget: int | None, rule: str | RecomputeRule | None) -> 
     """Return the problem, with the recomputation of the rule, or with the job's own."""
     rule = recompute_named(rule) if isinstance(rule, str) else rule
     choices = job.recompute if rule is None else rule.choices(job.profile)
-    job = dataclasses.replace(job, recompute=choices or ())
-    return PlanningProblem(job, budget, recomputes=choices is None and bool(job.profile.recompute))
+    return PlanningProblem(job.with_recompute(choices or ()), budget, recomputes=choices is None and bool(job.profile.recompute))
 
 
 def _proposed(

@@ -95,9 +95,9 @@ def nearest_deadline_first(
     - ``waits``: whether compute waits at a slot for the blocks that are needed there, and arrives later at all slots
       that follow. Otherwise it arrives as in ``times``.
     """
-    length, job, depth = mix.period.length, mix.job, mix.profile.link.depth
+    length, depth = mix.period.length, mix.profile.link.depth
     costs = {
-        (op, b): job.cost.message(op.kind, ((op.unit, size),))
+        (op, b): mix.job.cost.message(op.kind, ((op.unit, size),))
         for op in mix.ops
         for b, size in enumerate(blocks[op.unit])
     }
@@ -108,11 +108,11 @@ def nearest_deadline_first(
     for p in range(_PERIODS):
         for op in mix.ops:
             first, last = (p * length + slot for slot in windows[op])
-            updated = op.kind.plain is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
+            is_updated = op.kind.plain is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
             for place, b in enumerate(orders[op.unit]):
                 block = _Block((last, op.kind.is_gather, op.unit, place), op, b, p)
                 needed.setdefault(last, []).append(block)
-                if not (updated and job.cross_iteration):  # otherwise its reduce-scatter makes it ready
+                if not is_updated:  # otherwise its reduce-scatter makes it ready
                     opening.setdefault(first, []).append((0.0, block))
     released: list[tuple[float, _Block]] = []  # heap by time
     ready: list[_Block] = []  # heap by deadline; reductions first
@@ -134,7 +134,7 @@ def nearest_deadline_first(
         sent.append((min(slot, block.urgency[0]), block))  # a block may be late for arrivals that are given
         free += (cost.alpha if depth == 1 else cost.gap) + cost.transfer  # latency hides behind the message before it
         done[block] = free
-        if block.op.kind in GATHER and job.cross_iteration:
+        if block.op.kind in GATHER:
             at, gather = free + cost.copy + cost.update, Op(GATHER[block.op.kind], block.op.unit, 0)
             first, last = (block.period * length + each for each in windows[gather])
             follower = _Block((last, True, *block.urgency[2:]), gather, block.number, block.period)

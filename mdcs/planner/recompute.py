@@ -183,9 +183,7 @@ def refined(plan: Plan) -> Plan:
             if c == now[u]:
                 continue
             try:
-                other = dataclasses.replace(
-                    plan, job=dataclasses.replace(plan.job, recompute=(*now[:u], c, *now[u + 1 :]))
-                )
+                other = dataclasses.replace(plan, job=plan.job.with_recompute((*now[:u], c, *now[u + 1 :])))
                 check(other)
             except PlanError:
                 continue

@@ -7,6 +7,7 @@ largest.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from collections import Counter
@@ -130,13 +131,19 @@ class Layout:
 
     def pieces(self, lengths: Sequence[int], part: slice) -> list[tuple[int, int, int]]:
         """Return (start, elements, number) of what a ``part`` of the flat buffer has of parts of these lengths."""
-        pieces, begin = [], 0
-        for number, end in enumerate(self.ends(lengths)):
-            low, high = max(begin, part.start), min(end, part.stop)
-            if low < high:
-                pieces.append((low, high - low, number))
-            begin = end
-        return pieces
+        return runs(self.ends(lengths), part)
+
+
+def runs(ends: Sequence[int], part: slice) -> list[tuple[int, int, int]]:
+    """Return (start, elements, number) of what a ``part`` of a flat buffer has of parts that end at ``ends``."""
+    out, low = [], part.start
+    for number in range(bisect.bisect_right(ends, low), len(ends)):
+        if low >= part.stop:
+            break
+        high = min(ends[number], part.stop)
+        out.append((low, high - low, number))
+        low = high
+    return out
 
 
 def owned_part(offset: int, size: int, parts: int, rank: int) -> slice:
@@ -173,16 +180,14 @@ def cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> Cuts:
     largest = []
     start = 0
     for size in blocks:
-        part = size // parts
-        inside = {end - start for end in ends if start < end < start + size and (end - start) % part}
-        counts.update(offset // part for offset in inside)
-        cut_ranks = {offset // part for offset in inside}
-        if len(cut_ranks) < parts:
-            largest.append(part)
-        else:
-            edges = sorted({*inside, *range(0, size + 1, part)})
-            largest.append(max(b - a for a, b in itertools.pairwise(edges)))
+        inside = ends[bisect.bisect_right(ends, start) : bisect.bisect_left(ends, start + size)]
+        lengths = {}  # of the runs of ranks that may have several
+        for rank in {(end - start) // (size // parts) for end in inside}:
+            lengths[rank] = [n for _, n, _ in runs(ends, owned_part(start, size, parts, rank))]
+            counts[rank] += len(lengths[rank]) - 1
+        whole = [size // parts] * (len(lengths) < parts)
+        largest.append(max(itertools.chain(whole, *lengths.values())))
         start += size
     if parts == 1:
         return Cuts(counts[0], (), tuple(largest))
-    return Cuts(0, tuple(sorted(counts.items())), tuple(largest))
+    return Cuts(0, tuple(sorted((+counts).items())), tuple(largest))

@@ -308,7 +308,7 @@ class StepRecorder:
                 sent[kind] += wire
                 count[kind] += 1
             is_timed, notes = self._timed_from is not None and step >= self._timed_from, self._notes.pop(step, {})
-            times = step_times(inside, begin, end) if is_timed else StepTimes(end - begin)
+            times = step_times(inside, begin, end) if is_timed else StepTimes.of(end - begin)
             if "grad_norm" in notes:
                 notes["grad_norm"] = float(notes["grad_norm"])
             out.append(StepRecord(step, times, dict(sent), dict(count), **notes))

@@ -102,7 +102,7 @@ class Replay:
     def prediction(self) -> Prediction:
         """Return the part of the result that is stored with the plan."""
         t, peak = self.times, self.peak
-        return Prediction(
+        return Prediction.of(
             t.step_s, t.compute_s, t.communication_s, t.overlap_s, peak_bytes=peak["total"], memory=peak
         )
 

@@ -115,7 +115,7 @@ def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -
     compute_s, communication_s, overlap_s = (
         math.fsum([end - start for start, end in s]) for s in (computing, sending, both)
     )
-    return StepTimes(step_s, compute_s, communication_s, overlap_s)
+    return StepTimes.of(step_s, compute_s, communication_s, overlap_s)
 
 
 def step_times(intervals: Sequence[Interval], begin: float, end: float) -> StepTimes:

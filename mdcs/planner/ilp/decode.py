@@ -189,7 +189,7 @@ def solve_whole(request: SearchRequest, problem: PlanningProblem, known: Evaluat
     model = SlotModel(problem, fixed=request.fixed)
     start = None
     if known is not None:
-        job = dataclasses.replace(problem.job, recompute=known.plan.recompute)
+        job = problem.job.with_recompute(known.plan.recompute)
         start = model.values_of(dataclasses.replace(known.plan, job=job))
     answer = _solved(request, model, start)
     bound = model.step_bound(answer.bound) if answer.bound is not None and problem is request.problem else None

@@ -169,13 +169,8 @@ class SlotModel(SlotSchedule):
             return
         reductions, columns, before = self._reductions(u), self.done[u], None
         first, last = self._window(reductions[0].op)
-        late: Terms = []  # freed by the barrier, after forward has begun
-        if not self.problem.job.cross_iteration:
-            late = [
-                (self.assign[u][k], 1.0)
-                for k, own in until.items()
-                if any(r.freed and r.freed.moment == "done" for r in own)
-            ]
+        updated = [k for k, own in until.items() if any(r.freed and r.freed.moment == "done" for r in own)]
+        late = [(self.assign[u][k], 1.0) for k in updated]  # freed by the update
         for q in self._tight_in(first, last):
             base[q] += size
             sent = self._freed_by(reductions, q)
@@ -184,7 +179,7 @@ class SlotModel(SlotSchedule):
             x = columns[q] = self._shared(sent, before)
             if x != before:
                 self.program.at_most([(x, 1.0), *negative(sent)], 0.0)
-                if late:
+                if q < self.period.update_slot:
                     self.program.at_most([(x, 1.0), *late], 1.0)
             held[q].append((x, -float(size)))
             before = x
@@ -262,10 +257,10 @@ class SlotModel(SlotSchedule):
                 values[x] = float(sharded and sum(c * values[y] for y, c in sent_by) > 1e-9)
         for u, columns in enumerate(self.done):
             reduced = self._reductions(u)
-            barrier = not self.problem.job.cross_iteration and plan.strategies[u] is Strategy.dp
             for q, x in columns.items():
                 sent_by = self._freed_by(reduced, q)
-                values[x] = float(not barrier and sum(c * values[y] for y, c in sent_by) > 1 - 1e-9)
+                waits = q < self.period.update_slot and plan.strategies[u] is Strategy.dp
+                values[x] = float(not waits and sum(c * values[y] for y, c in sent_by) > 1 - 1e-9)
         return values if not self.program.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:

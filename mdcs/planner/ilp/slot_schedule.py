@@ -178,9 +178,10 @@ class SlotSchedule:
         """Whether zero2 is no slower on the link than dp and holds no more bytes.
 
         Not if gradients become ready early: an early all-reduce (dp) is then complete, but an early reduce-scatter
-        (zero2) is only half of the communication.
+        (zero2) is only half of the communication. Nor if the gather must wait for a barrier.
         """
-        if self._first_part(unit) < 1:
+        opens, gather_opens = (self._window(Op(kind, unit, 0))[0] for kind in Strategy.zero2.kinds(True, True))
+        if self._first_part(unit) < 1 or gather_opens > opens:
             return False
         time = {
             k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True))

@@ -132,7 +132,7 @@ def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
     slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in problem.profile.slots)
     profile = dataclasses.replace(problem.profile, units=(alone,), slots=slots, recompute=())
     plan = sequential(StrategyAssignment(dataclasses.replace(problem.job, profile=profile, recompute=()), (strategy,)))
-    ledger, barrier, turn = Ledger(plan), not plan.cross_iteration, plan.period.turn
+    ledger, turn, update_slot = Ledger(plan), plan.period.turn, plan.period.update_slot
     held, waiting = ledger.rest_bytes, 0
     sent: list[list[int]] = [[] for _ in ledger.slots]
     for i, m in enumerate(plan.messages):
@@ -144,14 +144,14 @@ def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
             if is_gather and q == turn:
                 held, waiting = held - waiting, 0
             during = held + e.held + e.transient
-            kept = e.freed_by_update if barrier else 0  # the update waits for the last reduction of all units
+            kept = e.freed_by_update if q <= update_slot else 0  # the update waits for the last reduction of all units
             held, waiting = held + e.held - e.freed + kept, waiting + kept
             own[q, False, is_gather, unit] = during, held
         slot = ledger.slots[q]
         held += slot.allocated
         if q == turn:
             held, waiting = held - waiting, 0
-            if barrier:
+            if q == update_slot:
                 own[q, False, True, -1] = held, held
         own[q, True, False, -1] = held, held - slot.freed
         held -= slot.freed

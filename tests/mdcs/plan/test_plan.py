@@ -309,7 +309,7 @@ def test_a_changed_plan_is_refused(path: tuple[Any, ...], data: st.DataObject) -
 
 
 def test_names_and_predictions_are_no_part_of_the_identity() -> None:
-    prediction = Prediction(1.0, 1.0, 0.0, 0.0, peak_bytes=1, memory={})
+    prediction = Prediction.of(1.0, 1.0, 0.0, 0.0, peak_bytes=1, memory={})
     same = replace(ZERO1, strategy="other", scheduler="other", prediction=prediction)
     assert same.hash == ZERO1.hash
     assert Plan.from_json(same.to_json()).strategy == "other"

@@ -75,7 +75,7 @@ def test_a_step_by_hand():
     times = step_times(
         [compute(0, 4), compute(6, 10), message(2, 6), message(5, 7), Interval("update", "u", "update", "u", 7, 8)], 0, 10
     )
-    assert times == StepTimes(step_s=10, compute_s=8, communication_s=5, overlap_s=3)
+    assert times == StepTimes.of(step_s=10, compute_s=8, communication_s=5, overlap_s=3)
     assert (times.exposed_s, times.stalled_s, times.idle_s, times.overlap_ratio) == (2, 2, 0, pytest.approx(0.6))
 
 

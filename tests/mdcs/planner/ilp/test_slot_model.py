@@ -67,6 +67,15 @@ def test_whatever_the_simulator_does_satisfies_the_rows_and_costs_no_less(seed: 
         rows_hold(problem, plan, 1 + width, set(random.Random(seed).sample(range(plan.period.length), 2)))
 
 
+def test_behind_a_barrier_an_all_reduce_may_be_faster_than_its_halves() -> None:
+    """It is complete before the barrier, under backward; the gather of zero2 waits for the barrier."""
+    profile = chain(1024, 1024, 1024, link=link(1 / 2048, depth=2), forward_s=0.1)
+    problem = PlanningProblem(Job(profile, cross_iteration=False), None)
+    answer = solve((model := SlotModel(problem)).program)
+    whole, parted = (replay(SCHEDULERS["wfbp"]().schedule(problem.mix([k] * 3))).period_s for k in (Strategy.dp, Strategy.zero2))
+    assert answer.bound is not None and model.step_bound(answer.bound) <= whole * (1 + 1e-9) < parted
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     """Also of the strategies it chooses and the latencies it prices (of one message at a time)."""

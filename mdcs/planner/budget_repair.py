@@ -13,10 +13,9 @@ import itertools
 from collections.abc import Iterator
 
 from mdcs.plan.ledger import Ledger, worst_case_bytes_by_slot
-from mdcs.plan.period import Op
+from mdcs.plan.period import Op, blocks_by_readiness
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message, buffer_of
-from mdcs.planner.search import with_block_sizes
 from mdcs.simulator.simulate import replay
 
 _AHEAD = (4, 2, 1)  # slots
@@ -118,6 +117,32 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
     for _, group in itertools.groupby(plan.messages, key=lambda m: (m.slot, m.kind.is_gather)):
         messages += sorted(group, key=lambda m: m.parts)
     yield dataclasses.replace(plan, messages=tuple(messages))
+
+
+def with_block_sizes(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:
+    """Return the plan with blocks of these sizes (elements) for ``unit``.
+
+    Its gathers are sent where the first old block was, its reductions where the last was.
+    """
+    blocks = (*plan.blocks[:unit], sizes, *plan.blocks[unit + 1 :])
+    at: dict[Op, Message] = {}
+    for m in plan.messages:
+        op = Op(m.kind, unit, m.micro)
+        if any(u == unit for u, _ in m.parts) and not (op.kind.is_gather and op in at):
+            at[op] = m
+    messages: list[Message] = []
+    for m in plan.messages:
+        if not any(u == unit for u, _ in m.parts):
+            messages.append(m)
+            continue
+        kept = tuple([p for p in m.parts if p[0] != unit])
+        here = at[Op(m.kind, unit, m.micro)] is m
+        parts = kept + tuple([(unit, b) for b in blocks_by_readiness(plan.profile, unit, sizes) if here])
+        if len(m.parts) > 1 and parts:  # stays fused
+            messages.append(dataclasses.replace(m, parts=parts))
+        else:
+            messages += [dataclasses.replace(m, parts=(part,)) for part in parts]
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
 
 
 def _split(plan: Plan) -> Plan | None:

@@ -15,9 +15,8 @@ from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp.refine import COARSER
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.priority import Priority
+from mdcs.planner.priority import COARSER, Priority
 from mdcs.planner.recompute import (
     AUTO,
     KEEP,
@@ -216,7 +215,8 @@ def _problem(job: Job, budget: int | None, rule: str | RecomputeRule | None) -> 
     """Return the problem, with the recomputation of the rule, or with the job's own."""
     rule = recompute_named(rule) if isinstance(rule, str) else rule
     choices = job.recompute if rule is None else rule.choices(job.profile)
-    return PlanningProblem(job.with_recompute(choices or ()), budget, recomputes=choices is None and bool(job.profile.recompute))
+    is_open = choices is None and bool(job.profile.recompute)
+    return PlanningProblem(job.with_recompute(choices or ()), budget, recomputes=is_open)
 
 
 def _proposed(

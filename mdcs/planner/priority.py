@@ -24,6 +24,7 @@ from mdcs.planner.schedulers import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import Steady, steady_state, undelayed
 
+COARSER = 8  # saturation blocks in a coarse block: plans with few messages leave time for more replays
 _ROUNDS = 3  # orders made from each first times, the later ones from the replay of the plan before
 _PERIODS = 4  # of the list schedule; the plan takes the order of the last but one
 

@@ -1,4 +1,4 @@
-"""Search for faster plans by simulated annealing over small changes, judged by replays.
+"""Search for faster plans by simulated annealing over small changes, judged by replays, from several plans in a race.
 
 A plan is searched as numbers (:mod:`mdcs.planner.candidates`). Thousands of candidates are replayed in a second. A move
 returns another candidate, or None if it finds nothing to change. Some moves change a plan, and raise PlanError if the
@@ -16,20 +16,22 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from mdcs.plan.period import Op, block_ready_fractions, blocks_by_readiness, snap_to_parameter_boundary
+from mdcs.plan.period import Op, blocks_by_readiness, snap_to_parameter_boundary
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import choices
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.budget_repair import with_block_sizes
 from mdcs.planner.candidates import Candidate, Candidates, Score
-from mdcs.profile.link import Kind
+from mdcs.profile.link import Contention
 from mdcs.profile.recompute import NONE
+from mdcs.simulator.simulate import replay
 
 Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
 """A change to a candidate. The score shows where the candidate stalls."""
@@ -239,71 +241,7 @@ PLAN_MOVES: dict[PlanMove, float] = {repartition: 0.2, fuse_or_split: 0.2}
 """Moves of plans, and the relative frequency of each. One takes as long as a dozen moves of candidates."""
 
 
-def merge_adjacent_blocks(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
-    """Return the plan with pairs of a unit's blocks merged, or None without any pair.
-
-    Two blocks are merged if they follow each other in every kind of message. Unless ``apart``, their gradients must
-    also become ready together. A merged block is reduced where its last block was, and gathered where its first was.
-    """
-    sent: dict[int, dict[tuple[Kind, int], int]] = {b: {} for b in range(len(plan.blocks[unit]))}
-    for i, m in enumerate(plan.messages):
-        for u, b in m.parts:
-            if u == unit:
-                stays = len(m.parts) > 1 or m.blocking
-                sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # negative and even: never next to another number
-    parts = block_ready_fractions(plan.profile, unit, plan.blocks[unit])
-    first, b = set[int](), 0  # first block of each pair
-    while b + 1 < len(parts):
-        neighbours = bool(sent[b]) and all(abs(i - sent[b + 1][op]) == 1 for op, i in sent[b].items())
-        if neighbours and (apart or parts[b] == parts[b + 1]):
-            first.add(b)
-            b += 1
-        b += 1
-    if not first:
-        return None
-    number = list(itertools.accumulate([b - 1 not in first for b in range(len(parts))]))  # block -> new block, from 1
-    messages = []
-    for i, m in enumerate(plan.messages):
-        (u, b), *more = m.parts
-        if u == unit and not more and (b in first or b - 1 in first):
-            other = sent[b + 1 if b in first else b - 1][m.kind, m.micro]
-            if (i < other) is not m.kind.is_gather:
-                continue
-        messages.append(
-            dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts]))
-        )
-    sizes = [0] * number[-1]
-    for b, size in enumerate(plan.blocks[unit]):
-        sizes[number[b] - 1] += size
-    blocks = (*plan.blocks[:unit], tuple(sizes), *plan.blocks[unit + 1 :])
-    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
-
-
-def with_block_sizes(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:
-    """Return the plan with blocks of these sizes (elements) for ``unit``.
-
-    Its gathers are sent where the first old block was, its reductions where the last was.
-    """
-    blocks = (*plan.blocks[:unit], sizes, *plan.blocks[unit + 1 :])
-    at: dict[Op, Message] = {}
-    for m in plan.messages:
-        op = Op(m.kind, unit, m.micro)
-        if any(u == unit for u, _ in m.parts) and not (op.kind.is_gather and op in at):
-            at[op] = m
-    messages: list[Message] = []
-    for m in plan.messages:
-        if not any(u == unit for u, _ in m.parts):
-            messages.append(m)
-            continue
-        kept = tuple([p for p in m.parts if p[0] != unit])
-        here = at[Op(m.kind, unit, m.micro)] is m
-        parts = kept + tuple([(unit, b) for b in blocks_by_readiness(plan.profile, unit, sizes) if here])
-        if len(m.parts) > 1 and parts:  # stays fused
-            messages.append(dataclasses.replace(m, parts=parts))
-        else:
-            messages += [dataclasses.replace(m, parts=(part,)) for part in parts]
-    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
-
+# ---- searches
 
 _WARMTH = 1e-3  # initial temperature, as a fraction of the step
 _TRIES = 3  # candidates to try, per squared number of messages
@@ -376,3 +314,67 @@ def _made(
         made = move(among.plan(now, plan), rng)
         return None if made is None else among.of(made)
     return cast(Move, move)(among, now, score, rng)
+
+
+_BEYOND_REPLAY = 5e-5  # s per message beyond the replay; measured 30 to 130 µs on plans with hundreds of messages
+
+
+class EvaluatedPlan(NamedTuple):
+    """A plan and its step time by replay, in seconds."""
+
+    step_s: float
+    plan: Plan
+
+    @property
+    def cost_s(self) -> float:
+        """The step, plus the cost of messages beyond the replay, which is 0 for a profile without contention."""
+        alone = self.plan.profile.contention == Contention()
+        return self.step_s + (0.0 if alone else _BEYOND_REPLAY * len(self.plan.messages))
+
+
+def evaluate(plan: Plan) -> EvaluatedPlan:
+    """Replay a plan."""
+    return EvaluatedPlan(replay(plan).period_s, plan)
+
+
+RACING = 6  # plans that a race starts from
+
+
+def race(
+    plans: Sequence[EvaluatedPlan],
+    until: float,
+    *,
+    strategies: bool,
+    recompute: bool = False,
+    bound: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    most: int = RACING,
+) -> list[EvaluatedPlan]:
+    """Return the plans of searches that end at the time ``until``, by successive halving.
+
+    Each of the ``most`` best plans is searched from in turn. The better half of the results is searched from again, and
+    so on (Karnin, Koren, Somekh, ICML 2013). ``strategies``, ``recompute``, ``bound``, ``stop``: see :func:`anneal`.
+    """
+    found: list[EvaluatedPlan] = []
+    racing = most_promising(plans, most)
+    rounds = len(racing).bit_length()
+    for r in range(rounds):
+        ends = time.monotonic() + (until - time.monotonic()) / (rounds - r)
+        better = []
+        for i, (_, plan) in enumerate(racing):
+            left = (ends - time.monotonic()) / (len(racing) - i)
+            found_here = anneal(
+                plan, left, bound=bound or 0.0, strategies=strategies, recompute=recompute, stop=stop, seed=r
+            )
+            better.append(evaluate(found_here))
+        found += better
+        racing = most_promising(better, len(racing) // 2)
+    return found
+
+
+def most_promising(plans: Sequence[EvaluatedPlan], most: int) -> list[EvaluatedPlan]:
+    """Return the ``most`` best plans, at most one per mix, recomputation and scheduler."""
+    first: dict[tuple[tuple[Strategy, ...], tuple[str, ...], str], EvaluatedPlan] = {}
+    for each in sorted(plans, key=lambda each: each.cost_s):
+        first.setdefault((each.plan.strategies, each.plan.recompute, each.plan.scheduler), each)
+    return list(first.values())[:most]

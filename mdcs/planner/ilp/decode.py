@@ -16,6 +16,7 @@ frees. A buffer is held from the slot by which a given fraction of its gather ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -25,14 +26,15 @@ from dataclasses import dataclass
 from mdcs.plan.admission import max_in_flight_bytes
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.plan import Plan
+from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.ilp.refine import COARSER, EvaluatedPlan, fitted, while_time_remains
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
-from mdcs.planner.priority import settled
-from mdcs.planner.schedulers import Partitioning
+from mdcs.planner.priority import COARSER, settled
+from mdcs.planner.schedulers import Partitioning, fuse_neighbours
+from mdcs.planner.search import EvaluatedPlan, evaluate
 from mdcs.profile.link import Contention
 from mdcs.profile.recompute import NONE
 from mdcs.profile.schema import Profile
@@ -121,6 +123,8 @@ def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple
     return tuple(out)
 
 
+_SMALL = 36  # HiGHS solves so many slots in seconds
+_FUSED = 4  # saturation blocks in a fused message at most: a larger one waits for its last unit
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
 _COARSE = 12  # bins of the first relaxation
 _FINEST = 96  # tight slots of the last
@@ -148,6 +152,16 @@ class SearchRequest:
     block_bytes: int
     coarser: bool
     began: float
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the integer program is solved in seconds."""
+        return self.problem.job.period.length <= _SMALL
+
+    @property
+    def is_priceless(self) -> bool:
+        """Whether messages cost nothing but seconds per byte, so that models of plans are those of bounds."""
+        return linearize_costs(self.problem.job.profile) is self.problem.job.profile
 
     def at(self, part: float) -> float:
         """Return the time at which this fraction of the limit is over."""
@@ -299,3 +313,22 @@ def messages_of(
     mix = problem.mix(decision.strategies)
     for blocks in dict.fromkeys(mix.partition(size) if size else mix.unpartitioned_blocks() for size in sizes):
         yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)), fuse=fuse)
+
+
+def fitted(problem: PlanningProblem, plan: Plan, *, fuse: bool = True) -> Iterator[Plan]:
+    """Yield the plan fitted to the budget, and if ``fuse`` also with small neighbours fused. Skip what does not fit."""
+    fused = fuse_neighbours(plan, _FUSED * plan.profile.block) if fuse else plan
+    for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
+        with contextlib.suppress(PlanError):
+            yield each if problem.budget is None else repair(each, problem.budget)
+
+
+def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:
+    """Evaluate plans until the next, if it takes as long as the last, would miss the deadline. Always yield the first.
+    """
+    began = time.monotonic()
+    for plan in plans:
+        yield evaluate(plan)
+        took, began = time.monotonic() - began, time.monotonic()
+        if began + took > deadline:
+            return

@@ -1,14 +1,14 @@
 """Plans from the slot model: heuristics and solver find plans to start from, and a search by replays goes on from them.
 
-1. Heuristics (:mod:`mdcs.planner.ilp.refine`) give the first plans. If the plan decides what is recomputed, they take
+1. Heuristics give the first plans. If the plan decides what is recomputed, they take
    the recomputation that the problem starts from.
 2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these
    windows blocks are sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the
    first plans.
-3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.ilp.refine`).
+3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.search`).
 
-The result is never predicted slower than the best heuristic tried, except where messages are merged because this saves
-more than it costs. Among equally fast schedules the leanest one is returned.
+The result is never predicted slower than the best heuristic tried. Among equally fast schedules the leanest one is
+returned.
 
 The joint planner decides strategies and schedule in one program. The memory-aware scheduler has fixed strategies: most
 overlap within the remaining bytes.
@@ -22,46 +22,42 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from mdcs.options import option
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.budget_repair import fastest_repair
+from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import (
     DECODING,
     SOLVING,
     SearchRequest,
     SolverResult,
+    fitted,
     solve_bound,
     solve_relaxed,
     solve_whole,
-)
-from mdcs.planner.ilp.refine import (
-    COARSER,
-    EvaluatedPlan,
-    evaluate,
-    heuristics,
-    merge_blocks,
-    minimize_peak,
-    race,
     while_time_remains,
-)
+)  # fmt: skip
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.priority import Priority
+from mdcs.planner.priority import COARSER, Priority
+from mdcs.planner.schedulers import Dear, Wfbp
+from mdcs.planner.search import EvaluatedPlan, evaluate, race
 from mdcs.planner.strategies import Greedy
 from mdcs.simulator.machine_code import compiled_loops
+from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 
-# HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation
-# gives the better plans.
-_SMALL, _WHOLE = 36, 60
-_HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
+# HiGHS solves up to 60 slots often (not if recomputation is open). Beyond, the relaxation gives the better plans.
+_WHOLE = 60
+_SHARES = (0.25, 0.0, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
+_HEURISTICS, _SEARCH = 0.12, 0.95  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
 
 
@@ -88,23 +84,22 @@ class SlotPlanner(Solving):
         request = SearchRequest(
             problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()
         )
-        known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
-        known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
-        known += [] if start is None else [evaluate(start)]
-        found, raced = _solve_beside_race(request, known)
+        with ThreadPoolExecutor() as pool:
+            bounding = None if request.is_small and request.is_priceless else pool.submit(solve_bound, request)
+            known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
+            known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
+            known += [] if start is None else [evaluate(start)]
+            found, raced = _solve_beside_race(request, known, pool, bounding)
         candidates = [*found.plans, *raced, *known]
         if not candidates:
             raise PlanError(f"{name}: no plan was found: {found.status}")
         before, best = math.inf, min(candidates, key=_cost_s)
-        if problem.recomputes:  # with fewer messages the search tries more, and moves more at once
-            best = merge_blocks(best, request.at(_SEARCH))
         while (found.bound or 0.0) * (1 + _WORTH) < best.cost_s < before * (1 - _WORTH):  # the last search paid off
             before = best.cost_s
             again = race(
                 [best], request.at(_SEARCH), strategies=fixed is None, recompute=problem.recomputes, bound=found.bound
             )
             best = min([best, *again], key=_cost_s)
-        best = merge_blocks(best, request.at(_MERGING))
         begun = best.plan.scheduler  # a search keeps the name of the plan that it started from
         plan = minimize_peak(best, problem.floor, request.at(1.0))
         outcome = found.status
@@ -116,8 +111,12 @@ class SlotPlanner(Solving):
         return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
 
 
-def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tuple[SolverResult, list[EvaluatedPlan]]:
+def _solve_beside_race(
+    request: SearchRequest, known: list[EvaluatedPlan], pool: ThreadPoolExecutor, bounding: Future[SolverResult] | None
+) -> tuple[SolverResult, list[EvaluatedPlan]]:
     """Run the solver, and beside it races from the plans ``known``. Return what both found.
+
+    - ``bounding``: the bound, which is being found already. None: the integer program gives it.
 
     Plans come from the integer program of a small problem, from relaxations of a large one, and from both of those
     between. The bound comes from the problem as it is: from its integer program if this is small and gives plans as
@@ -125,36 +124,50 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
     """
     slots, fixed = request.problem.job.period.length, request.fixed is not None
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
-    priceless = realistic.job.profile is request.problem.job.profile
     is_solved = threading.Event()  # many plans follow: a race would take their processor
     solves: list[Callable[[], SolverResult]] = []
-    if slots > _SMALL:
+    if not request.is_small:
         solves.append(partial(solve_relaxed, request, realistic, is_solved.set))
-    if slots <= (_SMALL if request.problem.recomputes else 2 * _WHOLE if fixed else _WHOLE):
+    if request.is_small or (not request.problem.recomputes and slots <= (2 * _WHOLE if fixed else _WHOLE)):
         solves.append(partial(solve_whole, request, realistic, best))
-    if slots <= _SMALL and priceless:
+    if bounding is None:
         solves.append(partial(solve_whole, request, request.problem, best))
-    else:
-        solves.append(partial(solve_bound, request))
-    with ThreadPoolExecutor(len(solves)) as pool:
-        solving = [pool.submit(solve) for solve in solves]
-        raced: list[EvaluatedPlan] = []
-        if known:
-            search = partial(race, strategies=not fixed, recompute=request.problem.recomputes)
-            raced = search(
-                known,
-                request.at(SOLVING),
-                stop=lambda: solving[0].done() or is_solved.is_set(),
-            )
-            starts = [*raced, *solving[0].result().plans]
-            raced += search(
-                starts, request.at(SOLVING + DECODING), stop=lambda: all(each.done() for each in solving), most=1
-            )
-        found = [each.result() for each in solving]
+    solving = [*map(pool.submit, solves), *([bounding] if bounding else [])]
+    raced: list[EvaluatedPlan] = []
+    if known:
+        search = partial(race, strategies=not fixed, recompute=request.problem.recomputes)
+        raced = search(known, request.at(SOLVING), stop=lambda: solving[0].done() or is_solved.is_set())
+        starts, is_over = [*raced, *solving[0].result().plans], lambda: all(each.done() for each in solving)
+        raced += search(starts, request.at(SOLVING + DECODING), stop=is_over, most=1)
+    found = [each.result() for each in solving]
     said = [each.status for each in found if each.plans] or [found[0].status]
     bound = max((each.bound for each in found if each.bound is not None), default=None)
     status = "optimal" if "optimal" in said else said[0]
     return SolverResult(status, bound, [plan for each in found for plan in each.plans]), raced
+
+
+def heuristics(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
+    """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
+
+    Schedules with few messages come first, those that are made fastest before the others.
+    """
+    mixes = list(dict.fromkeys(_mixes(problem, fixed)))
+    coarse = Priority(COARSER * problem.profile.block / MIB)
+    for scheduler in (Dear(), Wfbp(), coarse, Priority()):
+        for mix in mixes:
+            yield from fitted(problem, scheduler.schedule(mix))
+
+
+def _mixes(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[StrategyAssignment]:
+    if fixed is not None or problem.budget is None:
+        yield problem.mix(fixed or Greedy().choose(problem).strategies)
+        if fixed is None and problem.profile.has_gradient_times:  # dp: an early all-reduce needs no gather after it
+            yield problem.mix([Strategy.dp] * len(problem.profile.units))
+        return
+    slack = problem.budget - problem.floor
+    for share in _SHARES:
+        part = dataclasses.replace(problem, budget=problem.budget - int(share * slack))
+        yield problem.mix(Greedy().choose(part).strategies)
 
 
 def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
@@ -164,6 +177,24 @@ def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
     if problem.budget is not None:
         with contextlib.suppress(PlanError):
             yield fastest_repair(plan, problem.budget)
+
+
+def minimize_peak(best: EvaluatedPlan, floor: int, until: float) -> Plan:
+    """Return the plan with later gathers and earlier reductions: the smallest peak found for its step time."""
+    step_s, plan = best
+    low, high = floor, min_feasible_budget(plan)
+    while high - low > high // 200 and time.monotonic() < until:
+        middle = (low + high) // 2
+        try:
+            leaner = dataclasses.replace(repair(dataclasses.replace(plan, budget=None), middle), budget=plan.budget)
+            as_fast = replay(leaner).period_s <= step_s * (1 + 1e-6)
+        except PlanError:
+            as_fast = False
+        if as_fast:
+            plan, high = leaner, middle
+        else:
+            low = middle
+    return plan
 
 
 def _cost_s(each: EvaluatedPlan) -> float:

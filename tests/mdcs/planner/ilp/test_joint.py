@@ -16,9 +16,9 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.planner import search
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp import decode, refine
+from mdcs.planner.ilp import decode
 from mdcs.planner.ilp.decode import SearchRequest
-from mdcs.planner.ilp.joint import Joint, MemoryAware
+from mdcs.planner.ilp.joint import Joint, MemoryAware, heuristics, minimize_peak
 from mdcs.planner.ilp.slot_model import SlotDecision
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Greedy, Uniform
@@ -111,20 +111,20 @@ def test_of_schedules_as_fast_the_leanest() -> None:
         problem = PlanningProblem(Job(job(seed)), None)
         plan = SCHEDULERS["priority"]().schedule(problem.mix([Strategy.fsdp] * len(problem.profile.units)))
         step_s = replay(plan).period_s
-        leaner = refine.minimize_peak(refine.EvaluatedPlan(step_s, plan), problem.floor, float("inf"))
+        leaner = minimize_peak(search.EvaluatedPlan(step_s, plan), problem.floor, float("inf"))
         assert replay(leaner).period_s <= step_s * (1 + 1e-6) and leaner.budget is None
         assert min_feasible_budget(leaner) <= min_feasible_budget(plan)
         saved += min_feasible_budget(plan) - min_feasible_budget(leaner)
     assert saved > 0
 
 
-def started() -> tuple[PlanningProblem, list[refine.EvaluatedPlan]]:
+def started() -> tuple[PlanningProblem, list[search.EvaluatedPlan]]:
     """A tight job, and heuristics' plans for it."""
     sizes = 40_000, 10_000, 40_000, 20_000, 60_000, 30_000
     profile = chain(*sizes, link=link(8e-6, depth=2, block=1 << 14), live=1000)
     problem = PlanningProblem(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
-    coarse = itertools.islice(refine.heuristics(problem, None), 24)
-    return problem, list(map(refine.evaluate, coarse))
+    coarse = itertools.islice(heuristics(problem, None), 24)
+    return problem, list(map(search.evaluate, coarse))
 
 
 def request(problem: PlanningProblem, seconds: float, block: int = 1 << 14) -> SearchRequest:
@@ -135,8 +135,8 @@ def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch:
     monkeypatch.setattr(search, "_FEWEST", 300)
     monkeypatch.setattr(search, "_TRIES", 0)  # the number of candidates ends the searches, not the time
     problem, known = started()
-    found = refine.race(known, time.monotonic() + 120, strategies=True)
-    racing = refine.most_promising(known, refine.RACING)
+    found = search.race(known, time.monotonic() + 120, strategies=True)
+    racing = search.most_promising(known, search.RACING)
     assert len(racing) > 2 and len({(p.strategies, p.scheduler) for _, p in racing}) == len(racing)
     rounds = [found[: len(racing)], found[len(racing) :][: len(racing) // 2]]
     for (before, _), (after, plan) in zip(racing, rounds[0], strict=True):

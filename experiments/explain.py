@@ -151,7 +151,7 @@ def _other(mix: StrategyAssignment, unit: int) -> StrategyAssignment | None:
     own = mix.strategies[unit]
     for strategy in (Strategy.fsdp, Strategy.sdp, Strategy.zero2):
         strategies = (*mix.strategies[:unit], strategy, *mix.strategies[unit + 1 :])
-        other = dataclasses.replace(mix, strategies=strategies)
+        other = dataclasses.replace(mix, chosen=strategies)
         if other.strategies[unit] is not own:  # Mix turns fsdp into sdp where fsdp gains nothing
             return other
     return None

@@ -23,12 +23,6 @@ def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
         assert lasts[interval.name] == pytest.approx(interval.duration_s * 1e6)
 
 
-@pytest.mark.slow
-def test_everything_goes_to_the_sweep_s_folder_by_default(sweep):
-    assert main([str(sweep)]) == 0
-    assert (sweep / "tradeoff.png").is_file()
-
-
 def test_pictures_and_table_for_a_paper(sweep, tmp_path):
     assert main([str(sweep), "--out", str(tmp_path), "--format", "svg,tex", "--columns", "1"]) == 0
     names = {path.name for path in tmp_path.iterdir()}

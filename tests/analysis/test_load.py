@@ -57,13 +57,6 @@ def test_a_failed_run_has_its_reason_and_the_steps_it_made(run_writer):
     assert row["step_s"] > 0
 
 
-def test_a_run_that_never_started_is_a_failed_row_without_times(run_writer):
-    row = row_of(run_writer("0", ending="infeasible"))
-    assert row["status"] == "failed"
-    assert row["reason"].startswith("infeasible")
-    assert pd.isna(row["step_s"])
-
-
 def test_half_a_last_line_is_what_a_killed_run_leaves(run_writer):
     row = row_of(run_writer("0", ending="killed", steps=9))
     assert (row["status"], row["steps"]) == ("incomplete", 9)
@@ -83,15 +76,6 @@ def test_a_corrupt_middle_line_fails_that_row_only(run_writer):
     frame = analysis.runs(run_writer.sweep)
     assert list(frame["status"]) == ["failed", "ok"]
     assert "line 4" in frame["reason"][0]
-
-
-def test_only_the_last_attempt_in_a_folder_counts(run_writer):
-    folder = run_writer("0", ending="failed", steps=5)
-    failed = (folder / "metrics.jsonl").read_text()
-    run_writer("0", ending="ok", steps=8)
-    (folder / "metrics.jsonl").write_text(failed + "\n" + (folder / "metrics.jsonl").read_text())
-    row = row_of(folder)
-    assert (row["status"], row["steps"]) == ("ok", 8)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +147,3 @@ def test_timelines_are_read_where_they_exist(run_writer):
     (run_writer.sweep / "0" / "timeline.json").write_text("{}")
     with pytest.raises(ValueError, match=r"timeline\.json: not a timeline"):
         with_timelines.timeline()
-
-
-def test_a_folder_without_runs_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="has no runs"):
-        analysis.runs(tmp_path)
-    with pytest.raises(FileNotFoundError, match="not a folder"):
-        analysis.runs(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="not a run"):
-        load_run(tmp_path)

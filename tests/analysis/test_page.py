@@ -38,12 +38,6 @@ def test_a_job_s_command_runs_that_job_alone(run_writer):
     ]
 
 
-def test_a_sweep_without_anything_measured_has_its_page(run_writer, tmp_path):
-    run_writer("0", ending="infeasible")
-    text = write_page(analysis.runs(run_writer.sweep), tmp_path / "page.html").read_text()
-    assert "1 failed" in text and "infeasible: the budget" in text and "<svg" not in text and "Best plan" not in text
-
-
 def test_a_run_that_cannot_be_read_stands_beside_the_others(run_writer, tmp_path):
     for name in ("0", "1"):
         run_writer(name, timelines=True)

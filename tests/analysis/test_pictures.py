@@ -15,6 +15,7 @@ from matplotlib.patches import StepPatch
 import analysis
 from analysis import questions as ask
 from analysis.pictures import (
+    engine_comparison,
     gantt,
     memory_over_period,
     overview,
@@ -23,7 +24,7 @@ from analysis.pictures import (
     style,
     tradeoff_curve,
 )
-from analysis.pictures.style import new_figure, shortened
+from analysis.pictures.style import shortened
 from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
 from mdcs.sizes import MIB
@@ -44,12 +45,6 @@ def drawn(figure):
         warnings.simplefilter("error")
         figure.savefig(io.BytesIO(), format="png", dpi=60)
     return figure
-
-
-def test_a_line_of_a_title_begins_with_a_part_of_it():
-    title = "gpt2-tiny, 4.84 M parameters · 2 ranks · emulated link of 0.5 Gbit/s · greedy · dear · budget 133.6 MiB"
-    first, second = new_figure(8.2, 4, title).get_suptitle().splitlines()
-    assert f"{first} {second}" == title and first.endswith(" ·")
 
 
 def legend_of(figure):
@@ -118,12 +113,6 @@ def test_one_share_alone_is_no_curve_and_has_no_stop_point(run_writer):
     assert len(rings_of(axes)) == 1
 
 
-def test_a_real_link_is_not_called_emulated(run_writer):
-    for share in (0.0, 0.5, 1.0):
-        run_writer(f"{share}", share=share, emulated=False)
-    assert "emulated" not in tradeoff_curve(analysis.runs(run_writer.sweep)).get_suptitle()
-
-
 def test_a_share_that_failed_is_marked_but_not_drawn(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share, ending="failed" if share == 0.5 else "ok")
@@ -132,12 +121,6 @@ def test_a_share_that_failed_is_marked_but_not_drawn(run_writer):
     crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[0.5]]
     assert "not measured" in legend_of(figure)
-
-
-def test_a_sweep_without_shares_has_no_curve(run_writer):
-    run_writer("0", share=None)
-    with pytest.raises(ValueError, match="two schedule shares"):
-        tradeoff_curve(analysis.runs(run_writer.sweep))
 
 
 def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measured_peak(frame):
@@ -151,6 +134,7 @@ def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measur
     dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
     assert dotted[0].get_ydata()[0] == frame["compute_s"].min() * 1e3
     [front] = [line for line in axes.get_lines() if line.get_drawstyle() == "steps-post"]
+    assert figure.legends[0].get_title().get_text().startswith("not shown: ilp · priority, budget 384 MiB, share 0.5: infeasible")
     assert (np.diff(front.get_xdata()) >= 0).all() and (np.diff(front.get_ydata()) <= 0).all()
 
 
@@ -232,11 +216,6 @@ def test_predictions_are_hollow_and_bars_reach_from_p10_to_p90(frame):
     assert np.allclose(bar[:, 1], [row["step_s_p10"] * 1e3, row["step_s_p90"] * 1e3])
 
 
-def test_what_failed_is_named_below_the_picture(frame):
-    note = step_time_over_memory(frame).legends[0].get_title().get_text()
-    assert note.startswith("not shown: ilp · priority, budget 384 MiB, share 0.5: infeasible")
-
-
 @pytest.mark.parametrize("budget", [640, None])
 def test_a_single_run_can_be_drawn(run_writer, budget):
     run_writer("0", budget_mib=budget, share=None)
@@ -249,10 +228,20 @@ def test_the_overview_has_both_axes_or_the_one_that_varies(frame):
     assert len(overview(frame[frame["schedule_share"] == 0.5]).axes) == 1
 
 
-def test_nothing_measured_is_said_so(run_writer):
-    run_writer("0", ending="infeasible")
-    with pytest.raises(ValueError, match="no run was measured"):
-        overview(analysis.runs(run_writer.sweep))
+@pytest.mark.parametrize(
+    ("picture", "ending", "complaint"),
+    [
+        (overview, "infeasible", "no run was measured"), (tradeoff_curve, "ok", "two schedule shares"),
+        (step_time_over_setting, "ok", "no swept number"),
+        (lambda _: memory_over_period(Timeline(1.0, (), ())), "ok", "no memory"),
+        (lambda _: gantt(Timeline(1.0, (), ())), "ok", "no ranks"),
+        (lambda _: engine_comparison({"budgets": [{"lines": []}]}), "ok", "no engine was measured"),
+    ],
+)  # fmt: skip
+def test_what_there_is_nothing_of_is_not_drawn(run_writer, picture, ending, complaint):
+    run_writer("0", ending=ending, share=None)
+    with pytest.raises(ValueError, match=complaint):
+        picture(analysis.runs(run_writer.sweep))
 
 
 def test_many_series_still_fit(run_writer):
@@ -279,21 +268,7 @@ def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
     assert np.allclose(dashed.get_data().values, expected)
 
 
-def test_without_measured_memory_the_prediction_is_stacked(timelines):
-    _, predicted = timelines
-    figure = drawn(memory_over_period(predicted))
-    assert "total, measured" not in legend_of(figure)
-    assert figure.axes[0].get_title("left").endswith("predicted")
-
-
-def test_a_total_is_a_line_and_no_category():
-    memory = (SlotMemory("B", {"parameters": 2 * 2**20, "gradients": 2 * 2**20, "total": 3 * 2**20}),)
-    figure = drawn(memory_over_period(Timeline(1.0, ("B",), (), memory)))
-    assert legend_of(figure) == ["gradients", "parameters", "total, predicted"]
-    assert figure.axes[0].get_title("left") == "peak 3 MiB predicted"
-
-
-def test_the_stack_ends_at_the_total_and_slots_that_recompute_are_marked():
+def test_the_stack_ends_at_the_total_which_is_a_line_and_slots_that_recompute_are_marked():
     """Categories are told at their highest, and 2 + 2 MiB were never 4 at once."""
     sizes = {"parameters": 2 * 2**20, "activations": 2 * 2**20, "total": 3 * 2**20}
     timeline = Timeline(1.0, ("B:a.0", "B:a.1"), (), (SlotMemory("B:a.0", sizes), SlotMemory("B:a.1", sizes)))
@@ -301,15 +276,8 @@ def test_the_stack_ends_at_the_total_and_slots_that_recompute_are_marked():
     parameters, activations, _ = figure.axes[0].findobj(StepPatch)
     assert list(parameters.get_data().values) == [2, 2] and list(activations.get_data().values) == [3, 3]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["B:0", "B:1 ↻"]
-    assert legend_of(figure)[-1] == "recomputes"
-
-
-def test_a_timeline_without_memory_or_ranks_is_refused():
-    empty = Timeline(1.0, (), ())
-    with pytest.raises(ValueError, match="no memory"):
-        memory_over_period(empty)
-    with pytest.raises(ValueError, match="no ranks"):
-        gantt(empty)
+    assert legend_of(figure) == ["activations", "parameters", "total, predicted", "recomputes"]
+    assert figure.axes[0].get_title("left") == "peak 3 MiB predicted"
 
 
 def test_the_gantt_has_the_prediction_above_the_ranks(timelines):
@@ -403,11 +371,6 @@ def test_values_that_are_no_numbers_stand_before_them_and_budgets_apart(run_writ
     one, other = (text.get_window_extent(figure.canvas.get_renderer()) for text in axes.texts)
     assert not one.overlaps(other)
     assert figure.get_suptitle() == "gpt-small · 2 ranks · emulated link · several budgets"
-
-
-def test_without_a_swept_number_there_is_no_such_picture(sweep):
-    with pytest.raises(ValueError, match="no swept number"):
-        step_time_over_setting(analysis.runs(sweep))
 
 
 def test_a_plane_of_three_shares_has_contours_measured_points_and_its_stop_point():

@@ -21,7 +21,7 @@ def line_of(text, *words):
     return line
 
 
-def test_a_row_has_the_run_s_numbers(sweep, printed):
+def test_a_row_has_the_run_s_numbers_and_a_failed_one_its_reason(sweep, printed):
     row = analysis.runs(sweep).query("scheduler == 'memory_aware' and schedule_share == 0.25").iloc[0]
     cells = line_of(printed, "memory_aware", "640", "0.25").split()
     step, low, high = (f"{row[key] * 1e3:.0f}" for key in ("step_s", "step_s_p10", "step_s_p90"))
@@ -29,16 +29,8 @@ def test_a_row_has_the_run_s_numbers(sweep, printed):
     assert f"{row['predicted_step_s'] * 1e3:.0f}" == cells[6]
     assert f"{row['overlap_ratio']:.2f}" == cells[7]
     assert f"{row['peak_bytes'] / 2**20:.0f}" == cells[10]
-
-
-def test_it_fits_and_has_no_colours_in_a_pipe(printed):
-    assert max(len(line) for line in printed.splitlines()) <= WIDTH
-    assert "\x1b" not in printed
-
-
-def test_failed_runs_give_their_reason(printed):
-    assert "failed [1]" in printed
-    assert "infeasible: the budget of 384 MiB is below the floor of 402 MiB" in printed
+    assert "failed [1]" in printed and "infeasible: the budget of 384 MiB is below the floor of 402 MiB" in printed
+    assert max(len(line) for line in printed.splitlines()) <= WIDTH and "\x1b" not in printed  # a pipe has no colours
 
 
 def test_predictions_in_doubt_are_said_beside_the_status(run_writer):

@@ -50,15 +50,12 @@ def test_messages_in_flight_together_get_threads_of_their_own(timeline):
     assert (where["RS 1"], where["AG 1"]) == ("messages", "messages 2")
 
 
-def test_memory_becomes_counters_at_the_start_of_each_slot(timeline):
-    counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
-    assert [(c["ts"], c["args"]) for c in counters] == [(0.0, {"parameters": 10, "gradients": 20}), (5e5, {"parameters": 10})]
-
-
-def test_slots_of_a_unit_that_is_used_twice_are_taken_in_order(timeline):
+def test_memory_becomes_counters_at_the_start_of_each_slot_in_order(timeline):
     first, *others = timeline.ranks
     computes = [replace(i, name="F again") if i.lane == "compute" else i for i in first.intervals]
     memory = tuple(replace(slot, slot="F again") for slot in timeline.memory)
+    counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
+    assert [(c["ts"], c["args"]) for c in counters] == [(0.0, {"parameters": 10, "gradients": 20}), (5e5, {"parameters": 10})]
     again = replace(timeline, ranks=(replace(first, intervals=tuple(computes)), *others), memory=memory)
     counters = [e for e in chrome_trace(again)["traceEvents"] if e["ph"] == "C"]
     assert [c["ts"] for c in counters] == [0.0, 5e5]

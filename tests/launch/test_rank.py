@@ -27,14 +27,6 @@ def test_it_is_written_whole_or_not_at_all(tmp_path):
     assert "OSError" in done.stderr and not (tmp_path / "large").exists()
 
 
-def test_nothing_is_there_before_it_is_written(tmp_path):
-    file = ReservedFile(tmp_path / "reason", 64)
-    file.take()
-    assert not (tmp_path / "reason").exists()
-    file.write("{}")
-    assert (tmp_path / "reason").read_text().strip() == "{}"
-
-
 def test_room_that_was_not_needed_is_given_back(tmp_path):
     file = ReservedFile(tmp_path / "reason", 64)
     file.take()

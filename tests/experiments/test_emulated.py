@@ -115,7 +115,3 @@ def test_emulated_ranks_have_no_collectives_to_compare(tmp_path, monkeypatch, ca
     monkeypatch.setattr("sys.argv", ["collectives.py", *EMULATED, f"hydra.run.dir={tmp_path}"])
     assert collectives.main() == 1
     assert "cluster.name: emulated ranks send nothing to compare" in capsys.readouterr().err
-
-
-def test_a_job_that_is_resolved_has_a_name_that_says_so():
-    assert resolve(composed("strategy=fsdp")).run.name == "fsdp wfbp, gpt2-tiny (rank 0 of 64, emulated)"

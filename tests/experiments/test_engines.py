@@ -15,7 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import analysis
 import mdcs
 from analysis.events import read_events
 from experiments.config import checks, files
@@ -177,16 +176,6 @@ def test_a_budget_is_a_limit_that_peers_are_checked_against(ran):
     assert peaks["engine=fsdp2"] < peaks["engine=ddp"]
 
 
-def test_the_table_of_peers(ran):
-    folder = ran["tied gpt2", "engine=fairscale"].parent
-    printed = io.StringIO()
-    frame = analysis.runs(folder)
-    analysis.print_table(frame, printed)
-    for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
-        assert label in printed.getvalue()
-    assert set(frame["engine"]) == {"mdcs", "ddp", "fsdp2", "fairscale"}
-
-
 def test_the_error_of_a_reduction_after_backward_is_not_lost():
     def lost(_):
         raise RuntimeError("connection closed by peer")
@@ -222,11 +211,6 @@ def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, o
     with pytest.raises(ConfigError) as error:
         run_it(tmp_path / "run", *overrides.split(), only=only)
     assert str(error.value) == message and not (tmp_path / "run").exists()
-
-
-def test_an_engine_is_required_where_it_can_run():
-    for overrides in ("engine=mdcs", "engine=fsdp2"):
-        composed(overrides).engine.require()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")

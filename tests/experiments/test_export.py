@@ -30,11 +30,6 @@ def test_a_run_s_plan_is_written_beside_it_and_shown(folder, capsys):
     assert {*file, *file["groups"][0]} - explained == {"schema", "about", "plan", "keys", "strategy"}
 
 
-def test_json_is_the_file(folder, capsys):
-    assert export.main([str(folder / "plan.json"), "--to", str(folder / "there.json"), "--format", "json"]) == 0
-    assert capsys.readouterr().out == (folder / "there.json").read_text() + "\n"
-
-
 def test_another_plans_file_is_not_lost(folder, capsys):
     assert export.main([str(folder)]) == 0 == export.main([str(folder)])  # the same plan's is written again
     before = (folder / "fsdp2.json").read_text()
@@ -82,10 +77,3 @@ def test_what_is_no_plan_is_one_line(folder, capsys):
         assert export.main([str(folder / name)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("plan: ") and words in said and said.count("\n") == 1
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit):
-        export.main(["--help"])
-    said = capsys.readouterr().out
-    assert "apply_plan" in said and "docs/export.md" in said

@@ -25,36 +25,21 @@ def peak_of(strategy: str, *sizes: int) -> dict[str, int]:
     return MemoryWalk(plan.job, groups, {}, prefetch_lists(plan, groups, Kind.AG_B, 0), NATIVE).peak
 
 
-def test_a_sharded_unit() -> None:
+def test_bytes_of_each_category_are_those_by_hand() -> None:
     # Gathering: shard 16, message 32, its copy 32. Then whole 32 and gradients 32; then their message 32 and gloo's copy 32, a
     # shard of gradients 16.
-    peak = peak_of("sdp", 8)
-    assert (peak["parameters"], peak["staging"], peak["full_parameters"], peak["gradients"]) == (16, 64, 32, 32)
-    assert (peak["gradient_shards"], peak["total"]) == (16, 96)
-
-
-def test_gloo_s_copy_of_a_reduction_is_there_until_the_next_message() -> None:
+    assert peak_of("sdp", 8) == peak_of("sdp", 8) | {
+        "parameters": 16, "staging": 64, "full_parameters": 32, "gradients": 32, "gradient_shards": 16, "total": 96,
+    }  # fmt: skip
     # Shards 32, b's gradients' shard 16, its message and copy 64, a 32 with gradients 32; the copy outlives b's slot.
     assert peak_of("sdp", 8, 8)["total"] == 32 + 16 + 64 + 64
-    # What is replicated has no copy: its message is its own.
-    assert peak_of("dp", 8, 8)["staging"] == 32
-
-
-def test_a_replicated_unit_has_a_second_copy() -> None:
-    peak = peak_of("dp", 8)
-    assert (peak["parameters"], peak["full_parameters"], peak["gradient_shards"]) == (32, 32, 32)
-    assert peak["total"] == 96  # in backward: both copies and the gradients
-
-
-def test_units_kept_from_forward_to_backward_add_up() -> None:
-    assert peak_of("sdp", 8, 8)["full_parameters"] == 64
-    # b is kept: its backward follows at once. a is gathered ahead then, in a message that waits beside b.
-    assert peak_of("fsdp", 8, 8)["full_parameters"] == 32
-
-
-def test_gradients_of_a_replicated_unit_stay_until_the_step() -> None:
-    assert peak_of("dp", 8, 8)["gradient_shards"] == 64
+    # What is replicated has a second copy, and none of a message, which is its own; its gradients stay until the step.
+    assert peak_of("dp", 8) == peak_of("dp", 8) | {"parameters": 32, "full_parameters": 32, "gradient_shards": 32, "total": 96}
+    assert (peak_of("dp", 8, 8)["staging"], peak_of("dp", 8, 8)["gradient_shards"]) == (32, 64)
     assert peak_of("zero2", 8, 8)["gradient_shards"] == 32
+    # sdp is kept from forward to backward. Of fsdp b is kept, its backward follows at once; a is gathered ahead then, in a
+    # message that waits beside b.
+    assert (peak_of("sdp", 8, 8)["full_parameters"], peak_of("fsdp", 8, 8)["full_parameters"]) == (64, 32)
 
 
 def test_fsdp2_takes_longer_where_the_plan_hides_its_gathers() -> None:

@@ -49,15 +49,6 @@ TINY_RESNET = ("model.depths=[1,1,1,1]", "model.width_divisor=16", "model.image=
 
 
 @pytest.mark.slow
-def test_a_tiny_curve(tmp_path, warm):
-    small = (*TINY_RESNET, "scheduler.seconds=1", *SHORT, "curve.shares=3", "curve.budgets=[floor+0%]")
-    said = run(warm, tmp_path, curve, "experiment=curve_resnet152", *small, "curve.measure=stop", "hydra.run.dir=out")
-    assert "stop point of greedy · memory_aware" in said
-    points = json.loads((tmp_path / "out/curve.json").read_text())["points"]
-    assert [point["measured"] for point in points if point["stop_point"]] != [None]
-
-
-@pytest.mark.slow
 def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
     small = ("model=gpt2-tiny", "cluster.device=cpu", "data.batch_size=2", *SHORT)
     front = ("curve.strategies=[greedy]", "curve.budgets=[floor+0%,floor+50%]", "hydra.run.dir=out")

@@ -297,14 +297,6 @@ def test_messages_are_carried_as_the_config_says(ran):
         assert run.start["collectives"] == str(chosen)
 
 
-def test_jobs_that_share_a_profile_plan_with_the_same_numbers(ran):
-    by_workload = [[run.plan.job.profile for run in ran if run.workload == workload] for workload in WORKLOADS]
-    for profiles in by_workload:
-        assert {(profile.units, profile.slots, profile.optimizer) for profile in profiles} == {
-            (profiles[0].units, profiles[0].slots, profiles[0].optimizer)
-        }
-
-
 def test_the_table_and_the_pictures_of_real_runs(batch, ran, tmp_path):
     frame = analysis.runs(batch)
     statuses = Counter(frame["status"])

@@ -247,6 +247,19 @@ def test_a_profile_that_is_named_is_taken_though_the_models_code_has_changed_wit
         assert composed(profile).profile.path == str(path)
 
 
+def test_a_profile_that_cannot_be_used_is_refused_and_one_written_by_hand_is_not(tmp_path):
+    """Of a link that was emulated, of a class that has another name now, and of no profile at all."""
+    moved = tmp_path / "moved.json"
+    moved.write_text(json.dumps(json.loads(PROFILE.read_text()) | {"about": {"model": "experiments.tasks.gpt2.Gpt2"}}))
+    for asked, why in ((profile_of(tmp_path, emulated=True), "has not measured the link"),
+                       (f"profile.path={moved}", "did you mean experiments.tasks.library.Gpt2"),
+                       ("profile.path=setup.cfg", "is not a profile.json: Expecting value")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why) as error:
+            composed(asked)
+        assert error.value.key == "profile.path"
+    assert composed(f"profile.path={PROFILE}", "model.layers=3").profile.path == str(PROFILE)
+
+
 def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_an_emulated_link(tmp_path):
     profile = profile_of(tmp_path)
     assert composed(profile, "collectives=ring").collectives.named == "ring"
@@ -255,15 +268,7 @@ def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_a
     measured = f"{profile.partition('=')[2]} was measured with ring, got native"
     assert str(error.value) == f"collectives.algorithm: {measured}"
     assert composed(profile, "collectives=native", "link=emulated").collectives.named == "native"
-
-
-def test_native_collectives_are_for_every_device():
     assert composed("collectives=native", "cluster.device=cuda").collectives.named == "native"
-    assert composed("cluster.device=cuda").collectives.named is None
-
-
-def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
-    assert composed(f"profile.path={PROFILE}", "model.layers=3").profile.path == str(PROFILE)
 
 
 @pytest.mark.parametrize(
@@ -321,28 +326,6 @@ def test_a_profile_says_what_the_command_line_does_not(tmp_path):
     path.write_text(json.dumps(text))
     link, cluster = (getattr(composed(f"profile.path={path}"), group) for group in ("link", "cluster"))
     assert (link.name, link.rate_gbit, cluster.name, cluster.ranks, cluster.rank) == ("emulated", 7, "emulated", 64, 3)
-
-
-def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):
-    with pytest.raises(ConfigError, match="profile.path: .* has not measured the link: it was emulated"):
-        composed(profile_of(tmp_path, emulated=True))
-
-
-def test_a_profile_of_a_class_that_has_another_name_now_is_to_be_measured_anew(tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(json.loads(PROFILE.read_text()) | {"about": {"model": "experiments.tasks.gpt2.Gpt2"}}))
-    with pytest.raises(ConfigError) as error:
-        composed(f"profile.path={path}")
-    assert str(error.value) == (
-        f"profile.path: {path} was measured with other code than is here: leave it out to measure anew"
-        " (model._target_: experiments.tasks.gpt2.Gpt2: no module experiments.tasks.gpt2;"
-        " did you mean experiments.tasks.library.Gpt2?)"
-    )
-
-
-def test_what_is_no_profile_is_refused():
-    with pytest.raises(ConfigError, match="profile.path: .*setup.cfg is not a profile.json: Expecting value"):
-        composed("profile.path=setup.cfg")
 
 
 PLAN = {"schema": 3, "ranks": 2, "groups": [{"mesh": [2, 1]}]}

@@ -353,12 +353,6 @@ def test_what_cannot_be_given_is_refused_with_a_reason(name: str, inputs: Inputs
         batches(name, inputs, **wanted)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"sequence": 0}, {"sequence": 4, "vocabulary": 1}])
-def test_impossible_inputs_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least"):
-        Tokens(**wrong)  # type: ignore[arg-type]
-
-
 class Sound:
     """Inputs of a model that is not ours."""
 

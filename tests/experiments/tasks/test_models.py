@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from experiments.config import files, targets
 from experiments.config.schema import ConfigError
@@ -122,62 +120,6 @@ def test_every_parameter_gets_a_gradient(name: str, options: dict[str, Any]) -> 
     loss.backward()
     without = [key for key, p in task.model.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
-
-
-@small
-def test_a_parameter_is_only_used_inside_the_forward_of_a_module_that_owns_it(name: str, options: dict[str, Any]) -> None:
-    """Engines that gather parameters in module hooks rely on this."""
-    task = build(name, **options)
-    owners: dict[int, set[str]] = {}
-    for path, module in task.model.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(path)
-    used: set[int] = set()
-    running: list[str] = []
-    strays: list[str] = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = (*args, *(kwargs or {}).values())
-            for value in given:
-                # Reading `.shape` or `.dtype` of a released parameter is harmless; computing with it is not.
-                if isinstance(value, nn.Parameter) and getattr(func, "__name__", "") != "__get__":
-                    used.add(id(value))
-                    if not owners[id(value)] & set(running):
-                        strays.append(f"{func} in {running[-1:]} uses a parameter of {owners[id(value)]}")
-            return func(*args, **(kwargs or {}))
-
-    def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        running.append(path)
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        running.pop()
-
-    for path, module in task.model.named_modules():
-        module.register_forward_pre_hook(partial(enter, path))
-        module.register_forward_hook(leave)
-    with Watch():
-        task.loss(task.model, task.example_batch(2))
-    assert strays == []
-    assert used == set(owners)
-
-
-@small
-def test_two_identical_runs_are_bitwise_equal(name: str, options: dict[str, Any]) -> None:
-    def train() -> tuple[list[Tensor], dict[str, Tensor]]:
-        task = build(name, seed=3, **options)
-        optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-3)
-        losses = []
-        for step in range(2):
-            optimizer.zero_grad()
-            losses.append(task.loss(task.model, task.example_batch(4, seed=step)))
-            losses[-1].backward()
-            optimizer.step()
-        return losses, task.model.state_dict()
-
-    (losses, weights), (losses_again, weights_again) = train(), train()
-    assert all(a.equal(b) for a, b in zip(losses, losses_again, strict=True))
-    assert all(weights[key].equal(weights_again[key]) for key in weights)
 
 
 def test_byte_zero_is_a_byte_and_not_padding() -> None:

@@ -29,7 +29,6 @@ from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import SlotMemory, Timeline
-from tests.analysis.conftest import toy_timelines
 
 SWEEP = Path(__file__).parent / "sweep"
 
@@ -93,16 +92,6 @@ def test_noise_decides_where_another_is_within_the_steps_of_the_fastest():
         "a", "fastest: a: 100.0 ms (p10 to p90: 99.0 to 105.0); 1 of 2 others within that: noise decides"
     )  # fmt: skip
     assert "noise" not in fastest(points[points["label"] != "b"], "step_s")[1]
-
-
-def test_the_title_of_a_curve_says_how_much_longer_its_ends_take(run_writer):
-    for share, step_s in ((0.0, 1.5), (0.5, 1.0), (1.0, 1.2)):
-        run_writer(f"{share}", share=share, times={"step_s": step_s})
-    frame = analysis.runs(run_writer.sweep)
-    first, best, last = frame["step_s"]
-    words = f"share 0 takes {first / best:.2f} × and share 1 takes {last / best:.2f} ×"
-    assert tradeoff_curve(frame).axes[0].get_title("left").split("\n")[-1] == words
-    assert "takes" not in tradeoff_curve(frame[frame["schedule_share"] < 1]).axes[0].get_title("left")
 
 
 def test_one_share_alone_is_no_curve_and_has_no_stop_point(run_writer):
@@ -292,12 +281,6 @@ def test_the_gantt_has_the_prediction_above_the_ranks(timelines):
         sorted(i.duration_s * 1e3 for i in measured.ranks[0].intervals)
     )
     assert legend_of(figure)[:3] == ["forward", "backward", "all-reduce"]
-
-
-def test_slots_are_named_only_when_few(timelines):
-    measured, _ = timelines
-    assert "backward 6" in [text.get_text() for text in gantt(measured).axes[0].texts]
-    assert not gantt(toy_timelines(layers=17)[0]).axes[0].texts
 
 
 def test_names_are_cut_to_what_tells_them_apart():

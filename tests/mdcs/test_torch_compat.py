@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -82,17 +81,6 @@ def test_writes_are_counted_and_views_know_their_base() -> None:
     assert torch_compat.base_of(whole) is None
 
 
-def test_tensors_are_copied_together() -> None:
-    into = [torch.zeros(2, 2)[:, 0], torch.zeros(1, dtype=torch.float16)]
-    torch_compat.copy_all(into, [torch.ones(2), torch.full((1,), 3.0)])
-    assert [t.tolist() for t in into] == [[1, 1], [3]]
-
-
-def test_norms_are_summed_in_float64() -> None:
-    (norm,) = torch_compat.norms_in_float64([torch.tensor([1.0, 2.0**-20])])
-    assert norm.dtype == torch.float64 and norm > 1
-
-
 def test_a_backward_pass_has_a_number_and_an_end() -> None:
     seen: list[object] = []
     x = torch.ones(1, requires_grad=True)
@@ -112,39 +100,6 @@ def test_a_backward_pass_has_a_number_and_an_end() -> None:
     assert not torch_compat.gradient_hooks(nn.Parameter(torch.ones(1)))
 
 
-def test_reentrant_checkpoints_are_seen_and_no_grad_is_none() -> None:
-    seen: list[bool] = []
-
-    def body(x: Tensor) -> Tensor:
-        seen.append(torch_compat.in_function_forward())
-        return x * 2
-
-    x = torch.ones(1, requires_grad=True)
-    y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=True)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            body(x)
-    assert seen == [True, False, False]
-    y.register_hook(lambda grad: seen.append(torch_compat.may_hold_checkpoints()))
-    y.backward()
-    z = x * 2
-    z.register_hook(lambda grad: seen.append(torch_compat.may_hold_checkpoints()))
-    torch.autograd.grad(z, x)
-    assert seen[3:] == [True, False, False]  # the second is the body, which runs again with gradients
-
-
-def test_transforms_are_named() -> None:
-    inside: list[str] = []
-
-    def f(x: Tensor) -> Tensor:
-        inside.extend(torch_compat.transforms())
-        return x.sum()
-
-    torch.func.vmap(torch.func.grad(f))(torch.ones(2, 2))
-    assert sorted(inside) == ["grad", "vmap"]
-    assert torch_compat.transforms() == []
-
-
 def test_compiled_autograd_and_the_compiler_are_seen() -> None:
     import torch._dynamo.compiled_autograd
     import torch._dynamo.convert_frame
@@ -160,40 +115,6 @@ def test_a_profiler_is_seen() -> None:
     assert not torch_compat.is_profiled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch_compat.is_profiled()
-
-
-def test_an_optimizer_counts_as_stepped() -> None:
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert torch_compat.step_hooks(optimizer) == (0, 0)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert torch_compat.step_hooks(optimizer) == (0, 1)
-    torch_compat.mark_stepped(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule.step()
-
-
-def test_a_step_of_ones_own_counts_as_scheduled() -> None:
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-
-    def step(_: object) -> None:
-        torch_compat.mark_stepped(optimizer)
-
-    torch_compat.count_as_scheduled(step)
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        schedule.step()
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"), [(nn.BatchNorm2d(1), True), (nn.InstanceNorm1d(1), True), (nn.LayerNorm(1), False)]
-)
-def test_normalizations_with_running_statistics(module: nn.Module, expected: bool) -> None:
-    assert torch_compat.has_batch_statistics(module) is expected
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ STEP = {"event": "step", "step": 1, "loss": 2.5}
 # ---- the file
 
 
-def test_each_event_is_on_disk_when_it_was_written(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    metrics = JsonLines(path)
-    metrics.write(STEP)
-    assert read_events(path) == [STEP]  # not closed yet
-    metrics.close()
+def test_each_event_is_on_disk_when_it_was_written_and_numbers_that_json_does_not_know_are_null(tmp_path):
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write({"event": "step", "loss": math.nan, "bytes": {"AR": math.inf}, "list": [1.0, -math.inf]})
+        written = read_events(tmp_path / "metrics.jsonl")  # not closed yet
+    assert written == [{"event": "step", "loss": None, "bytes": {"AR": None}, "list": [1.0, None]}]
+    assert flat({"a": {"b": 1, "c": {"d": 2}}, "e": None, "f": 0}) == {"a/b": 1, "a/c/d": 2, "f": 0}
 
 
 def test_a_line_cut_off_by_a_crash_is_removed_by_the_next_writer(tmp_path):
@@ -41,10 +41,6 @@ def test_a_line_cut_off_by_a_crash_is_removed_by_the_next_writer(tmp_path):
     with JsonLines(path) as metrics:
         metrics.write({"event": "failure"})
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["step", "failure"]
-
-
-def test_a_file_that_is_nothing_but_a_cut_off_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "st')
     with JsonLines(path) as metrics:
         metrics.write({"event": "failure"})
@@ -66,12 +62,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_begun(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL, path], cwd=ROOT, capture_output=True, text=True, check=False)
     assert str(path) in done.stderr.splitlines()[-1]  # the error names the file
     assert path.read_text() == '{"event": "step", "step": 1}\n'
-
-
-def test_numbers_that_json_does_not_know_become_null(tmp_path):
-    with JsonLines(tmp_path / "m") as metrics:
-        metrics.write({"event": "step", "loss": math.nan, "bytes": {"AR": math.inf}, "list": [1.0, -math.inf]})
-    assert read_events(tmp_path / "m") == [{"event": "step", "loss": None, "bytes": {"AR": None}, "list": [1.0, None]}]
 
 
 # ---- what a tracker is shown
@@ -140,14 +130,10 @@ def test_steps_and_evaluations_from_before_are_shown_again_once_a_run_goes_on(tm
             metrics.write({"event": "step", "step": step})
             metrics.write({"event": "eval", "step": step, "loss": 2.0})
     resumed = {"event": "resumed", "folder": f"{of or tmp_path}/checkpoints/step-00000002"}
+    assert follow(config, tmp_path, STEP)[1] == [1, True]  # a run that begins anew has no past
+    config.tracker.runs.clear()
     _, said = follow(config, tmp_path, resumed, {"event": "step", "step": 3}, {"event": "step", "step": 4})
     assert said == ["resumed", *before, 3, 4, True]
-
-
-def test_a_run_that_begins_anew_has_no_past(tmp_path, config):
-    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write({"event": "step", "step": 1, "loss": 7})
-    assert follow(config, tmp_path, STEP)[1] == [1, True]
 
 
 def test_ids_of_equal_jobs_begin_alike_and_no_run_overwrites_another(tmp_path, config):
@@ -199,7 +185,3 @@ sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"""
     follower.event(STEP)
     follower.finish(False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nested_values_are_flat_and_nulls_are_left_out():
-    assert flat({"a": {"b": 1, "c": {"d": 2}}, "e": None, "f": 0}) == {"a/b": 1, "a/c/d": 2, "f": 0}

@@ -148,13 +148,10 @@ def test_no_sample_is_seen_twice_in_an_epoch(seed: int, world: int, batch_size: 
     assert set(seen) <= set(range(100))
 
 
-def test_each_epoch_has_its_own_order_of_the_same_samples(numbered: int) -> None:
+def test_each_epoch_has_its_own_order_and_a_number_of_epochs_drops_the_remainder(numbered: int) -> None:
     epochs = [samples_seen(epoch, 0, 1, 10, seed=0) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(numbered)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
-
-def test_a_number_of_epochs_ends_and_drops_the_remainder(numbered: int) -> None:
     stream = batches("stdlib_bytes", Tokens(1), rank=1, world=2, batch_size=7, seed=0, epochs=2, held_out=True)
     assert len(list(stream)) == 2 * (numbered // 14)
 
@@ -217,16 +214,6 @@ def test_a_sample_is_masked_anew_in_each_epoch(numbered: int) -> None:
 
 
 # ---- images
-
-
-def test_an_enlarged_digit_is_the_same_digit() -> None:
-    (small,) = take(1, "digits", Images(size=8, channels=1, classes=10), seed=2)
-    (large,) = take(1, "digits", Images(size=24, channels=3, classes=10), seed=2)
-    (flat,) = take(1, "digits", VECTORS, seed=2)
-    assert large["pixel_values"][:, 1, ::3, ::3].equal(small["pixel_values"][:, 0])
-    assert large["pixel_values"][:, 2, 2::3, 2::3].equal(small["pixel_values"][:, 0])
-    assert flat["inputs"].equal(small["pixel_values"].flatten(1))
-    assert large["labels"].equal(small["labels"])
 
 
 def test_held_out_digits_are_others_and_all_classes_are_there() -> None:

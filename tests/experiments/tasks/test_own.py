@@ -34,8 +34,15 @@ def named(name: str):
     return build(8)
 
 
+def reading(inputs):
+    return build(8)
+
+
 def no_module():
     return 3
+
+
+part = partial(build, 8)
 
 
 class Factory:
@@ -60,9 +67,14 @@ def test_arguments_are_keys_and_values_may_be_nested():
     assert config.model.name == "build" and config.model.inputs == Tokens(64)
 
 
-@pytest.mark.parametrize("target", ["anything", "Factory.small"])
-def test_a_class_method_and_a_function_of_any_arguments_do_as_well(target):
-    assert model("model.width=6", target=target).model.build().model[0].embedding_dim == 6
+def test_a_class_method_a_function_of_any_arguments_and_a_partial_do_as_well():
+    for target in ("anything", "Factory.small"):
+        assert model("model.width=6", target=target).model.build().model[0].embedding_dim == 6
+    assert model(target="part").model.name == "part"
+    built = model("model._args_=[8,3]", target="build").model.build().model  # arguments may be positional
+    assert built[1][0].in_features == 8 and len(built) == 5
+    with pytest.raises(TypeError, match="no_module returned int, not a torch.nn.Module"):
+        model(target="no_module").model.build()
 
 
 def test_a_saved_config_makes_the_same_model(tmp_path):
@@ -103,17 +115,21 @@ def test_a_loss_may_be_partial():
         ("build", ["model.width=8", "model.reads.sequence=abc"], "model.reads.sequence: Value 'abc' of type 'str' could not"),
         ("build", ["model.width=8", "model.reads=3"], "model.reads: must be keys and values, e.g. {sequence: 128}; got 3"),
         ("build", ["model.width=8", "model.reads=[1]"], "model.reads: has another type, got [1]"),
+        ("build", ["model.width=8", "model.loss=nonsense"], "model.loss: must be null or a mapping with _target_, got nonsense"),
+        ("build", ["model.width=8", "model.loss={_target_: no.such}"], "model.loss: has _target_=no.such: "),
+        ("build", ["model.width=8", "model.activation._target_=torch.nn.Gelu"], "model.activation: has _target_=torch.nn.Gelu: "),
+        ("reading", [], f"model._target_: {HERE}.reading: its argument inputs has the name of a key of every model"),
+        ("Rows", ["data.count=9.5"], "data.count: must be an integer or null, got 9.5"),
+        ("Rows", [], f"data.count: is an argument that {HERE}.Rows needs"),
+        ("Rows", ["data.count=9", "data.collate=nonsense"], "data.collate: must be null or a mapping with _target_, got"),
+        ("Rows", ["data.count=9", "data.held_out=true"], "data.held_out: no such key of data=own"),
+        ("loaded", ["data.count=9", "run.eval_every=2"], "run.eval_every: needs held-out samples: "),
     ],
 )
-def test_a_mistake_is_one_line(target, overrides, line):
+def test_a_mistake_is_one_line(target, overrides, line, caplog):
     with pytest.raises(ConfigError) as error:
-        model(*overrides, target=target)
-    assert str(error.value).startswith(line) and "\n" not in str(error.value)
-
-
-def test_what_is_no_module_is_said():
-    with pytest.raises(TypeError, match="no_module returned int, not a torch.nn.Module"):
-        model(target="no_module").model.build()
+        (data if target in ("Rows", "loaded") else model)(*overrides, target=target)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value) and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -138,38 +154,9 @@ def test_what_a_callable_raises_is_one_line_with_its_key(overrides, line):
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
-def reading(inputs):
-    return build(8)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "target", "line"),
-    [
-        (["model.loss=nonsense"], "build", "model.loss: must be null or a mapping with _target_, got nonsense"),
-        (["model.loss={_target_: no.such}"], "build", "model.loss: has _target_=no.such: "),
-        (["model.activation._target_=torch.nn.Gelu"], "build", "model.activation: has _target_=torch.nn.Gelu: "),
-        ([], "reading", f"model._target_: {HERE}.reading: its argument inputs has the name of a key of every model"),
-    ],
-)
-def test_what_is_named_and_is_not_there_is_one_line_before_anything_starts(overrides, target, line, caplog):
-    with pytest.raises(ConfigError) as caught:
-        model("model.width=8", *overrides, target=target) if target == "build" else model(target=target)
-    assert str(caught.value).startswith(line) and not caplog.records
-
-
-part = partial(build, 8)
-
-
-def test_a_partial_is_a_target_too():
-    assert model(target="part").model.name == "part"
-
-
-# ---- types and positional arguments
-
-
-def test_arguments_may_be_positional():
-    built = model("model._args_=[8,3]", target="build").model.build().model
-    assert built[1][0].in_features == 8 and len(built) == 5
+# ---- models of a folder
 
 
 def test_a_model_that_save_pretrained_has_left_is_loaded_by_its_name(tmp_path):
@@ -274,28 +261,6 @@ def test_rows_of_datasets_are_tensors_and_have_tokens():
     assert [batch["input_ids"].tolist() for batch in batches(stream, 2, rank=1, world=2)] == [
         [[2, 3, 4], [3, 4, 5]], [[6, 7, 8], [7, 8, 9]],
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["data.count=9.5"], "data.count: must be an integer or null, got 9.5"),
-        ([], f"data.count: is an argument that {HERE}.Rows needs"),
-        (["data.count=9", "data.collate=nonsense"], "data.collate: must be null or a mapping with _target_, got nonsense"),
-        (["data.count=9", "data.held_out=true"], "data.held_out: no such key of data=own"),
-    ],
-)
-def test_a_mistake_in_data_is_one_line(overrides, line):
-    with pytest.raises(ConfigError) as caught:
-        data(*overrides, target="Rows")
-    assert str(caught.value).startswith(line)
-
-
-def test_evaluations_need_held_out_samples():
-    with pytest.raises(ConfigError) as caught:
-        data("data.count=9", "run.eval_every=2", target="loaded")
-    line = f"run.eval_every: needs held-out samples: give {HERE}.loaded an argument held_out; got 2"
-    assert str(caught.value) == line
 
 
 # ---- optimizers

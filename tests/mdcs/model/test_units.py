@@ -306,45 +306,27 @@ def test_the_line_that_the_refusal_says_works() -> None:
 # ---- refused
 
 
-class Elsewhere(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta"))
-
-
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.eye(2).to_sparse())
-
-
-class Lookup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(4, 2, sparse=True)
-
-
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+def holding(*tables: Tensor) -> nn.Module:
+    """A module with these as its parameters; those of whole numbers are frozen."""
+    module = nn.Module()
+    for name, table in zip(("table", "other"), tables, strict=False):
+        module.register_parameter(name, nn.Parameter(table, table.is_floating_point()))
+    return module
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Elsewhere, r"unit model is on several devices, \['cpu', 'meta'\]"),
-        (Whole, "table: torch.int64 parameters are not supported: register_buffer"),
-        (Sparse, r"table: torch.sparse_coo parameters are not supported: make it dense"),
-        (Lookup, "words.weight: sparse gradients are not supported: make the layer with sparse=False"),
+        (lambda: holding(torch.ones(2), torch.ones(2, device="meta")), r"unit model is on several devices, \['cpu', 'meta'\]"),
+        (lambda: holding(torch.ones(2, dtype=torch.int64)), "table: torch.int64 parameters are not supported: register_buffer"),
+        (lambda: holding(torch.eye(2).to_sparse()), r"table: torch.sparse_coo parameters are not supported: make it dense"),
+        (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0.weight: sparse gradients .*: make .* with sparse=False"),
+        (lambda: nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)), "0.weight: sparse gradients are not supported"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight: is not initialised yet"),
-        (lambda: Wrapped(), r"table: is already sharded .* or quantized \(.*\): remove fully_shard\(\)"),
+        (
+            lambda: holding(TwoTensor(torch.ones(2), torch.ones(2))),
+            r"table: is already sharded .* or quantized \(.*\): remove fully_shard\(\)",
+        ),
         (lambda: nn.Linear(0, 2, bias=False), "the model has no trainable parameter"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "the model has no trainable parameter"),
         (lambda: nn.ReLU(), "the model has no trainable parameter"),

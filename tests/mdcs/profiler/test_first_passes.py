@@ -125,22 +125,6 @@ def test_passes_without_gradients_and_those_in_no_sync_are_not_counted() -> None
         assert parallel.plan.micro_steps == 3 and penalty.isfinite().all()
 
 
-def test_a_scaled_step_is_a_plain_one_and_an_overflow_is_left_out() -> None:
-    scale = mdcs.LossScale(value=4.0, growth_interval=1)
-    (net, parallel), (twin, plain) = begun(loss_scale=scale), begun()
-    before = net.last.weight.detach().clone()
-    with parallel, plain:
-        for step, factor in ((1, float("inf")), (2, 1.0)):
-            (parallel.scaled(net(batch(0))["logits"].mean()) * factor).backward()
-            parallel.step()
-            parallel.drain()
-            assert scale.value == 2.0 * step and scale.skipped == 1
-            assert torch.equal(net.last.weight, before) == (step == 1)
-        twin(batch(0))["logits"].mean().backward()
-        plain.step()
-    assert all(map(torch.equal, net.parameters(), twin.parameters()))
-
-
 @pytest.mark.parametrize("habit", [lambda net: None, lambda net: net(batch(0))["logits"].mean()])
 def test_a_step_without_passes_of_the_model_is_refused(habit: Callable[[Net], Any]) -> None:
     net, parallel = begun()
@@ -221,13 +205,3 @@ def test_what_a_loop_may_do_before_its_first_step_and_the_units_are_logged(caplo
         assert parallel.steps == 0 and parallel.records() == [] and parallel.grad_norm is None
         assert parallel.is_choosing and parallel.explain() == ""
     assert not net._forward_hooks and not vars(optimizer).keys() & {"step", "state_dict"}
-
-
-def test_one_process_plans_in_its_loop_too() -> None:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-    optimizer = torch.optim.Adam(net.parameters())
-    with mdcs.parallelize(net, optimizer, seconds=0.2, progress=False) as parallel:
-        for _ in range(3):
-            net(batch(0)).square().mean().backward()
-            optimizer.step()
-    assert parallel.steps == 3 and next(iter(optimizer.state.values()))["step"] == 3

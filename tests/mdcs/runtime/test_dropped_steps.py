@@ -75,7 +75,11 @@ def compared(wanted: Any, found: Any, parallel: mdcs.Session, plain: nn.Module, 
     out = [what for what, i in (("losses", 0), ("steps", 2)) if str(wanted[i]) != str(found[i])]  # NaN is not equal to itself
     out += [] if found[1] == pytest.approx(wanted[1], rel=1e-5, nan_ok=True) else ["norms", str(wanted[1]), str(found[1])]
     out += [] if str(parallel.grad_norm) == str(found[1][-1]) else ["the last norm"]
-    out += [] if not scaled or parallel.scaler.get_scale() == wanted[3] else ["scale"]
+    if scaled:
+        theirs = torch.amp.GradScaler("cpu")
+        theirs.load_state_dict(parallel.scaler.state_dict())
+        out += [] if parallel.scaler.get_scale() == theirs.get_scale() == wanted[3] else ["scale"]
+        parallel.scaler.load_state_dict(theirs.state_dict())
     return out + differing(parallel.state_dict(), plain.state_dict())
 
 
@@ -225,6 +229,8 @@ def norms_after_steps(how: How) -> list[tuple[float, float | None]]:
                 optimizer.step()
                 if not asks:
                     norms.append(parallel.grad_norm)
+            parallel.drain()
+            assert [record.grad_norm for record in parallel.records(flush=True)] == norms
         out = list(zip(out, norms, strict=True)) if out else norms  # type: ignore[assignment, arg-type]
     return out
 

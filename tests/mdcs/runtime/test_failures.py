@@ -6,12 +6,15 @@ A function that runs on the ranks fails there; the test reads what each rank rai
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,6 +32,7 @@ from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Collectives
 from mdcs.runtime import thread_transport
+from mdcs.runtime.errors import ErrorContext, FailureChannel
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime import devices
 from tests.mdcs.runtime.ranks import Outcome, Ranks
@@ -75,10 +79,12 @@ def training(
 
 def fail_after(part: str, strategy: str) -> dict[str, Any]:
     """Fail when half of the run is there, and start once more."""
+    groups = len(dist.distributed_c10d._world.pg_map)
     made, found = setup("tied"), {"threads": sum(t.name.startswith("mdcs") for t in threading.enumerate())}
     fails, start = patch(part, side_effect=ArithmeticError("overflow")), parallel_for(Job("tied"), How(strategy, "wfbp"), made)
     with fails, pytest.raises(ArithmeticError), start:
         pass
+    assert len(dist.distributed_c10d._world.pg_map) == groups
     found["threads"] -= sum(t.name.startswith("mdcs") for t in threading.enumerate())
     try:
         made.loss(made.model, made.batch(0, 0, 0)).backward()
@@ -185,77 +191,7 @@ def test_a_job_that_cannot_start(ranks: Ranks, change, kind, messages):
         assert o.kind in (kind, "PlanError")
 
 
-# ---- misuse of the loop
-
-
-def misuse(what: str) -> None:
-    with training() as (made, parallel):
-        batch = made.batch(0, 0, 0)
-        if what == "step before backward":
-            parallel.step()
-        elif what == "step twice":
-            step(made, parallel, 0)
-            parallel.step()
-        elif what == "step after forward":
-            made.loss(made.model, batch)
-            parallel.step()
-        elif what == "no step":
-            for _ in range(2):
-                made.loss(made.model, batch).backward()
-        elif what == "drain inside":
-            step(made, parallel, 0)
-            made.loss(made.model, batch)
-            parallel.drain()
-        elif what == "grad inside evaluate":
-            with parallel.evaluate(), torch.enable_grad():
-                made.loss(made.model, batch)
-        elif what == "forward after close":
-            step(made, parallel, 0)
-            parallel.close(whole=False)
-            made.loss(made.model, batch)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("step before backward", "step 1: step() needs a forward and a backward pass before it"),
-        ("step twice", "step 2: step() needs a forward and a backward pass before it"),
-        ("step after forward", "step 1: step() needs a forward and a backward pass before it"),
-        ("no step", "step 1: the model ran again before optimizer.step()"),
-        ("drain inside", "step 2: drain() inside an iteration"),
-        ("grad inside evaluate", "step 1: a pass with gradients inside evaluate()"),
-        ("forward after close", "is in pieces, parallel is closed and could not gather it"),
-    ],
-)
-def test_misuse_is_refused(ranks: Ranks, what, message):
-    for o in errors(ranks, misuse, what):
-        assert o.kind == "RunError" and message in o.message
-
-
-# ---- a model that is not the profiled one any more
-
-
-def change_course(what: str) -> None:
-    with training() as (made, parallel):
-        step(made, parallel, 0)
-        if what == "a block is removed":
-            del made.model.blocks[2]
-        elif what == "a gradient is missing":
-            made.model.norm.register_forward_hook(lambda m, a, out: out - m.bias.detach() + m.bias.detach())
-            made.model.norm.bias.requires_grad_(False)
-        step(made, parallel, 1)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("a block is removed", "step 2: blocks.2.0.weight was replaced or removed while a plan runs"),
-        ("a gradient is missing", "step 2: norm.bias: requires_grad changed while a plan runs"),
-    ],
-)
-def test_a_model_that_changes_after_profiling(ranks: Ranks, what, message):
-    for rank, o in enumerate(errors(ranks, change_course, what)):
-        assert o.kind == "RunError" and f"rank {rank}, {message}" in o.message
+# ---- passes that raise
 
 
 def backward_that_raises() -> str:
@@ -503,19 +439,6 @@ def test_nothing_is_left_behind(ranks: Ranks):
         assert left["groups"] <= 0 and left["files"] <= 2, left
 
 
-def failing_start_leaves() -> dict[str, int]:
-    groups = len(dist.distributed_c10d._world.pg_map)
-    try:
-        start("another plan on rank 1")
-    except mdcs.PlanError:
-        pass
-    return {"groups": len(dist.distributed_c10d._world.pg_map) - groups}
-
-
-def test_a_failed_start_leaves_nothing(ranks: Ranks):
-    assert ranks.run(failing_start_leaves) == [{"groups": 0}] * 2
-
-
 NEVER_CLOSED = """
 import torch, mdcs
 model = torch.nn.Linear(4, 4)
@@ -533,3 +456,76 @@ def test_a_program_that_never_closes_ends_well() -> None:
     """Its threads wait in C++ when the interpreter ends."""
     done = subprocess.run([sys.executable, "-c", NEVER_CLOSED], capture_output=True, text=True, check=False, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- the thread that answers the other ranks
+
+
+class Duty:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def do(self, store: dist.Store) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("out of memory")
+
+
+def fail_once() -> tuple[str, bool]:
+    """Return what a rank hears when rank 0 could not do its duty, and whether rank 0's thread tried again."""
+    rank, duty = dist.get_rank(), Duty()
+    words = FailureChannel(ErrorContext(rank), "a run", 2)
+    if rank == 0:
+        words.duties.append(weakref.WeakMethod(duty.do))
+    deadline = time.monotonic() + 10
+    while not (words.peer_failure() and (rank or duty.calls > 1)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    heard = words.peer_failure()
+    dist.barrier()
+    words.end()
+    return heard, duty.calls > 1
+
+
+def test_an_error_of_the_thread_that_answers_is_published(two: Ranks):
+    (heard, again), (also_heard, _) = two.run(fail_once)
+    assert again and heard == also_heard and "rank 0" in heard and "out of memory" in heard
+
+
+# ---- a process forked in a run ends as it likes, and the run goes on
+
+
+def forking(strategy: str, error: bool) -> tuple[int, int]:
+    """Status of a child that leaves the with block, and the steps of the parent, which waits for it."""
+    job, child = Job("line-8-16-4", steps=2), -1
+    try:
+        with parallel_for(job, How(strategy)) as (made, parallel, optimizer):
+            train(job, made, parallel, optimizer)
+            child = os.fork()
+            if not child:
+                if error:
+                    raise RuntimeError("the child's own")
+                return 0, 0  # leaves the block as a program that is done
+            status = _status(child)
+            train(job, made, parallel, optimizer)
+            return status, parallel.steps
+    finally:
+        if not child:
+            signal.alarm(5)  # what follows is the end of a program: nothing is left but garbage
+            made = parallel = optimizer = None
+            gc.collect()
+            os._exit(0)
+
+
+def _status(child: int) -> int:
+    for _ in range(100):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize(("strategy", "error"), [("dp", False), ("fsdp", False), ("fsdp", True)])
+def test_a_child_that_leaves_the_run_ends_and_the_run_goes_on(two: Ranks, strategy: str, error: bool) -> None:
+    assert two.run(forking, strategy, error) == [(0, 4)] * 2

@@ -17,13 +17,13 @@ from mdcs.plan.lifetimes import at_rest, unit_rows
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Wfbp
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.initialization import InitFunction, Initializer
 from mdcs.runtime.storage import leave_meta
 from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import TINY, differing, optimizer_for
+from tests.mdcs.runtime.training import TINY, Twin, differing, measured, optimizer_for
 
 STEPS = 4
 WIDTH = 64
@@ -110,12 +110,9 @@ def planned(strategy: str, half: bool = False, rank: int = 0, optimizer: str = "
     torch.manual_seed(0)
     materialize(model, units)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
-    profile = merge_profiles(
-        measure_profile(
-            model, units, lambda: loss(model, 0, rank), optimizer_for(optimizer, model), world=dist.get_world_size(),
-            link=mdcs.Link.uniform(1.0, 50.0), iterations=1, master_dtype=torch.float32 if half else None,
-        )
-    )  # fmt: skip
+    profile = measured(
+        model, units, lambda: loss(model, 0, rank), optimizer_for(optimizer, model), master_dtype=torch.float32 if half else None
+    )
     model.load_state_dict(kept)
     names = choices(profile)
     mix = [names[u % 4] if strategy == "mixed" else Strategy(strategy) for u in range(len(units))]
@@ -140,18 +137,10 @@ def beside_ddp(strategy: str) -> dict[str, Any]:
             parallel.step()
             losses.append(value.item())
         state = parallel.state_dict()
-    group = dist.new_group()
-    ddp = nn.parallel.DistributedDataParallel(plain, process_group=group)
-    wanted, optimizer = [], optimizer_for("adam", plain)
-    for step in range(STEPS):
-        value = loss(ddp, step, rank)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(value.item())
+    twin = Twin(plain, optimizer_for("adam", plain))
+    wanted = [value for step in range(STEPS) for value in twin.step(lambda model, step=step: loss(model, step, rank))]
     names = [name for name, _ in plain.named_parameters()]
     final = {name: value for name, value in plain.state_dict().items() if name in names}
-    dist.destroy_process_group(group)
     tie = model.get_parameter("head.weight") is model.get_parameter("words.weight")
     return {"losses": losses == wanted, "apart": differing({n: state[n] for n in names}, final), "tie": tie}
 
@@ -201,12 +190,12 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
     meter.window()
     before = meter.live()["total"]
     parallel = mdcs.parallelize(model, optimizer, plan, units, timeout_s=20)
-    measured = meter.window()["total"]
+    most = meter.window()["total"]
     parallel.close(whole=False)
-    assert before is not None and measured is not None
+    assert before is not None and most is not None
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     whole = sum(layout.param_bytes for layout in plan.profile.layouts)
-    return measured - before, start_bytes(plan, together), buffers, whole
+    return most - before, start_bytes(plan, together), buffers, whole
 
 
 @pytest.mark.parametrize(("strategy", "half"), [*((s, False) for s in HOWS), ("zero2", True), ("fsdp", True)])
@@ -309,12 +298,6 @@ def start(kind: str) -> Any:
 )
 def test_what_is_not_initialised_is_refused_by_name(single: Ranks, kind: str, message: str) -> None:
     assert message in single.run(start, kind)[0]
-
-
-def test_a_model_without_memory_cannot_be_profiled() -> None:
-    model, units = meta()
-    with pytest.raises(mdcs.UnsupportedModel, match=r"words.weight: is on the meta device, where nothing can be measured"):
-        mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
 
 
 def plan_without_memory(what: str) -> str:

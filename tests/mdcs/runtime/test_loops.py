@@ -188,25 +188,6 @@ def a_state_dict_for_rank_zero(strategy: str) -> list[str]:
     return list(state) if dist.get_rank() else differing(state, wanted)
 
 
-@on_two("zero2", "fsdp")
-def a_moving_average(strategy: str) -> list[str]:
-    """An exponential moving average, as fine-tuning loops keep."""
-    job = Job("tied", steps=3)
-    alone = setup("tied").model
-    wanted, mine = (copy.deepcopy(alone) for _ in range(2))
-    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
-        schedule = job.scheduler(optimizer)
-        for step in range(job.steps):
-            one_step(made, parallel, step)
-            schedule.step()
-            alone.load_state_dict(reference(dataclasses.replace(job, steps=step + 1)).state)
-            with parallel.full_parameters():
-                for average, model in ((wanted, alone), (mine, made.model)):
-                    for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                        ours.data.lerp_(theirs.detach(), 0.1)
-    return differing(mine.state_dict(), wanted.state_dict())
-
-
 AVERAGED = [
     How("dp", "wfbp"), How("zero2", "dear"), How("sdp", "priority"), How("fsdp", "priority"),
     How("fsdp", "sequential", budget=1.0), How("random", "random", seed=4),
@@ -396,12 +377,6 @@ def a_view_of_a_weight_that_the_model_keeps_is_named_in_step_1(strategy: str, an
     with parallel_for(job, how(strategy), made) as (_, parallel, _):
         message = said(lambda: one_step(made, parallel))
     return [message] * (message != "") if anew else lacking(message, "step 1: kept: shares memory with", "norm.weight")
-
-
-def test_sparse_embedding_bags_are_refused():
-    model = nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))
-    with pytest.raises(mdcs.UnsupportedModel, match="0.weight: sparse gradients are not supported"):
-        mdcs.partition(model, mdcs.ByLeaf())
 
 
 @on_two("zero2", "random")
@@ -652,22 +627,6 @@ def a_buffer_that_a_later_forward_makes_is_refused_by_name() -> list[str]:
 @on_two()
 def buffers_that_differ_are_not_left_to_differ() -> list[str]:
     return lacking(with_buffers("codes", "zero2", None), "buffer 1.codes changes in forward", "broadcast_buffers=True")
-
-
-@on_two(("fsdp", "zero2"), ("dp", "random"))
-def several_models_in_one_process(*strategies: str) -> list[str]:
-    """Two models and two optimizers that train in turns in one process, as a GAN's do."""
-    jobs = Job("tied", steps=4), Job("tied", steps=4, optimizer="adamw")
-    wanted, found = [reference(job).state for job in jobs], []
-    with parallel_for(jobs[0], how(strategies[0])) as one, parallel_for(jobs[1], how(strategies[1])) as other:
-        schedules = [job.scheduler(optimizer) for job, (_, _, optimizer) in zip(jobs, (one, other), strict=True)]
-        for step in range(4):
-            for (made, parallel, _), schedule in zip((one, other), schedules, strict=True):
-                one_step(made, parallel, step)
-                schedule.step()
-        for (_, parallel, _), state in zip((one, other), wanted, strict=True):
-            found += differing(parallel.state_dict(), state)
-    return found
 
 
 @on_two("dp", "fsdp", "random")

@@ -23,8 +23,7 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from tests.mdcs.measured import measure_profile
+from mdcs.profiler.consensus import on_rank_zero
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -32,6 +31,7 @@ from tests.mdcs.runtime.training import (
     Setup,
     all_fsdp_bytes,
     differing,
+    measured,
     optimizer_for,
     parallel_for,
     reference,
@@ -61,12 +61,9 @@ def profiled(job: Job, **shape: Any) -> tuple[Setup, Any, Profile]:
     made = setup(job.model, half=job.half, **shape)
     optimizer = optimizer_for(job.optimizer, made.model)
     units = mdcs.partition(made.model, made.policy)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    profile = measure_profile(
-        made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
-        world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=2, **job.mixed,
-    )  # fmt: skip
-    return made, optimizer, merge_profiles(profile)
+    rank = dist.get_rank()
+    loss = lambda: made.loss(made.model, made.batch(0, 0, rank))  # noqa: E731
+    return made, optimizer, measured(made.model, units, loss, optimizer, iterations=2, **job.mixed)
 
 
 def run(job: Job, made: Setup, parallel: mdcs.Session, steps: range, schedule: Any = None) -> None:

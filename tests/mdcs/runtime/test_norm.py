@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.runtime import gradient_scaling as norm
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, Job, Twin, compare, optimizer_for, parallel_for, reference, setup, train
+from tests.mdcs.runtime.training import How, Job, compare, parallel_for, reference, train
 
 CPU = torch.device("cpu")
 
@@ -59,7 +58,7 @@ def test_no_cut_changes_a_bit(dtype: torch.dtype, spread: float):
 
 def test_a_norm_near_the_boundary_between_two_results_is_summed_exactly():
     generator, rng, found = torch.Generator().manual_seed(0), random.Random(0), 0
-    for _ in range(20_000):
+    for _ in range(5_000):
         gradient = torch.randn(8, generator=generator)
         least, _, largest = norm.with_bounds(norm.sum_squares([gradient], norm.workspace([gradient], CPU)), torch.float32)
         assert least <= exact_norm_of([[gradient]], torch.float32) <= largest
@@ -68,14 +67,6 @@ def test_a_norm_near_the_boundary_between_two_results_is_summed_exactly():
             pieces = [exact_norm_of(dealt(gradient, world, rng), torch.float32) for world in (1, 2, 3)]
             assert pieces == [exact_norm_of([[gradient]], torch.float32)] * 3
     assert found > 0
-
-
-def test_float32_sums_would_change():
-    """Else the test above would show nothing."""
-    gradient = torch.randn(20_011, generator=torch.Generator().manual_seed(0))
-    rng = random.Random(0)
-    cuts = [pieces for _ in range(12) for pieces in dealt(gradient, 1, rng)]
-    assert len({float(torch.stack([torch.linalg.vector_norm(p) for p in pieces]).norm()) for pieces in cuts}) > 1
 
 
 @pytest.mark.parametrize(
@@ -117,7 +108,7 @@ def clipped(job: Job, plans: list[How]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("micro_steps", "plans"), [(1, PLANS), (2, PLANS[-2:])], ids=["12 plans", "accumulated"])
 def test_clipped_losses_and_norms_are_those_of_any_plan(two: Ranks, micro_steps: int, plans: list[How]):
-    job = Job("gpt2", micro_steps, clip_norm=0.1, steps=30, exact_norm=True)
+    job = Job("gpt2", micro_steps, clip_norm=0.1, steps=10, exact_norm=True)
     ranks = two.run(clipped, job, plans, timeout_s=120)
     assert len({rank_norm for rank in ranks for _, rank_norm in rank["plans"]}) == 1
     for rank in ranks:
@@ -129,19 +120,3 @@ def test_clipping_equals_ddp_bit_for_bit(two: Ranks, limit: float, exact: bool):
     """But for how torch rounds the norm in float32, which makes no difference where nothing is clipped."""
     for result in two.run(compare, Job("tied", clip_norm=limit, exact_norm=exact), How("random", "random", seed=3)):
         assert result["bitwise"], result
-
-
-def first_norms(job: Job, how: How) -> tuple[float | None, float]:
-    """The plan's norm of the first step, and what torch's clip_grad_norm_ returns for the gradients of DDP."""
-    plain = setup(job.model)
-    twin = Twin(plain.model, optimizer_for(job.optimizer, plain.model))
-    plain.loss(twin.ddp, plain.batch(0, 0, dist.get_rank())).backward()
-    with parallel_for(job, how) as (made, parallel, optimizer):
-        train(job, made, parallel, optimizer, 1)
-        return parallel.grad_norm, float(torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1e9))
-
-
-@pytest.mark.parametrize("model", ["gpt2", "resnet", "tied"])
-def test_the_norm_is_torchs_but_for_its_rounding(two: Ranks, model: str):
-    for found, wanted in two.run(first_norms, Job(model, clip_norm=1e9), How("random", "random", seed=1)):
-        assert found == pytest.approx(wanted, rel=4 * 2.0**-23)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -102,30 +101,3 @@ def a_schedule_from_before() -> tuple[list[str], bool]:
 
 def test_a_schedule_may_be_made_before_the_run(two: Ranks):
     assert two.run(a_schedule_from_before) == [([], True)] * 2
-
-
-def looking_ahead(strategy: str) -> list[str]:
-    """Every second step the weights go back half of the way, as a Lookahead around the optimizer does."""
-    twin, job = setup("tied"), Job("tied", optimizer="adam")
-    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
-    theirs = optimizer_for("adam", twin.model)
-    with parallel_for(job, how(strategy)) as (made, parallel, ours):
-        sides = [(made.model, made, ours), (ddp, twin, theirs)]
-        with parallel.full_parameters():
-            slow = [[p.detach().clone() for p in side.model.parameters()] for _, side, _ in sides]
-        for step in range(4):
-            for (model, side, optimizer), own in zip(sides, slow, strict=True):
-                side.loss(model, side.batch(step, 0, dist.get_rank())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                whole = parallel.full_parameters(writeback=True) if side is made else nullcontext()
-                if step % 2:
-                    with whole, torch.no_grad():
-                        for p, s in zip(side.model.parameters(), own, strict=True):
-                            p.copy_(s.lerp_(p, 0.5))
-        return differing(parallel.state_dict(), twin.model.state_dict())
-
-
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_what_a_wrapper_of_the_optimizer_does_is_done_after_the_step(two: Ranks, strategy):
-    assert two.run(looking_ahead, strategy) == [[], []]

@@ -12,26 +12,32 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.profiler.consensus import merge_profiles
-from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
-from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup, train
+from tests.mdcs.runtime.training import (
+    Job,
+    Twin,
+    differing,
+    measured,
+    optimizer_for,
+    parallel_for,
+    plan_for,
+    profile_of,
+    reference,
+    setup,
+    train,
+)
 
 
 def of_ddp(job: Job) -> dict[str, Any]:
     """The optimizer's state dict after the job with DDP."""
-    made, group = setup(job.model), dist.new_group()
-    ddp = nn.parallel.DistributedDataParallel(made.model, process_group=group)
-    optimizer = optimizer_for(job.optimizer, made.model)
-    schedule = job.scheduler(optimizer)
+    made = setup(job.model)
+    twin = Twin(made.model, optimizer_for(job.optimizer, made.model))
+    schedule = job.scheduler(twin.optimizer)
     for step in range(job.steps):
-        made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
         schedule.step()
-    del ddp
-    return optimizer.state_dict()
+    return twin.optimizer.state_dict()
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[Any]:
@@ -194,8 +200,7 @@ def freeze_later() -> list[Any]:
               if not optimizer.param_groups[0]["params"][number].requires_grad}  # fmt: skip
     units = mdcs.partition(made.model, made.policy)
     step = lambda: made.loss(made.model, made.batch(0, 0, 0))  # noqa: E731
-    link = mdcs.Link.uniform(1.0, 50.0)
-    profile = merge_profiles(measure_profile(made.model, units, step, optimizer, world=2, link=link, iterations=1))
+    profile = measured(made.model, units, step, optimizer)
     with mdcs.parallelize(made.model, optimizer, plan_for(Job("tied"), how("fsdp"), profile), units, timeout_s=20) as parallel:
         one_step(made, parallel)
     after = optimizer.state_dict()["state"]

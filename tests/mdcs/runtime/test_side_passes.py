@@ -22,10 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.profiler.consensus import merge_profiles
-from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for
+from tests.mdcs.runtime.training import How, Job, differing, measured, optimizer_for, plan_for
 
 STEPS = 3
 POLICY = mdcs.ByClass(("Sequential",))
@@ -240,13 +238,7 @@ def wanted(name: str, job: Job) -> dict[str, Tensor]:
 @lru_cache(maxsize=8)
 def profile_of(optimizer: str) -> mdcs.Profile:
     model = build()
-    units = mdcs.partition(model, POLICY)
-    return merge_profiles(
-        measure_profile(
-            model, units, lambda: loss(model(batch(0))), optimizer_for(optimizer, model), world=dist.get_world_size(),
-            link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
-        )
-    )  # fmt: skip
+    return measured(model, mdcs.partition(model, POLICY), lambda: loss(model(batch(0))), optimizer_for(optimizer, model))
 
 
 def train(name: str, job: Job, plan: mdcs.Plan) -> tuple[dict[str, Tensor], Counter[str]]:
@@ -268,7 +260,7 @@ HOWS = [
     How(strategy, "wfbp", budget=budget, cross_iteration=across)
     for strategy in ("dp", "zero2", "sdp", "fsdp")
     for budget, across in ((None, True), (1.0, False))
-] + [How("random", "random", seed=seed) for seed in (1, 2)] + [How("joint", "joint")]  # fmt: skip
+] + [How("random", "random", seed=seed) for seed in (1, 2)]  # fmt: skip
 
 
 def compare_all(name: str, job: Job, hows: list[How]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,9 +12,20 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.profile.link import Kind
 from mdcs.runtime.unshard import Unsharder
-from mdcs.sizes import aligned
+from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, Job, Setup, differing, parallel_for, reference, setup, train
+from tests.mdcs.runtime.training import (
+    How,
+    Job,
+    differing,
+    optimizer_for,
+    parallel_for,
+    reference,
+    scheduler_for,
+    setup,
+    strategy_for,
+    train,
+)
 
 STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random")
 HOW = {s: How(s, "random" if s == "random" else "priority", seed=4) for s in STRATEGIES}
@@ -67,19 +77,6 @@ def test_evaluation_is_that_of_the_plain_model(two: Ranks, model, strategy):
     assert two.run(evaluate, model, how) == [{"equal": True, "as before": True}] * 2
 
 
-def evaluate_before_training() -> bool:
-    with parallel_for(Job("tied"), HOW["fsdp"]) as (made, parallel, _):
-        batch = made.batch(0, 0, 0)
-        with parallel.evaluate(), torch.no_grad():
-            loss = made.loss(made.model, batch)
-        fresh = setup("tied")
-        return torch.equal(loss, made.loss(fresh.model, batch))
-
-
-def test_evaluation_before_the_first_step(two: Ranks):
-    assert two.run(evaluate_before_training) == [True, True]
-
-
 def evaluate_a_frozen_block() -> bool:
     """It is called by itself, where units are gathered for each forward."""
     with pytest.MonkeyPatch.context() as patch, parallel_for(Job("frozen"), HOW["fsdp"]) as (made, parallel, _):
@@ -96,66 +93,7 @@ def test_evaluation_of_a_frozen_block_alone(two: Ranks):
     assert two.run(evaluate_a_frozen_block) == [True, True]
 
 
-def evaluate_with_an_error() -> bool:
-    """A forward that fails in an evaluation leaves a model that trains on as if nothing had been."""
-    job = Job("tied", steps=4)
-    wanted = reference(job)
-    with parallel_for(job, HOW["fsdp"]) as (made, parallel, optimizer):
-        first = dataclasses.replace(job, steps=2)
-        losses = train(first, made, parallel, optimizer)
-        handle = made.model.blocks[1].register_forward_pre_hook(_fail)
-        try:
-            with parallel.evaluate(), torch.no_grad():
-                made.loss(made.model, made.batch(0, 0, 0))
-        except ArithmeticError:
-            handle.remove()
-        rank = dist.get_rank()
-        schedule = job.scheduler(optimizer)
-        for step in range(2, 4):
-            loss = made.loss(made.model, made.batch(step, 0, rank))
-            loss.backward()
-            losses.append(loss.item())
-            parallel.step()
-            schedule.step()
-    return losses[:3] == list(wanted.losses[:3])
-
-
-def _fail(module: nn.Module, inputs: Any) -> None:
-    raise ArithmeticError
-
-
-def test_an_evaluation_that_fails(two: Ranks):
-    assert two.run(evaluate_with_an_error) == [True, True]
-
-
 # ---- state dicts
-
-
-def round_trip(model: str, how: How) -> dict[str, Any]:
-    job = Job(model, steps=3)
-    wanted = reference(job).state
-    with parallel_for(job, how) as (made, parallel, optimizer):
-        train(job, made, parallel, optimizer)
-        whole = parallel.state_dict()
-        storages = parallel._engine.storages
-        owned = sum(storage.owned_shard(b).numel() for storage in storages for b in range(len(storage.blocks)))
-    return {
-        "whole": differing(whole, wanted),
-        "plain": differing(plain(model, whole).state_dict(), wanted),
-        "owned": owned,
-        "numel": sum(aligned(p.numel()) for p in made.model.parameters()),
-    }
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy"), [("tied", "dp"), ("tied", "zero2"), ("tied", "fsdp"), ("resnet", "random"), ("frozen", "random")]
-)
-def test_whole_state_dicts_are_the_plain_models(two: Ranks, model, strategy):
-    for found in two.run(round_trip, model, HOW[strategy]):
-        assert (found["whole"], found["plain"]) == ([], [])
-        share = 1 if strategy == "dp" else 2
-        if strategy != "random":
-            assert found["numel"] / share <= found["owned"] < found["numel"] / share + 20  # a rank's part, and padding
 
 
 def round_trip_of_three() -> list[str]:
@@ -173,35 +111,6 @@ def test_three_ranks_have_the_same_state_dict(three: Ranks):
 
 
 # ---- loading
-
-
-def load_and_train_on(how: How) -> dict[str, Any]:
-    """Plain SGD has no state: a run of two steps, loaded elsewhere, continues as the run of four."""
-    job = Job("tied", optimizer="plain sgd")
-    with parallel_for(job, HOW["dp"]) as (made, parallel, _):
-        checkpoint = _continue(made, parallel)
-        continued = _continue(made, parallel)
-    other = setup("tied")
-    for p in other.model.parameters():
-        p.data.add_(1.0)  # as if another run had been there
-    with parallel_for(job, how, other) as (made, parallel, _):
-        _continue(made, parallel)  # and had gathered and scheduled something
-        parallel.load_state_dict(checkpoint)
-        same = differing(parallel.state_dict(), checkpoint)
-        return {"same": same, "continued": differing(_continue(made, parallel), continued)}
-
-
-def _continue(made: Setup, parallel: mdcs.Session) -> dict[str, Tensor]:
-    for step in (2, 3):
-        made.loss(made.model, made.batch(step, 0, dist.get_rank())).backward()
-        parallel.step()
-    return parallel.state_dict()
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "random"])
-def test_a_loaded_model_continues(two: Ranks, strategy):
-    how = dataclasses.replace(HOW[strategy], scheduler="random")
-    assert two.run(load_and_train_on, how) == [{"same": [], "continued": []}] * 2
 
 
 def wrong_loads() -> list[Any]:
@@ -291,83 +200,32 @@ def test_buffers_are_rank_zeros(two: Ranks):
     assert two.run(buffers_after_drain) == [[], []]
 
 
-def leave_without_drain() -> list[str]:
-    """Leaving the block drains: the parameters that dp leaves are those after the last step."""
-    job = Job("tied", steps=3)
-    with parallel_for(job, HOW["dp"]) as (made, parallel, optimizer):
-        train(job, made, parallel, optimizer)
-    return differing(made.model.state_dict(), reference(job).state)
-
-
-def test_leaving_the_block_finishes_training(two: Ranks):
-    assert two.run(leave_without_drain) == [[], []]
-
-
-# ---- a loop with collectives of its own
-
-
-def collectives_in_the_loop() -> bool:
-    """Mean losses for a log, on the default group, while messages are in flight."""
-    job = Job("tied", steps=10)
-    wanted = reference(job)
-    means = []
-    with parallel_for(job, How("random", "random", seed=8, depth=4)) as (made, parallel, optimizer):
-        schedule = job.scheduler(optimizer)
-        losses = []
-        for step in range(job.steps):
-            loss = made.loss(made.model, made.batch(step, 0, dist.get_rank()))
-            loss.backward()
-            parallel.step()
-            schedule.step()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            means.append(mean.item())
-            losses.append(loss.item())
-        state = parallel.state_dict()
-    return losses == list(wanted.losses) and not differing(state, wanted.state) and len(means) == job.steps
-
-
-def test_the_loop_may_use_the_default_group(two: Ranks):
-    assert two.run(collectives_in_the_loop) == [True, True]
+# ---- some of the ranks
 
 
 def train_in_a_subgroup() -> list[str] | None:
     """Ranks 0 and 2 train; rank 1 has nothing to do with it."""
-    from mdcs.profile.schema import Optimizer, Profile
-    from tests.mdcs.measured import measure_profile
-
-    group = dist.new_group([0, 2])
-    made = setup("tied")
-    optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=0.1)
+    group, made, alone = dist.new_group([0, 2]), setup("tied"), setup("tied").model
+    optimizer, sgd = (optimizer_for("plain sgd", model) for model in (made.model, alone))
     units = mdcs.partition(made.model, made.policy)
-    box: list[Any] = [
-        measure_profile(
-            made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer, world=2,
-            link=mdcs.Link.uniform(1.0, 50.0),
-        )
-    ]  # fmt: skip
+    first, link = made.batch(0, 0, 0), mdcs.Link.uniform(1.0, 50.0)
+    box: list[Any] = [measure_profile(made.model, units, lambda: made.loss(made.model, first), optimizer, world=2, link=link)]
     if dist.get_rank() == 1:
         return None
     dist.broadcast_object_list(box, group_src=0, group=group)
-    profile: Profile = box[0]
-    assert isinstance(profile.optimizer, Optimizer)
-    from mdcs.planner.registry import SCHEDULERS
-    from mdcs.planner.registry import STRATEGIES as PLANNERS
-
-    plan = mdcs.make_plan(mdcs.Job(profile, cross_iteration=False), PLANNERS["random"](), SCHEDULERS["priority"]())
+    how = How("random", "priority")
+    plan = mdcs.make_plan(mdcs.Job(box[0], cross_iteration=False), strategy_for(how), scheduler_for(how))
+    ddp = nn.parallel.DistributedDataParallel(alone, process_group=group)
     with mdcs.parallelize(made.model, optimizer, plan, units, group=group, clip_norm=0.1, timeout_s=20) as parallel:
         for step in range(3):
-            made.loss(made.model, made.batch(step, 0, dist.get_rank(group))).backward()
+            batch = made.batch(step, 0, dist.get_rank(group))
+            made.loss(made.model, batch).backward()
             parallel.step()
+            made.loss(ddp, batch).backward()
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            sgd.step()
+            sgd.zero_grad()
         state = parallel.state_dict()
-    alone = setup("tied").model
-    ddp = nn.parallel.DistributedDataParallel(alone, process_group=group)
-    sgd = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1)
-    for step in range(3):
-        made.loss(ddp, made.batch(step, 0, dist.get_rank(group))).backward()
-        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        sgd.step()
-        sgd.zero_grad()
     return [n for n, v in alone.state_dict().items() if not torch.allclose(v, state[n], atol=1e-6)]
 
 

@@ -486,13 +486,17 @@ class Twin:
         self.model, self.optimizer = model, optimizer
         self.ddp = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group(), **options)
 
-    def step(self, *losses: Callable[[nn.Module], Tensor]) -> None:
-        """Update once, after a backward pass of each loss."""
+    def step(self, *losses: Callable[[nn.Module], Tensor]) -> list[float]:
+        """Update once, after a backward pass of each loss. Return the losses."""
+        found = []
         for i, loss in enumerate(losses):
             with nullcontext() if i == len(losses) - 1 else self.ddp.no_sync():
-                loss(self.ddp).backward()
+                value = loss(self.ddp)
+                value.backward()
+            found.append(value.item())
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return found
 
     def differing(self, state: dict[str, Tensor]) -> list[str]:
         return differing(state, self.model.state_dict())

@@ -27,6 +27,7 @@ from mdcs.profile.schema import Profile
 
 CODE = "code"
 """Last part of the key for the hash of a group's code."""
+RECOMPUTATION = {"recomputation": "measured"}
 _JOB_GROUPS = ("model", "data", "optimizer")
 _MACHINES_OWN = ("congestion_control", "threads", "device")
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
@@ -69,7 +70,7 @@ def machine_identity(config: Config) -> dict[str, str]:
         "congestion_control": network.congestion_control(),
         **hosts_identity(config),
         **({"emulated": f"rank {cluster.rank}"} if cluster.emulated else {}),
-        **({"recomputation": "measured"} if measures_recomputation(config) else {}),
+        **(RECOMPUTATION if measures_recomputation(config) else {}),
         "threads": str(cluster.resolved_threads()),
         "backend": cluster.resolved_backend(),
         "device": device_name(config),

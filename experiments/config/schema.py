@@ -257,7 +257,7 @@ class RunConfig:
         "auto: from the run's newest checkpoint that is whole, if any; a path: from that folder of checkpoints, or of "
         "one",
     )
-    profile_iterations: int = option(5, "iterations the profile is measured with", at_least=1)
+    profile_iterations: int = option(5, "timed steps of each plan that a profile is measured with, at most", at_least=1)
 
 
 @dataclass

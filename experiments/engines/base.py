@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from mdcs.api.loop_plan import Choice
     from mdcs.emulation import Emulation
     from mdcs.model.units import ModelUnit
     from mdcs.runtime.checkpointing import ResumeInfo, SaveHandle
@@ -42,6 +43,7 @@ class Trained(Protocol):
     - rank, world: of the plan. In emulation they differ from the real processes.
     - processes: number of real processes.
     - writes: whether this process writes the run's files; one process does.
+    - plan, choice: the plan once it is chosen, and the steps of training that choose it. A peer has neither.
     - units, optimizer: made at the first access. A peer that replaces parameters must not access them before.
     """
 
@@ -53,6 +55,7 @@ class Trained(Protocol):
     device: torch.device
     model: nn.Module
     plan: Plan | None
+    choice: Choice | None
 
     @property
     def units(self) -> list[ModelUnit]: ...
@@ -77,6 +80,8 @@ class Trained(Protocol):
 class Record:
     """Measurements of one step. Bytes on the wire and messages are by kind; None where they are not known.
 
+    - plan: words for the plan under which a step was measured to choose another; empty for other steps.
+    - handover_s (s): of the change to the step's plan, before the step.
     - departures: what the step did otherwise than its plan, in words, and how often.
     - departed_s (s): what that took on this rank.
     - grad_norm: norm of the gradient, where it is clipped.
@@ -86,6 +91,8 @@ class Record:
     times: StepTimes
     bytes: Mapping[str, int] | None = None
     messages: Mapping[str, int] | None = None
+    plan: str = ""
+    handover_s: float = 0.0
     departures: Mapping[str, int] = field(default_factory=dict)
     departed_s: float = 0.0
     grad_norm: float | None = None

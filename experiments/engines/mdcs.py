@@ -1,8 +1,9 @@
-"""mdcs itself: runs the job's plan through `mdcs.parallelize`."""
+"""mdcs itself: runs the job's plan, and the steps that choose it, through `mdcs.parallelize`."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,26 +29,26 @@ class Mdcs(EngineOptions):
     plans = True
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the model with the job's plan."""
+        """Wrap the model with the plans of the job's choice."""
         return MdcsEngine(config, workload)
 
 
 class MdcsEngine:
-    """The job's model, run by the job's plan."""
+    """The job's model, under the plan that is chosen in its first steps, or before."""
 
     def __init__(self, config: Config, workload: Trained) -> None:
-        assert workload.plan is not None and workload.plan.prediction is not None
-        self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
-        self.optimizer = workload.optimizer
+        assert workload.choice is not None
+        self.workload, self.optimizer = workload, workload.optimizer
         self._done = 0  # steps before the first of this run
+        self._measured: dict[int, str] = {}  # plans of the steps that were measured
         self._over_budget = 0  # steps
         self._parallel = mdcs.parallelize(
-            workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
+            workload.model, workload.optimizer, workload.choice, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
             timeout_s=config.cluster.timeout_s, emulate=workload.emulate, over_budget=config.budget.exceeded,
         )  # fmt: skip
         self._parallel.records()  # from here on they have times
-        self.step, self.drain, self.pause = self._parallel.step, self._parallel.drain, self._parallel.pause
+        self.drain, self.pause = self._parallel.drain, self._parallel.pause
         self.evaluate, self.reset_memory = self._parallel.evaluate, self._parallel.reset_memory
 
     def __enter__(self) -> Engine:
@@ -69,6 +70,16 @@ class MdcsEngine:
     def backward(self, loss: Tensor) -> None:
         self._parallel.scaled(loss).backward()
 
+    def step(self) -> None:
+        plan = self._parallel.plan
+        if self._parallel.is_choosing:
+            from mdcs.profiler.cost_fit import run_name
+
+            self._measured[self._parallel.steps + 1] = run_name(plan)
+        self._parallel.step()
+        if self._parallel.plan is not plan:
+            gc.collect()  # the parts of the run before hold each other, and buffers
+
     def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> SaveHandle:
         return self._parallel.checkpoint(root, extra=extra, keep=keep, wait=wait)
 
@@ -79,11 +90,15 @@ class MdcsEngine:
 
     def records(self, *, flush: bool = False) -> list[Record]:
         found = self._parallel.records(flush=flush)
-        self._over_budget += sum(r.over_budget > 0 for r in found)
-        return [
-            Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s, r.grad_norm)
+        records = [
+            Record(
+                self._done + r.step, r.times, r.bytes, r.messages, self._measured.get(self._done + r.step, ""),
+                r.handover_s, r.departures, r.departed_s, r.grad_norm,
+            )
             for r in found
-        ]
+        ]  # fmt: skip
+        self._over_budget += sum(r.over_budget > 0 and not its.plan for r, its in zip(found, records, strict=True))
+        return records
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]
@@ -94,13 +109,14 @@ class MdcsEngine:
         return measured[TOTAL] if measured else None
 
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
-        memory = self._parallel.memory()
+        memory, plan = self._parallel.memory(), self._parallel.plan
+        assert plan.prediction is not None
         return {
-            "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
+            "extra_communication_s": plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
-            **({"steps_over_budget": self._over_budget} if self.plan.budget is not None else {}),
+            **({"steps_over_budget": self._over_budget} if plan.budget is not None else {}),
             "memory": {
-                "predicted": self.prediction.memory,
+                "predicted": plan.prediction.memory,
                 "ledger": memory["predicted"],
                 "measured": memory["measured"],
             },
@@ -126,6 +142,7 @@ class MdcsEngine:
             RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - zero[m], end=i.end - zero[m]) for i in theirs))
             for r, theirs, _, (m, _) in gathered
         )
-        names = tuple(self.plan.period.name(q) for q in range(self.plan.period.length))
+        period = self._parallel.plan.period
+        names = tuple(period.name(q) for q in range(period.length))
         timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][2]))
         (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")

@@ -55,6 +55,13 @@ def any_in(folder: Path) -> bool:
     return any((folder / FOLDER).glob("step-*"))
 
 
+def resumes(config: Config, folder: Path) -> bool:
+    """Whether a run goes on from a checkpoint. Collective."""
+    from mdcs.profiler.consensus import on_rank_zero  # the folders of other ranks may be temporary
+
+    return config.run.resume is not None and on_rank_zero(lambda: config.run.resume != "auto" or any_in(folder))
+
+
 class Checkpoints:
     """Checkpoints of one rank of a job. Rank 0 has `metrics` and records every checkpoint there."""
 

@@ -123,7 +123,7 @@ def start_event(
     config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = (),
     throughput: Throughput | None = None, parameters: int | None = None,
 ) -> dict[str, Any]:
-    """The event at the beginning of training: the plan and its prediction, and the plans that were tried.
+    """The event at the beginning of training, and again once a plan is chosen: its prediction, and the plans tried.
 
     A peer has no plan. parameters: of the model; None: those of the plan's units.
     """
@@ -158,26 +158,29 @@ def _link_gbit(config: Config, plan: mdcs.Plan) -> float | None:
 
 
 def step_event(
-    workload: Workload, engine: Engine, record: Record, loss: float, warmup: int, throughput: Throughput,
+    workload: Workload, engine: Engine, record: Record, loss: float, warmup: bool, throughput: Throughput,
 ) -> dict[str, Any]:
     """The event of a step that has ended, to which the training loop adds two values.
 
     - learning_rate: of the optimizer's first parameter group, with which the step updated.
     - processor_s (s): processor time of all threads of this process, until the training thread has ended the step.
 
-    - warmup: whether the step is one of the first `warmup` steps.
+    - warmup: whether the summary leaves the step out.
+    - plan, handover_s (s): of the record; left out of steps that did not choose a plan, and without a change.
     - loss: of this rank; the mean over ranks would need a message. Loss and grad_norm are null on emulated ranks, where
       they have no meaning.
     - departures, departed_s: of the record; left out of steps that were as planned.
     """
     retries = engine.allocator_retries()
     return {
-        "event": "step", "step": record.step, "warmup": record.step <= warmup,
+        "event": "step", "step": record.step, "warmup": warmup,
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes,
         "messages": record.messages,
         **throughput.in_step(record.times.step_s),
         "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
+        **({"plan": record.plan} if record.plan else {}),
+        **({"handover_s": record.handover_s} if record.handover_s else {}),
         **({"departures": record.departures, "departed_s": record.departed_s} if record.departures else {}),
         **({} if record.grad_norm is None else {"grad_norm": workload.shown(record.grad_norm)}),
     }  # fmt: skip
@@ -189,7 +192,7 @@ def whole_step(records: Sequence[Record]) -> Record:
 
 
 def summary_event(
-    workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None,
+    workload: Workload, records: Sequence[Record], loss: float, peak: int | None,
     processor: Mapping[int, float], throughput: Throughput,
 ) -> dict[str, Any]:  # fmt: skip
     """The summary: medians over `records`, the steps after warm-up.
@@ -207,7 +210,8 @@ def summary_event(
         return float(np.median(known)) if known else None
 
     p10, middle, p90 = (float(q) for q in np.quantile([each.step_s for each in times], (0.1, 0.5, 0.9)))
-    whole, budget = whole_step(records), budget_bytes(config, floor, workload.plan.job if workload.plan else None)
+    whole = whole_step(records)
+    budget = budget_bytes(config, workload.floor, workload.plan.job if workload.plan else None)
     return {
         "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
         "step_s": {"median": middle, "p10": p10, "p90": p90},

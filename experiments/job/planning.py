@@ -32,8 +32,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         from mdcs.telemetry.memory_meter import unmeasured  # torch takes seconds
 
-        why = unmeasured(config.cluster.device) or "measure it anew"
-        raise ValueError(f"a budget counts activations, and the profile has not measured them: {why}")
+        require_activations(unmeasured(config.cluster.device) or "measure it anew")
     try:
         return mdcs.make_plan(
             job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share,
@@ -41,6 +40,12 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
         raise error.in_words_of(config.budget.value, lambda: unsharded_bytes(job), "budget: ") from error
+
+
+def require_activations(why: str) -> None:
+    """Raise ValueError for a reason why a profile has no activations. Empty: it has them."""
+    if why:
+        raise ValueError(f"a budget counts activations, and the profile has not measured them: {why}")
 
 
 def floor_of(config: Config, job: mdcs.Job) -> int:

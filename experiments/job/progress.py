@@ -80,8 +80,8 @@ class JobProgress:
 
 
 def describe(step: Mapping[str, Any]) -> str:
-    """Describe a step event in a few words; missing values are left out."""
-    parts = []
+    """Describe a step event in a few words, with the plan that it measured; missing values are left out."""
+    parts = [step["plan"]] if "plan" in step else []
     if (loss := step.get("loss")) is not None:
         parts.append(f"loss {loss:.4f}")
     if (seconds := step.get("step_s")) is not None:

@@ -28,14 +28,20 @@ _STOP_EVERY_S, _STOP_MOST_STEPS = 1.0, 1000
 """Time and largest number of steps between two exchanges of ranks about stopping."""
 
 
-def train(folder: Path, workload: Workload, floor: int | None) -> None:
-    """Train with the config's engine. `floor` is the floor in bytes of the workload's plan, if it has one."""
-    config, plan, run = workload.config, workload.plan, workload.config.run
+def train(folder: Path, workload: Workload) -> None:
+    """Train with the config's engine. The first steps may measure and choose the plan: they are warm-up."""
+    config, run = workload.config, workload.config.run
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     throughput = throughput_of(workload)
-    if metrics:
-        parameters = sum(p.numel() for p in workload.model.parameters())
-        metrics.write(events.start_event(config, plan, floor, workload.trials, throughput, parameters))
+    parameters = sum(p.numel() for p in workload.model.parameters())
+
+    def tell_plan() -> None:
+        if metrics:
+            plan, floor, trials = workload.plan, workload.floor, workload.trials
+            metrics.write(events.start_event(config, plan, floor, trials, throughput, parameters))
+
+    tell_plan()
+    choosing = workload.plan is None and workload.choice is not None
     if run.eval_every:
         workload.batches(held_out=True, epochs=1)  # raises now if there are too few samples
     losses: dict[int, float | Tensor] = {}
@@ -62,7 +68,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
                 losses[record.step] = loss = float(losses[record.step])
                 if metrics:
                     known = {"learning_rate": learning_rates[record.step], "processor_s": processor[record.step]}
-                    metrics.write(events.step_event(workload, engine, record, loss, warmup, throughput) | known)
+                    is_warmup = choosing or record.step <= warmup
+                    metrics.write(events.step_event(workload, engine, record, loss, is_warmup, throughput) | known)
             return records
 
         @contextmanager
@@ -80,13 +87,16 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         batches = workload.batches(first_step=done * run.accumulation, workers=config.data.workers)
         stop = Stop(done) if preemption.expected() and config.engine.plans else None
         for step in range(done + 1, run.steps + 1):
-            status.set(step=step, phase="training")
+            status.set(step=step, phase="measuring" if choosing else "training")
             losses[step] = train_step(workload, batches, engine)
             engine.step()
             first = first or time.time()
             learning_rates[step] = float(engine.optimizer.param_groups[0]["lr"])
             schedule.step()
             processor[step], used = time.process_time() - used, time.process_time()
+            if choosing and workload.plan is not None:
+                choosing, warmup = False, min(max(warmup, step + 1), run.steps - 1)  # the next step has a handover
+                tell_plan()
             if step == warmup:
                 engine.reset_memory()
             kept += tell(flush=False)
@@ -105,14 +115,19 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
                 with engine.pause():
                     gc.collect()
         engine.drain()
+        if choosing:
+            raise ValueError(
+                f"run.steps: {run.steps} steps ended before a plan was chosen: ask for more, or measure before, with "
+                "mdcs profile"
+            )
         status.set(phase="finishing")
         checkpoints.finish()
         kept += tell(flush=True)
-        departures = events.departures(kept)
+        departures = events.departures([record for record in kept if not record.plan])
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before collectives that take bytes, too
         loss, peak = over_ranks(workload, float(losses[run.steps]), engine.peak_bytes())
-        summary = events.summary_event(workload, kept, loss, peak, floor, processor, throughput)
+        summary = events.summary_event(workload, kept, loss, peak, processor, throughput)
         engine.write(folder)
     gc.enable()
     if metrics:

@@ -1,8 +1,9 @@
 """Program of every rank of a job: `python -m experiments.job.worker RUN_DIR [--profile-only | --plan-only]`.
 
-It builds the workload of the resolved config, measures a profile (or reads one),
-plans on rank 0, and trains with the config's engine (`experiments.engines`): mdcs runs the plan, a peer needs none.
-Rank 0 writes the files of the run folder.
+It builds the workload of the resolved config, and trains with the config's engine (`experiments.engines`): a peer needs
+no plan, mdcs runs the one that is planned on rank 0. Without a profile the first steps of training measure it. A run
+that is too short, or that goes on from a checkpoint, measures before it trains. Rank 0 writes the files of the run
+folder.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -27,7 +29,10 @@ from experiments.job.tracking import JsonLines
 from experiments.job.training import train
 from experiments.job.workload import Workload
 from launch import preemption, rendezvous, status
+from mdcs.api.loop_plan import Choice
+from mdcs.profiler.autotune import with_trials
 from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.measurement import Ran, Stage
 
 
 def main(folder: Path, only: str | None = None) -> None:
@@ -44,9 +49,10 @@ def main(folder: Path, only: str | None = None) -> None:
     workload = Workload(config, rank, world, device)
     checkpoints.require_same_model(config, folder, workload.model)
     try:
-        floor = plan_job(folder, workload, only) if config.engine.plans else None
+        if config.engine.plans:
+            plan_job(folder, workload, only)
         if only is None:
-            train(folder, workload, floor)
+            train(folder, workload)
     except mdcs.InfeasibleBudget as error:  # on every rank: a result, and no failure of a rank
         if workload.writes:
             with JsonLines(folder / METRICS) as metrics:
@@ -57,24 +63,57 @@ def main(folder: Path, only: str | None = None) -> None:
     dist.destroy_process_group()
 
 
-def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
-    """Make the workload's plan, or, for "profile", only write the profile. Return the floor in bytes."""
-    config = workload.config
+def plan_job(folder: Path, workload: Workload, only: str | None) -> None:
+    """Make the workload's plan, or the choice of one in its first steps; for "profile" only write the profile."""
     status.set(phase="profiling")
-    profile = workload.profile()
+    profile = workload.known_profile()
+    is_measured = profile is None and only is None and workload.iterations > 0
+    if profile is None and not (is_measured and not checkpoints.resumes(workload.config, folder)):
+        profile = workload.profile()
+    if only == "profile":
+        assert profile is not None
+        write_profile(folder, workload, profile)
+    elif only == "plan":
+        assert profile is not None
+        write_planned(folder, workload, planned(folder, workload, profile))
+    else:
+        workload.choice = Choice(stages(folder, workload, profile))
+
+
+def stages(folder: Path, workload: Workload, profile: mdcs.Profile | None) -> Generator[Stage, Ran, mdcs.Plan]:
+    """Yield the first steps of training, in which a profile is measured where none is known, and plans are tried.
+
+    Return the plan of the other steps.
+    """
+    measured = profile is None
+    if profile is None:
+        profile = yield from workload.measuring()
+    plan = yield from workload.choosing(planned(folder, workload, profile), measured=measured)
+    write_planned(folder, workload, plan)
+    return plan
+
+
+def write_profile(folder: Path, workload: Workload, profile: mdcs.Profile) -> None:
+    """Write profile.json."""
     print(f"collectives: {profile.collectives}", flush=True)
     if workload.writes:
         (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-    job = job_of(config, profile)
-    floor = floor_of(config, job)
-    if only != "profile":
-        status.set(phase="planning")
-        workload.plan = on_rank_zero(lambda: make_plan(config, job, floor))
-        if only is None:
-            workload.try_plans()
-        if workload.writes:
-            write_plan(folder, workload.plan)
-    return floor
+
+
+def planned(folder: Path, workload: Workload, profile: mdcs.Profile) -> mdcs.Plan:
+    """Write the profile, and return the plan of the config."""
+    write_profile(folder, workload, profile)
+    job = job_of(workload.config, profile)
+    workload.floor = floor = floor_of(workload.config, job)
+    status.set(phase="planning")
+    return on_rank_zero(lambda: make_plan(workload.config, job, floor))
+
+
+def write_planned(folder: Path, workload: Workload, plan: mdcs.Plan) -> None:
+    """Write the plan of the workload from now on."""
+    workload.plan = with_trials(plan, workload.trials)
+    if workload.writes:
+        write_plan(folder, workload.plan)
 
 
 def start(config: Config) -> torch.device:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
@@ -12,21 +13,30 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
-from experiments.config.identity import about, measures_recomputation
+from experiments.config.identity import RECOMPUTATION, about, measures_recomputation
 from experiments.config.schema import Config
 from experiments.job import profiles
+from experiments.job.planning import job_of, require_activations
 from experiments.job.preparation import prepared
 from launch import status
-from mdcs.api.offline import cost_s, fastest
+from mdcs.api.loop_plan import Choice, must_shard
+from mdcs.api.offline import STEPS
+from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import block_roots
+from mdcs.planner.recompute import is_measured
 from mdcs.planner.trials import proposals
-from mdcs.profiler.autotune import Trial
+from mdcs.profile.link import Collectives
+from mdcs.profiler.autotune import Trial, chosen, take_turns
 from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.measurement import Measurement, Ran, Stage
 from mdcs.sizes import aligned
+from mdcs.telemetry.memory_meter import unmeasured
 from mdcs.torch_compat import has_batch_statistics
 
-_TRIALS, _TRIALS_COST = 3, 0.03
-"""Default number of plans that are tried, and the largest share of a run that the trials may take."""
+_TRIALS, _TRIALS_FROM = 3, 250
+"""Default number of plans that are tried, and steps of the shortest run that tries them."""
+_PLANS, _RECOMPUTING = 5, 2
+"""Plans under which messages are measured, at most, and those under which units recompute."""
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,6 +64,8 @@ class Workload:
             widen_norms(self.model)
         freeze(self.model, config.model.frozen)
         self.plan: mdcs.Plan | None = None
+        self.choice: Choice | None = None
+        self.floor: int | None = None
         self.trials: tuple[Trial, ...] = ()
         self.config = config
         self.samples_per_step = config.data.batch_size * config.run.accumulation * self.world
@@ -114,14 +126,74 @@ class Workload:
         """A loss or a norm; None for emulated ranks, where it has no meaning."""
         return None if self.emulate else value
 
-    def profile(self) -> mdcs.Profile:
-        """The profile that is known, or one that all ranks measure now, with recomputation where the budget needs it.
-        """
+    def known_profile(self) -> mdcs.Profile | None:
+        """The profile that the config names or describes. None: it has to be measured."""
         config = self.config
         known = on_rank_zero(lambda: profiles.known(config))  # the file is on rank 0's host
         if known is not None:
             self._require_same_units(known)
-            return known
+        return known
+
+    @property
+    def trials_asked(self) -> int:
+        """Number of plans that take turns before one is chosen."""
+        asked: int | None = getattr(self.config.strategy, "trials", 1)
+        return (_TRIALS if self.config.run.steps >= _TRIALS_FROM else 1) if asked is None else asked
+
+    @property
+    def _stages(self) -> int:
+        """Number of plans under which a profile is measured."""
+        return 1 + _RECOMPUTING * measures_recomputation(self.config) + _PLANS * (self.world > 1)
+
+    @property
+    def iterations(self) -> int:
+        """Timed steps of each plan under which the first half of training measures a profile. 0: it is too short."""
+        run, trials = self.config.run, self.trials_asked
+        room = run.steps // 2 - (2 * trials if trials > 1 else 0)
+        return max(0, min(run.profile_iterations, room // self._stages - 1))
+
+    def choosing(self, plan: mdcs.Plan, *, measured: bool) -> Generator[Stage, Ran, mdcs.Plan]:
+        """Yield the plan and others that differ, in turns, if the config asks for trials; return the fastest.
+
+        measured: whether a profile was measured in the steps before.
+        """
+        if self.trials_asked == 1:
+            return plan
+        plans = on_rank_zero(lambda: proposals(plan, self.trials_asked))
+        room = self.config.run.steps // 2 - (self._stages * (1 + self.iterations) if measured else 0)
+        steps = min(STEPS * len(plans), max(2 * len(plans), room))
+        self.trials = yield from take_turns(plans, steps)
+        return chosen(self.trials)
+
+    def measuring(self) -> Generator[Stage, Ran, mdcs.Profile]:
+        """Yield the first steps of training, and the plans under which they are measured; return the profile.
+
+        Raises ValueError for a budget where memory cannot be measured, and InfeasibleBudget as soon as it is known.
+        """
+        config, optimizers = self.config, Optimizers(self.optimizer)
+        budget, named = config.budget.value, config.collectives.named
+        if config.budget.limited:
+            require_activations(unmeasured(self.device))
+        collectives = None if named is None else Collectives(named, config.cluster.resolved_backend())
+        link, collectives = profiles.emulated(config) or (None, collectives)
+        measurement = Measurement(
+            self.units, optimizers, self.device, budget, config.recompute,
+            sharded=must_shard(self.units, optimizers, budget.size)[0], job=partial(job_of, config),
+            iterations=self.iterations, link=link, collectives=collectives, depth=config.link.depth,
+            emulate=self.emulate, master_dtype=self.master_dtype, grad_dtype=self.grad_dtype, about=about(config),
+        )  # fmt: skip
+        try:
+            plan = measurement.provisional(measurement.unmeasured())
+            profile = yield from measurement.profile(plan)
+        except mdcs.InfeasibleBudget as error:
+            worded = error if budget.of_ddp is not None else error.in_words_of(budget, lambda: 0)
+            worded.args = (f"budget: {worded}",)
+            raise worded from None
+        return dataclasses.replace(profile, about=profile.about | (RECOMPUTATION if is_measured(profile) else {}))
+
+    def profile(self) -> mdcs.Profile:
+        """Measure a profile before training, on all ranks, with recomputation where the budget needs it."""
+        config = self.config
         measured = self._measured(config)
         if on_rank_zero(lambda: profiles.is_short(config, measured)):
             status.set(phase="profiling recomputation")
@@ -149,21 +221,6 @@ class Workload:
         raise ValueError(
             f"the profile {self.config.profile.path} is of another model: its unit {number} is {_unit(there)}, the "
             f"model's is {_unit(here)}; measure it anew (profile.refresh=true, without profile.path)"
-        )
-
-    def try_plans(self) -> None:
-        """Measure the plan and others that differ if the config asks for trials, and keep the fastest."""
-        plan, asked = self.plan, getattr(self.config.strategy, "trials", 1)
-        assert plan is not None and plan.prediction is not None
-        if asked is None:
-            cost = cost_s([plan] * _TRIALS)
-            asked = _TRIALS if cost <= _TRIALS_COST * self.config.run.steps * plan.prediction.step_s else 1
-        if asked == 1:
-            return
-        status.set(phase="trying plans")
-        plans = on_rank_zero(lambda: proposals(plan, asked))
-        self.plan, self.trials = fastest(
-            plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate
         )
 
     def _trying(self) -> Callable[[], Tensor]:

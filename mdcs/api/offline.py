@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import warnings
@@ -27,7 +26,7 @@ from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.link import Collectives, Link
 from mdcs.profile.schema import Profile
-from mdcs.profiler.autotune import Trial, chosen, take_turns
+from mdcs.profiler.autotune import Trial, chosen, take_turns, with_trials
 from mdcs.profiler.consensus import all_gather_object, barrier, on_all_ranks, phase
 from mdcs.profiler.measurement import Measurement, Ran, Stage
 from mdcs.profiler.memory_bounds import profiling_bytes, warn_profiling_memory
@@ -192,11 +191,6 @@ def autoplan(
         return fastest(plans, model, units, steps_of(step, batches)[0], optimizer)[0]
 
 
-def cost_s(plans: Sequence[Plan]) -> float:
-    """Return the predicted seconds of :func:`fastest` with these plans."""
-    return STEPS * sum(plan.prediction.step_s for plan in plans if plan.prediction is not None)
-
-
 def fastest(
     plans: Sequence[Plan],
     model: nn.Module,
@@ -214,11 +208,9 @@ def fastest(
     """
     if len(plans) < 2 or plans[0].world == 1:
         return plans[0], ()
-    phase("trying plans", cost_s(plans))
+    phase("trying plans", STEPS * sum(plan.prediction.step_s for plan in plans if plan.prediction is not None))
     trials = rehearse(take_turns(plans, STEPS * len(plans)), model, optimizer, units, [step], emulate=emulate)
-    best = chosen(trials)
-    words = [*filter(None, [best.outcome]), *map(str, trials)]
-    return dataclasses.replace(best, outcome="; ".join(words)), trials
+    return with_trials(chosen(trials), trials), trials
 
 
 def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list[Callable[[], Tensor]]:

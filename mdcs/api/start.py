@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def parallelize(
     model: nn.Module,
     optimizer: GivenOptimizers,
-    plan: Plan | None = None,
+    plan: Plan | Choice | None = None,
     units: list[ModelUnit] | None = None,
     *,
     budget: int | str | None = None,
@@ -69,13 +69,14 @@ def parallelize(
             loss.backward()
             optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
 
-    - ``plan``: its hash is compared. None: the loop trains from its first step, under a plan that is made from bytes
-      alone; its steps are measured, a few other plans run for some steps each, and the fastest goes on after about 25
-      steps (``parallel.is_choosing``, ``parallel.explain()``). Each of these steps trains as any other. In the first
-      steps all units are whole on every rank, or all are sharded: the latter for a model on the meta device, and
-      where parameters, gradients and optimizer state are more than the budget in bytes. A whole
-      model may take more than the budget in the first three of them, while its activations are not known. All compiled
-      code of the process is dropped once, and compiled anew when it is used.
+    - ``plan``: its hash is compared. A program may give its own :class:`mdcs.api.loop_plan.Choice` instead: the plans
+      of its stages. None: the loop trains from its first step, under a plan that is made from bytes alone; its steps
+      are measured, a few other plans run for some steps each, and the fastest goes on after about 25 steps
+      (``parallel.is_choosing``, ``parallel.explain()``). Each of these steps trains as any other. In the first steps
+      all units are whole on every rank, or all are sharded: the latter for a model on the meta device, and where
+      parameters, gradients and optimizer state are more than the budget in bytes. A whole model may take more than
+      the budget in the first three of them, while its activations are not known. All compiled code of the process is
+      dropped once, and compiled anew when it is used.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made
       here.
@@ -129,7 +130,10 @@ def parallelize(
         for name, is_given in (("recompute", rule not in (AUTO, KEEP)), ("micro_steps", micro_steps is not None)):
             if is_given:
                 raise ValueError(f"{name}= is for a plan that is made here: mdcs.autoplan({name}=)")
-        return Session(Engine(Trained(model, optimizers, units), plan, options, group), units, was_in_pieces=is_meta)
+        choice = plan if isinstance(plan, Choice) else None
+        plan = plan.plan if isinstance(plan, Choice) else plan
+        run = Engine(Trained(model, optimizers, units), plan, options, group)
+        return Session(run, units, choice, was_in_pieces=is_meta)
     for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")

@@ -5,6 +5,7 @@ A prediction is wrong by some percent. Among many plans, the best predicted one 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,11 @@ def take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple
 def chosen(trials: Sequence[Trial]) -> Plan:
     """Return the plan that goes on."""
     return next(trial.plan for trial in trials if trial.is_chosen)
+
+
+def with_trials(plan: Plan, trials: Sequence[Trial]) -> Plan:
+    """Return the plan with the trials in its outcome."""
+    return dataclasses.replace(plan, outcome="; ".join([*filter(None, [plan.outcome]), *map(str, trials)]))
 
 
 def _apart(plan: Plan, other: Plan) -> int:

@@ -212,7 +212,7 @@ class Joint(SlotPlanner):
 
     trials: int | None = option(
         None,
-        "so many plans, heuristics' too, run before training, and the fastest is kept; null: 3 in a long run",
+        "so many plans, heuristics' too, take turns in the first steps, and the fastest goes on; null: 3 in a long run",
         at_least=1,
     )
 

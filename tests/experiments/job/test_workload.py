@@ -24,13 +24,13 @@ def test_too_few_held_out_samples_are_an_error_before_the_first_step(tmp_path):
     many = workload("run.eval_every=100", "data.batch_size=4", world=64)
     next(many.batches())
     with pytest.raises(ValueError, match="digits has 179 held-out samples, fewer than one global batch of 64 ranks times 4"):
-        train(tmp_path, many, None)
+        train(tmp_path, many)
 
 
 def test_a_profile_of_a_model_of_other_shapes_is_refused_with_what_measures_anew():
     """As where the model's code has changed since it was measured, and somebody names it all the same."""
     with pytest.raises(ValueError) as error:
-        workload(f"profile.path={PROFILE}", "cluster.ranks=2", world=2).profile()
+        workload(f"profile.path={PROFILE}", "cluster.ranks=2", world=2).known_profile()
     first = r"its unit 0 is \S+ of [\d,]+ parameters, the model's is \S+ of [\d,]+ parameters"
     anew = r"measure it anew \(profile.refresh=true, without profile.path\)"
     assert re.fullmatch(f"the profile {PROFILE} is of another model: {first}; {anew}", str(error.value))

@@ -6,12 +6,11 @@ import copy
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.api.offline import STEPS, cost_s, fastest
+from mdcs.api.offline import fastest
 from mdcs.model.units import ByLeaf, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
@@ -24,12 +23,6 @@ from tests.mdcs.measured import measure_profile
 
 from ..optimizers import Counting, OwnCount
 from ..profiles import chain
-
-
-def test_the_cost_is_that_of_all_steps() -> None:
-    plan = make_plan(chain(3), Uniform("dp"), Sequential())
-    assert plan.prediction is not None
-    assert cost_s([plan, plan]) == pytest.approx(2 * STEPS * plan.prediction.step_s)
 
 
 def tried() -> tuple[Plan, tuple[Trial, ...], bool]:

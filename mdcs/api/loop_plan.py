@@ -81,7 +81,7 @@ class Choice:
         with torch.enable_grad(), on_all_ranks(tells=self._tells):
             try:
                 self.stage = stage()
-                self.plan = self.stage.plan
+                self.plan = self.stage.plan or self.plan
             except StopIteration as end:
                 self.stage, self.result = None, end.value
                 if isinstance(end.value, Plan):
@@ -115,7 +115,8 @@ class LoopPlan:
            earlier start has kept may follow from it.
         2. The slots are measured in the next steps; where the budget needs it, with recomputation, too.
         3. Plans that tell the costs of messages apart run for a few steps each.
-        4. The plan that is made with all this and a few others that differ take turns; the fastest one goes on.
+        4. The plan that is made with all this, while training goes on, and a few others that differ take turns; the
+           fastest one goes on.
         """
         measuring = self._with_passes(self.micro_steps or 1)
         plan = measuring.provisional(measuring.unmeasured())
@@ -156,7 +157,9 @@ class LoopPlan:
 
     def _chosen(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:
         """Return the plan of this profile, or the one of a few others that is measured to be faster."""
-        plans = self.planning.plans(measuring.job(profile), measuring.device)
+        making = self.planning.begin(measuring.job(profile), measuring.device)
+        yield Stage(None, 1, StepClock, waits_for=making.is_done)
+        plans = making.result()
         if len(plans) == 1:
             return plans[0]
         self.trials[:] = yield from take_turns(plans, _MOST_TRIED)

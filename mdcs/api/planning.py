@@ -28,7 +28,7 @@ from mdcs.planner.registry import (
     strategy_named,
 )
 from mdcs.planner.trials import proposals
-from mdcs.profiler.consensus import on_rank_zero, phase
+from mdcs.profiler.consensus import Begun, phase
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import unmeasured
 
@@ -84,6 +84,10 @@ class Planning:
         Warns of a budget that counts no activations, where ``device`` does not tell them. Raises on every rank what
         planning raises on rank 0: InfeasibleBudget, where no plan fits.
         """
+        return self.begin(job, device).result()
+
+    def begin(self, job: Job, device: torch.device) -> Begun[list[Plan]]:
+        """Begin to make the plans of :meth:`plans`, in a thread of rank 0: training may go on meanwhile. Collective."""
         if self.budget.is_limit and not any(slot.peak for slot in job.profile.slots):
             why = unmeasured(device) or "the profile has not measured them"
             warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
@@ -103,10 +107,11 @@ class Planning:
                 return [plan]
             return proposals(plan, self.trials, recompute=self.rule, seconds=self.seconds / _OTHERS)
 
-        plans = on_rank_zero(planned)
-        if self.rule == AUTO and (line := in_words(plans[0])):
-            phase(line)
-        return plans
+        def say(plans: list[Plan]) -> None:
+            if self.rule == AUTO and (line := in_words(plans[0])):
+                phase(line)
+
+        return Begun(planned, say)
 
 
 def require_measured(budget: Budget, device: torch.device) -> None:

@@ -31,6 +31,8 @@ from mdcs.torch_compat import without_autograd
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import ResumeInfo
 
+_CHANGE = "a change of plans"
+
 
 class Session(ModelState):
     """A model in training. :meth:`close` (or leaving a ``with`` block) ends the run.
@@ -90,8 +92,8 @@ class Session(ModelState):
             raise
         if self._heard is not None:
             self._heard.end_step()
-            self._left -= 1
-            if not self._left:
+            self._heard_steps += 1
+            if self._stage.is_over(self._heard_steps, self._engine, _CHANGE):
                 self._end_stage()
 
     def _listen(self) -> None:
@@ -99,32 +101,32 @@ class Session(ModelState):
         stage = None if self._choice is None else self._choice.stage
         self._heard = None
         if stage is not None:
-            self._heard, self._left = stage.listen(self._engine), stage.steps
+            self._stage, self._heard, self._heard_steps = stage, stage.listen(self._engine), 0
 
     def _end_stage(self) -> None:
         """End a stage of the choice; hand the units over to the next plan, one by one, where it is another."""
         assert self._choice is not None and self._heard is not None
-        engine, heard, call = self._engine, self._heard, "a change of plans"
+        engine, heard = self._engine, self._heard
         self._stop_listening()
         began = time.monotonic()
-        engine.drain(call)
+        engine.drain(_CHANGE)
         drained = time.monotonic()
         records = self._records(flush=True) if self.is_choosing else []
         self._unread += records
         self._choice.end_stage(Ran(engine, heard, records))
         if self._choice.plan is not engine.plan:
             began += time.monotonic() - drained  # the choice is no part of the change
-            self._change_plan(self._choice.plan, call)
+            self._change_plan(self._choice.plan)
             self._engine.recorder.note(engine.sequencer.step, handover_s=time.monotonic() - began)
         self._listen()
 
-    def _change_plan(self, plan: Plan, call: str) -> None:
+    def _change_plan(self, plan: Plan) -> None:
         engine = self._engine
         if self._checkpoints is not None:
             self._checkpoints.finish()
             self._checkpoints = None
         self._earlier_norm = self._run_norm()
-        engine.retire(call)
+        engine.retire(_CHANGE)
         try:
             trained = Trained(self.model, self._optimizers, self.units)
             self._engine = Engine(trained, plan, self._options, None, engine)

@@ -36,7 +36,9 @@ from mdcs.sizes import MIB
 _BLOCKS = (1, 4, 16)  # sizes of blocks, in blocks that saturate the link
 _BUCKETS = 6  # fused messages of a pass: about as many as DDP makes of a model of 150 MiB
 _STEPS = 8  # of recomputation from none to the most: so far apart are plans that differ in it
-_WORST = 1.35  # a plan that is predicted so many times slower than the best is not tried
+_WORST = 0.35  # a plan that is predicted to be slower than the best by this part is not tried
+_ERRORS = 3  # nor, beside two plans, one that is slower by so many times the error of predictions
+_LEAST = 0.03  # which is at least this
 _ALIKE = 0.005  # relative difference of predictions up to which plans with the same contents of messages are alike
 
 
@@ -48,20 +50,25 @@ def proposals(
     They take turns between kinds of plans, in each the best predicted first: another integer program's, messages of
     whole units, blocks of three sizes, fused buckets, and a step more or less of recomputation if the rule
     ``recompute`` (as for :func:`mdcs.planner.pipeline.make_plan`) leaves that to the plan. No two send the same
-    messages with the same strategies, but for a few that move without a gain.
+    messages with the same strategies, but for a few that move without a gain. Of a profile that has been compared with
+    plans that it was not fitted to, more than one other is returned only if they are predicted to be about as fast as
+    the best: no slower than by a few times :attr:`mdcs.Profile.prediction_error`.
 
     - ``seconds``: limit of the integer program. 0: none is asked.
     """
     if count < 2:
         return [plan]
     kinds = [sorted(kind, key=_predicted_s) for kind in _kinds(plan, recompute, seconds)]
-    worst = _WORST * min([_predicted_s(plan), *(_predicted_s(kind[0]) for kind in kinds if kind)])
+    best = min([_predicted_s(plan), *(_predicted_s(kind[0]) for kind in kinds if kind)])
+    error = plan.profile.prediction_error
+    near = best * (1 + (_WORST if error is None else min(_WORST, max(_LEAST, _ERRORS * error))))
     kinds.sort(key=lambda kind: _predicted_s(kind[0]) if kind else math.inf)
     chosen = [plan]
     for turn in zip_longest(*kinds):
         for each in turn:
             if len(chosen) == count:
                 return chosen
+            worst = near if len(chosen) > 1 else best * (1 + _WORST)
             if each and _predicted_s(each) <= worst and not any(_is_alike(each, other) for other in chosen):
                 chosen.append(each)
     return chosen
@@ -183,8 +190,8 @@ class SuccessiveHalving:
 
     In a round every candidate takes a turn of some steps, in an order that is reversed from round to round: a drift of
     the machine slows all of them alike. The first step of a turn is not counted. After a round the candidates that
-    are slower by more than the interval of a paired test leave, and of more than two the slower half. The first
-    candidate is the one that was asked for: it goes on unless another is faster by more than the interval.
+    are slower by more than the interval of a paired test leave, and of more than two the slower half. The fastest one
+    that is left in the end goes on; of equal ones that with the lowest number.
 
     Every rank must be told the same seconds: those of the slowest. Leave out a step that did more than train, such as
     one with a checkpoint. Raises ValueError for ``count`` below 1, and for fewer than two steps per candidate.
@@ -255,9 +262,7 @@ class SuccessiveHalving:
         self._round += 1
         many = len(candidates)
         if many == 1 or self._left < 2 * many:
-            fastest = self._fastest()
-            slower_s, interval_s = self._slower_than(fastest)[0]
-            self.winner = 0 if 0 in candidates and slower_s <= interval_s else fastest
+            self.winner = self._fastest()
             return
         rounds = (many - 1).bit_length() if many > 2 else 1 + (self._left >= _SPLIT)
         self._length = max(1, (self._left // rounds - many) // many)  # counted steps of a turn
@@ -266,8 +271,7 @@ class SuccessiveHalving:
         slower, ran = self._slower_than(self._fastest()), self._candidates
         stay = sorted((c for c in ran if slower[c][0] <= slower[c][1]), key=lambda c: (slower[c][0], c))
         if len(ran) > 2:
-            half = stay[: max(2, (len(ran) + 1) // 2)]
-            stay = half if 0 in half or 0 not in stay else [*half[:-1], 0]
+            stay = stay[: max(2, (len(ran) + 1) // 2)]
         self._dropped.update((c, self._round) for c in ran if c not in stay)
         self._begin_round([c for c in reversed(ran) if c in stay])
 
@@ -275,9 +279,10 @@ class SuccessiveHalving:
 
     def _fastest(self) -> int:
         """Return the candidate with the shortest steps, of those that have not been dropped."""
-        first = self._candidates[0]
-        slower = self._slower_than(first)
-        return min(self._candidates, key=lambda c: 0.0 if c == first else slower[c][0])
+        if not self._seconds:
+            return self._candidates[0]
+        slower = self._slower_than(self._candidates[0])
+        return min(self._candidates, key=lambda c: (round(slower[c][0] / _EXACT), c))
 
     def _slower_than(self, reference: int) -> list[tuple[float, float]]:
         """Return for each candidate by how many seconds its steps are longer, and half of the 96 % interval.

@@ -7,9 +7,11 @@ import pickle
 import statistics
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from threading import Thread
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -224,6 +226,31 @@ def on_rank_zero(make: Callable[[], T]) -> T:
     if isinstance(made, Exception):
         raise made
     return cast(T, made)
+
+
+class Begun(Generic[T]):
+    """A value that rank 0 makes in a thread of its own. ``say`` is told it on every rank."""
+
+    def __init__(self, make: Callable[[], T], say: Callable[[T], None]) -> None:
+        self._made, self._say = Future[T](), say
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            Thread(target=self._run, args=(make,), name="mdcs planning", daemon=True).start()
+
+    def _run(self, make: Callable[[], T]) -> None:
+        try:
+            self._made.set_result(make())
+        except BaseException as error:  # raised by result()
+            self._made.set_exception(error)
+
+    def is_done(self) -> bool:
+        """Return whether the value is made, or has failed. False on other ranks than 0."""
+        return self._made.done()
+
+    def result(self) -> T:
+        """Return the value on every rank, or raise its error on every rank. Waits for it. Collective."""
+        value = on_rank_zero(self._made.result)
+        self._say(value)
+        return value
 
 
 def _picklable(error: Exception) -> Exception:

@@ -62,15 +62,24 @@ class Listener(Protocol):
 class Stage:
     """So many ``steps`` of a run under one plan, with what ``listen`` makes.
 
-    ``chooses``: whether the plan may be another one after it. ``batch``: number of the example batch of the steps; a
-    loop has its own.
+    ``plan``: None: that of the stage before. ``chooses``: whether the plan may be another one after it. ``batch``:
+    number of the example batch of the steps; a loop has its own. ``waits_for``: there are more steps until one rank
+    says that this is done.
     """
 
-    plan: Plan
+    plan: Plan | None
     steps: int
     listen: Callable[[Engine], Listener]
     chooses: bool = True
     batch: int = 0
+    waits_for: Callable[[], bool] | None = None
+
+    def is_over(self, steps: int, engine: Engine, call: str) -> bool:
+        """Return whether the stage ends after so many steps, for this ``call``. Collective."""
+        if steps < self.steps or self.waits_for is None:
+            return steps >= self.steps
+        with engine.place.during(call):
+            return any(done for (done,) in engine.groups.agree_on_call(call, self.waits_for()))
 
 
 @dataclass(frozen=True)
@@ -231,13 +240,16 @@ class Measurement:
         """Return the profile with the costs of messages and of compute beside them, from steps under other plans."""
         if profile.world == 1:
             return profile
-        runs = []
-        for plan in on_rank_zero(lambda: self._calibration_plans(self.job(profile))):
+        runs, found = list[Run](), profile
+        # Costs that are known from the plans before say how large blocks of the next ones are: the plan that is made
+        # from all of them is then alike, and to change to it moves little.
+        while len(plans := on_rank_zero(functools.partial(self._calibration_plans, self.job(found)))) > len(runs):
+            plan = plans[len(runs)]
             phase(f"measuring messages in {self._steps} steps under {run_name(plan)}")
             ran = yield Stage(plan, self._steps, TimedSteps, batch=batch)  # a period begins in the first of them
             of_ranks = all_gather_object([*ran.engine.recorder.traces().values()])
             runs.append(Run(plan, [trace for of_rank in of_ranks for trace in of_rank]))
-        found = fit_costs(profile, runs)
+            found = fit_costs(profile, runs)
         if found.reliability_warning and ran.engine.rank == 0:
             warnings.warn(found.reliability_warning, stacklevel=2)
         return found

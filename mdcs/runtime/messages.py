@@ -256,16 +256,15 @@ class Messages:
             return []
         return [outside.launch(Kind.AG_F, flat[block]) for block in storage.block_slices]
 
-    def recut_flat(self, unit: int, flat: Tensor, to: UnitStorage) -> None:
-        """Fill this rank's parts in ``to`` of a flat tensor [elements of the unit] that has this rank's parts so far.
+    def recut_flat(self, unit: int, flat: Tensor, to: UnitStorage) -> tuple[list[Waitable], Callable[[], None]]:
+        """Start to fill this rank's parts in ``to`` of a flat tensor [elements of the unit] that has those so far.
 
-        Both cut the unit among all ranks, in different blocks: only what another rank has changes hands.
+        Both cut the unit among all ranks, in different blocks: only what another rank has changes hands. Return the
+        works, and what puts the parts in their places when they are done.
         """
         own, rank, outside = self.storages[unit], self.context.rank, self._out_of_plan_comms[False]
         if not isinstance(outside, Communicator):  # emulated: what others have is made up
-            for work in self.unshard_flat(unit, flat):
-                work.wait()
-            return
+            return self.unshard_flat(unit, flat), lambda: None
         others = [r for r in range(own.parts) if r != rank]
         sent = {r: shared(own.owned_slices(rank), to.owned_slices(r)) for r in others}
         came = {r: shared(own.owned_slices(r), to.owned_slices(rank)) for r in others}
@@ -273,9 +272,13 @@ class Messages:
         pieces = [piece for pieces in came.values() for piece in pieces]
         arrived = flat.new_empty(sum(piece.stop - piece.start for piece in pieces))
         to_us, by_us = ([sum(s.stop - s.start for s in of.get(r, ())) for r in range(own.parts)] for of in (came, sent))
-        dist.all_to_all_single(arrived, packed, to_us, by_us, group=outside.group)
-        for piece, part in zip(pieces, arrived.split([piece.stop - piece.start for piece in pieces]), strict=True):
-            flat[piece] = part
+        work = dist.all_to_all_single(arrived, packed, to_us, by_us, group=outside.group, async_op=True)
+
+        def put() -> None:
+            for piece, part in zip(pieces, arrived.split([piece.stop - piece.start for piece in pieces]), strict=True):
+                flat[piece] = part
+
+        return [work], put
 
     # -- buffers --------------------------------------------------------------------------------------------------
 

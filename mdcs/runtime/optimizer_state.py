@@ -133,8 +133,8 @@ class OptimizerState:
         """Take over another plan's units and their state, unit by unit; that plan loses them. Collective.
 
         A rank keeps what it has updated if it goes on to update that, and gets what it updates from now on. Of units
-        that change the parameters, then one key of the state after the other, take as many bytes as if they were whole.
-        Units that need fewer bytes than before come first.
+        that change the parameters, then one key of the state after the other, take as many bytes as if they were whole,
+        or all at once where the budget has room for that. Units that need fewer bytes than before come first.
         """
         self.kept = before.kept
         pairs = [*zip(before._storages, self._storages, strict=True)]
@@ -146,16 +146,28 @@ class OptimizerState:
             if u in moves:
                 shared = [each.parts == old.parts > 1 and not each.strategy.in_node for each in (old, new)]
                 to = new if all(shared) and (new.trainable or new.strategy.sharded) else None
+                gathers = before._start_gathers(u, started, to)
                 before._unsharder.unshard(u, to)
                 new.take_over(old)
                 self._updates.make_runs([u])
-                self._take_state(u, before, started, to)
+                self._take_state(u, before, started, gathers)
             else:
                 new.take_over(old)
                 self._updates.keep(u, before._updates)
         self._updates.make_state()
 
-    def _take_state(self, u: int, before: OptimizerState, started: Started, to: UnitStorage | None) -> None:
+    def _start_gathers(
+        self, u: int, started: Started, to: UnitStorage | None
+    ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Return (key, gather) of a unit's state, whole or in parts of ``to``; all begin now if there is room."""
+        keys = sorted({key for p in self._storages[u].parameters if p in started for key in started[p][1]})
+        gathers = ((key, self._unsharder.start_gather(u, self._parts(u, key), "optimizer state", to)) for key in keys)
+        at_once = self._unsharder.fits((len(keys) + 1) * self._storages[u].full_bytes)
+        return iter([*gathers]) if at_once else gathers
+
+    def _take_state(
+        self, u: int, before: OptimizerState, started: Started, gathers: Iterator[tuple[str, Callable[[], Tensor]]]
+    ) -> None:
         storage = self._storages[u]
         begun = {p: started[p] for p in storage.parameters if p in started}
         state = {
@@ -164,8 +176,8 @@ class OptimizerState:
         named = list(zip(storage.names, storage.parameters, strict=True))
         known = histories([named], self._updates.updates, state)
         self._prepare(u, {(u, i): history for (_, i), history in known.items()}, state)
-        for key in sorted({key for _, keys in begun.values() for key in keys}):
-            whole = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state", to)
+        for key, gather in gathers:
+            whole = gather()
             for name, fragment in self.fragments(unit=u):
                 if name == key:
                     place = before._storages[u].places[before._places[fragment.parameter][1]]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mdcs.model.guard import Guard, Refuse
 from mdcs.model.optimizers import ParameterPlace, dense_order
+from mdcs.model.units import UnsupportedModel
 from mdcs.plan.lifetimes import at_rest, unit_rows
 from mdcs.profile.layout import owned_part
 from mdcs.runtime.context import RunContext
@@ -216,7 +217,14 @@ class UnitStorage:
         self.is_outside = is_outside
 
     def _resize(self, size: int) -> None:
-        self.flat_param.untyped_storage().resize_(size)
+        """Free the full buffer, or allocate it. Raises UnsupportedModel where another library may use its memory."""
+        storage = self.flat_param.untyped_storage()
+        if not storage.resizable():
+            raise UnsupportedModel(
+                f"{self.name}: its memory is handed to numpy, or another library, which would keep it when the "
+                "parameters are in pieces: hand over a copy (.clone())"
+            )
+        storage.resize_(size)
 
     def release_shard(self) -> None:
         """Free the shard for good."""

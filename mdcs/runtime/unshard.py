@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -86,19 +86,30 @@ class Unsharder:
         whole, storage = self.gather_flat(unit, blocks, what), self.storages[unit]
         return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
 
-    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str, to: UnitStorage | None = None) -> Tensor:
+    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> Tensor:
         """Return a whole flat tensor, gathered from this rank's part of each block.
 
-        ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type. ``to``: only
-        what this rank has there is gathered.
+        ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type.
         """
+        return self.start_gather(unit, blocks, what)()
+
+    def start_gather(
+        self, unit: int, blocks: dict[int, Tensor], what: str, to: UnitStorage | None = None
+    ) -> Callable[[], Tensor]:
+        """Begin :meth:`gather_flat`, or only of what this rank has in ``to``; return what waits for it."""
         storage = self.storages[unit]
         whole = torch.zeros(storage.layout.elements, dtype=next(iter(blocks.values())).dtype, device=storage.device)
         for b, part in blocks.items():
             whole[storage.owned[b]] = part
-        if storage.strategy.value != "dp":
-            self._wire.gather_flat(unit, whole, f"{storage.name}'s {what}", to)
-        return whole
+        if storage.strategy.value == "dp":
+            return lambda: whole
+        wait = self._wire.start_gather(unit, whole, f"{storage.name}'s {what}", to)
+
+        def gathered() -> Tensor:
+            wait()
+            return whole
+
+        return gathered
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""

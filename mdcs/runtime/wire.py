@@ -23,7 +23,7 @@ A message starts after the message ``depth`` before it is updated, and after the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -321,16 +321,28 @@ class Wire:
         storage.allocate()
         with run_on_comm_stream(self.context.executor):
             storage.copy_shard_into_flat()
-        self.gather_flat(unit, storage.flat_param, storage.name, to)
+        self.start_gather(unit, storage.flat_param, storage.name, to)()
 
-    def gather_flat(self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None) -> None:
-        """Gather a flat tensor [elements of the unit] of which every rank has its parts, as :meth:`gather`."""
-        call, executor = f"gather of {what}", self.context.executor
-        with self.context.place.during(call), named_range(call), run_on_comm_stream(executor):
+    def start_gather(
+        self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None
+    ) -> Callable[[], None]:
+        """Begin to gather a flat tensor [elements of the unit] of which every rank has its parts, as :meth:`gather`.
+
+        Return what waits for it.
+        """
+        call, executor, messages = f"gather of {what}", self.context.executor, self.messages
+        with self.context.place.during(call), run_on_comm_stream(executor):
             if to is None:
-                executor.wait_works(self.messages.unshard_flat(unit, flat))
+                works, put = messages.unshard_flat(unit, flat), lambda: None
             else:
-                self.messages.recut_flat(unit, flat, to)
+                works, put = messages.recut_flat(unit, flat, to)
+
+        def end() -> None:
+            with self.context.place.during(call), named_range(call), run_on_comm_stream(executor):
+                executor.wait_works(works)
+                put()
+
+        return end
 
     def free_gradients(self, gradients: Gradients) -> None:
         """Free full gradients that are reduced."""

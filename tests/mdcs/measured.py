@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -13,6 +16,7 @@ from mdcs.api.offline import rehearse
 from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.planner.recompute import KEEP, Planned
+from mdcs.profiler import consensus
 from mdcs.profiler.measurement import Measurement, Ran, Stage
 from mdcs.profiler.recompute_profile import with_recomputation
 from mdcs.profiler.running_steps import RunningSteps
@@ -51,3 +55,13 @@ def recorded(
         return ran.heard.recorder
 
     return rehearse(stages(), model, optimizer, units, [step])
+
+
+class _AtOnce(threading.Thread):
+    def start(self) -> None:
+        self.run()
+
+
+def plans_are_made_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Let training wait for its plans: the steps until one is chosen are then the same in every run."""
+    return mock.patch.object(consensus, "Thread", _AtOnce)

@@ -25,6 +25,7 @@ from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
 from tests.mdcs.api.test_session import OPTIMIZERS, Autoencoder, Block, Skipping, choosing, methods, passes, texts
+from tests.mdcs.measured import plans_are_made_at_once
 
 STEPS = 36
 
@@ -118,7 +119,8 @@ def train(
         if name == "skipping":
             inner.left_out = (step % 3,) if dist.get_rank() else ()
         losses += passes(model, loss_of, step, micro_steps, None if ours else clip_norm)
-        made.step()
+        with plans_are_made_at_once():
+            made.step()
         schedule.step()
         made.zero_grad()
     numbers = torch.rand(3).tolist()

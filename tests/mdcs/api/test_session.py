@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import loop_plan
+from mdcs.api import loop_plan, planning
+from mdcs.planner.pipeline import make_plan
 from mdcs.planner.recompute import is_measured
 from mdcs.profile.schema import INPUTS
+from tests.mdcs.measured import plans_are_made_at_once
 
 STEPS = 36
 
@@ -153,7 +155,7 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
     losses: list[float] = []
     for step in range(STEPS):
         losses += passes(model, loss_of, step, micro_steps, None if ours else clip_norm)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), plans_are_made_at_once():
             warnings.simplefilter("ignore")
             optimizer.step()
         schedule.step()
@@ -270,7 +272,8 @@ def started_twice(folder: str) -> list[tuple[int, int]]:
         torch.manual_seed(0)
         model = blocks()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        with mdcs.parallelize(model, optimizer, profiles=folder, seconds=0.5, progress=False, timeout_s=30) as parallel:
+        run = mdcs.parallelize(model, optimizer, profiles=folder, seconds=0.5, progress=False, timeout_s=30)
+        with run as parallel, plans_are_made_at_once():
             steps = choosing(parallel, lambda step, model=model: texts(model, step))
         dist.barrier()
         out.append((steps, len(list(Path(folder).iterdir()))))
@@ -281,6 +284,25 @@ def test_a_second_start_has_the_profile_of_the_first(two, tmp_path):
     for rank in two.run(started_twice, str(tmp_path), timeout_s=100.0):
         [(measured, files), second] = rank
         assert measured > second[0] > 1 and files == second[1] == 1
+
+
+def steps_of_start() -> list[int]:
+    """Steps before the chosen plan, where the loop waits for it, and where it does not."""
+    found = []
+    for wait in (plans_are_made_at_once, contextlib.nullcontext):
+        torch.manual_seed(0)
+        model = blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.MonkeyPatch.context() as patch, wait():
+            patch.setattr(planning, "make_plan", lambda *given, **options: (time.sleep(0.5), make_plan(*given, **options))[1])
+            with mdcs.parallelize(model, optimizer, trials=1, profiles=False, progress=False, timeout_s=30) as parallel:
+                found.append(choosing(parallel, lambda step, model=model: texts(model, step)))
+    return found
+
+
+def test_training_goes_on_while_plans_are_made(two):
+    (waited, went_on), others = two.run(steps_of_start, timeout_s=100.0)
+    assert [waited, went_on] == others and went_on > waited
 
 
 class Waiting(nn.Module):
@@ -349,7 +371,8 @@ def recomputing(recompute: str | None, options: dict[str, Any]) -> Any:
     for step in range(STEPS):
         loss = nn.functional.cross_entropy(model(deep(1000, 10 * step + dist.get_rank())), TARGETS)
         loss.backward()
-        optimizer.step()
+        with plans_are_made_at_once():
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     if parallel is None:

@@ -45,6 +45,20 @@ def test_a_plan_that_is_predicted_far_slower_is_not_tried() -> None:
     assert proposals(slow, 1) == [slow]
 
 
+def test_where_predictions_are_good_the_others_are_about_as_fast() -> None:
+    """The next best plan is tried in any case: its prediction may be the one that is wrong."""
+    plan = make_plan(PROFILE, Greedy(), Priority(), budget=int(1.3 * floor_bytes(PROFILE)))
+
+    def slower(calibration_runs: dict[str, tuple[float, float]]) -> list[float]:
+        job = replace(plan.job, profile=replace(PROFILE, calibration_runs=calibration_runs))
+        found = [each.prediction for each in proposals(replace(plan, job=job), 12, seconds=0)]
+        seconds = [each.step_s for each in found if each is not None]
+        return [s / min(seconds) - 1 for s in seconds]
+
+    assert max(slower({"dp wfbp": (1.001, 1.0)})[2:], default=0.0) <= 0.03 < max(slower({}))
+    assert len(slower({"dp wfbp": (1.1, 1.0)})) > len(slower({"dp wfbp": (1.001, 1.0)})) >= 2
+
+
 def test_an_integer_program_is_asked_for_a_plan_too() -> None:
     plan = make_plan(PROFILE, Greedy(), Priority(), budget=int(1.3 * floor_bytes(PROFILE)))
     assert "joint" in {each.strategy for each in proposals(plan, 8, seconds=2)}
@@ -92,16 +106,15 @@ def test_the_best_is_found_within_a_percent(count: int) -> None:
 
 def test_the_first_goes_on_where_all_are_equal() -> None:
     assert halved([1.0] * 4, 0.0, 0)[0].winner == 0
-    assert sum(halved([1.0] * 4, 0.01, seed)[0].winner == 0 for seed in range(200)) >= 190
 
 
-def test_the_winner_is_never_measured_slower_by_more_than_the_interval() -> None:
+def test_the_winner_was_measured_fastest() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         count = rng.randint(2, 6)
         halving, _ = halved([1 + rng.uniform(0, 0.1) for _ in range(count)], rng.choice([0.001, 0.01, 0.05]), seed)
         table = halving.table()
-        assert all(row.slower_s >= -row.interval_s for row in table)
+        assert all(row.slower_s >= 0 or row.dropped is not None for row in table)
         assert halving.winner is not None and table[halving.winner].slower_s == 0
 
 

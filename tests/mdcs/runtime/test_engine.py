@@ -60,10 +60,10 @@ def changing(model: str, optimizer: str, micro_steps: int, double: bool = False)
         for name in ORDER:
             if losses:
                 with pytest.MonkeyPatch.context() as counts:
-                    counted(counts, Unsharder, "gather_flat", found)
+                    counted(counts, Unsharder, "start_gather", found)
                     counted(counts, Wire, "gather", found)
                     counted(counts, Messages, "unshard_flat", whole := [])
-                    parallel._change_plan(plans[name], "a change of plans")
+                    parallel._change_plan(plans[name])
                 gathers[before, name] = len(found)
                 assert (before, name) != RECUT or whole == []
                 found.clear()

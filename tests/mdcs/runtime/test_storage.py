@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from mdcs.model.units import UnsupportedModel
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
@@ -69,6 +71,15 @@ def test_views_that_autograd_saved_are_valid_after_a_gather():
     storage.flat_param.copy_(torch.arange(16.0))
     loss.backward()
     assert x.grad is not None and x.grad.tolist() == [4, 6, 8, 10]  # columns of [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_memory_that_another_library_may_use_is_not_freed():
+    storage, (a, _) = storage_of(0)
+    storage.allocate()
+    array = a.detach().numpy()
+    with pytest.raises(UnsupportedModel, match=r"^u: .*numpy"):
+        storage.free()
+    assert array.shape == (2, 4) and storage.is_full
 
 
 def odd(strategy: str) -> tuple[UnitStorage, list[nn.Parameter]]:

@@ -44,7 +44,7 @@ class SlotSequencer(SlotPosition):
         self.watches_memory = not self.executor.runs_ahead
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
-        self._in_backward = False
+        self._in_backward, self.first_number = False, 0
         self.gradients, self._tables = PassGradients(plan, storages, reentrant), SlotTables(plan, storages)
 
     @property
@@ -248,7 +248,7 @@ class SlotSequencer(SlotPosition):
             self.recorder.ran("compute", (q - 1) % self.period.length, self.entered, stamp)
             self.entered = None
         if q == 0:
-            self.periods += 1
+            self._begin_period(self.periods + 1)
             self.step_pending = True
             self.recorder.period(stamp)
             self.wire.messages.updates.freeze_options()
@@ -273,6 +273,9 @@ class SlotSequencer(SlotPosition):
         self._issue(q, self.plan.held_update if self.step_pending else None)
         self.arrived = True
 
+    def _begin_period(self, number: int) -> None:
+        self.periods, self.first_number = number, number * self.queue.n  # the number of its first message
+
     def _issue(self, q: int, last: int | None = None) -> None:
         """Issue the messages of the slots up to ``q``, none behind the ``last``."""
         through = self.schedule.issued[q] if last is None else min(self.schedule.issued[q], last + 1)
@@ -293,11 +296,6 @@ class SlotSequencer(SlotPosition):
                     # The update is in place: a new version lets autograd raise if it still needs the old values.
                     torch.autograd.graph.increment_version(storage.parameters[i])
             self.wire.issue(live)
-
-    @property
-    def first_number(self) -> int:
-        """Number of the first message of the period that has begun."""
-        return self.periods * self.queue.n
 
     @property
     def _sent_early(self) -> int:
@@ -391,5 +389,5 @@ class SlotSequencer(SlotPosition):
         self.departures.restart()
         self._in_backward = self.side.had_backward = False
         self.gradients.restart()
-        self.periods = self.wire.restart()
+        self._begin_period(self.wire.restart())
         self.next_slot, self.arrived, self.step_pending, self.entered = self.period.turn, False, False, None

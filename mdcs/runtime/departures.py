@@ -77,12 +77,12 @@ class Departures:
         if not name.endswith("]"):  # the rest of the module is a unit that departs as well
             self.counts[what.format(name)] += 1
 
-    def count_skipped(self, has_gradient: Callable[[int], bool]) -> None:
+    def count_skipped(self) -> None:
         """Count what did not come in the pass that ends."""
         for unit in self.skipped_forward:
-            self.count(unit, "ran {} less often" if has_gradient(unit) else "left out {}")
+            self.count(unit, "ran {} less often" if self._storages[unit].come else "left out {}")
         for unit in self.skipped_backward - self.skipped_forward:
-            if self._storages[unit].trainable and not has_gradient(unit):
+            if self._storages[unit].trainable and not self._storages[unit].come:
                 self.count(unit, "ran {} without a gradient")
 
     @contextmanager

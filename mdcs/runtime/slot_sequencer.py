@@ -121,12 +121,13 @@ class SlotSequencer(SlotPosition):
         if self.entered is None:
             self._begin_backward()
         self._in_backward, storage, slot = True, self.storages[unit], self.period.slots[self.next_slot - 1]
-        if self.has_left(unit) or index in self.gradients.come[unit] and self._sent_early:
+        if self.has_left(unit) or index in storage.come and self._sent_early:
             raise self.place.error(f"{storage.names[index]} {LATE}")
         if storage.gradient is None:
             storage.allocate_gradient()
-        self.gradients.take(unit, index, slot.micro)
-        if slot.micro == self.micro_steps - 1 and self.next_slot in self._tables.early:
+        is_last = slot.micro == self.micro_steps - 1
+        storage.take_gradient(index, self.gradients.scale if is_last else None)
+        if is_last and self.next_slot in self._tables.early:
             self._send_early()
 
     def backward_end(self) -> None:
@@ -135,7 +136,7 @@ class SlotSequencer(SlotPosition):
             while self.next_slot != end:
                 self._pass_over(ended=True)
         self._complete(ended=True)
-        self.departures.count_skipped(lambda unit: bool(self.gradients.come[unit]))
+        self.departures.count_skipped()
         self.gradients.end_pass()
         self._in_backward = False
         self._arrive()
@@ -222,7 +223,8 @@ class SlotSequencer(SlotPosition):
         last = self._tables.last[self.next_slot - 1]
         if not last or self.entered is None:
             return True
-        return self.gradients.complete(last, self.period.slots[self.next_slot - 1].micro, ended)
+        is_last = self.period.slots[self.next_slot - 1].micro == self.micro_steps - 1
+        return self.gradients.complete(last, is_last, ended)
 
     def _use_again(self, unit: int) -> None:
         """Make sure that a unit is whole which is used outside of its planned slots."""

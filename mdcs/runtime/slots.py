@@ -22,7 +22,7 @@ from mdcs.runtime.errors import ErrorContext, OverBudget
 from mdcs.runtime.storage import UnitStorage
 from mdcs.sizes import MIB
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter
-from mdcs.torch_compat import ModuleHook, without_torch_function
+from mdcs.torch_compat import ModuleHook
 
 LATE = (
     "received a gradient after its reduction was sent, from a reentrant checkpoint that was not in the measured step: "
@@ -138,70 +138,46 @@ def _leaving_early(plan: Plan) -> dict[int, list[dict[int, range]]]:
 
 
 class PassGradients:
-    """``come``: by unit, parameters whose gradient has come in this micro-step."""
+    """Gradients of a pass, which units take (:meth:`UnitStorage.take_gradient`) until all have come.
+
+    ``scale``: the factor that averages over ranks, in the last micro-step.
+    """
 
     def __init__(self, plan: Plan, storages: Sequence[UnitStorage], reentrant: ReentrantPasses) -> None:
-        self._reentrant = reentrant
-        self._storages, self._micro_steps, self._scale = storages, plan.micro_steps, 1.0 / plan.world
-        self.come: list[set[int]] = [set() for _ in storages]
-        self._had: list[set[int]] = [set() for _ in storages]  # with a gradient so far in the iteration
+        self._reentrant, self._storages, self.scale = reentrant, storages, 1.0 / plan.world
 
-    def take(self, unit: int, index: int, micro: int) -> None:
-        """Move a parameter's gradient into the unit's; the last micro-step's averages over ranks."""
-        scale = self._scale if micro == self._micro_steps - 1 else None
-        gradient = self._storages[unit].parameters[index].grad
-        if scale is not None and gradient is not None and index in self.come[unit]:
-            gradient.mul_(scale)  # alone: the one that it adds to is averaged already
-            scale = None
-        self.come[unit].add(index)
-        self._storages[unit].accumulate_gradient(index, index not in self._had[unit], scale)
-        self._had[unit].add(index)
-
-    def complete(self, units: Sequence[int], micro: int, ended: bool) -> bool:
-        """Complete the gradients of units in this micro-step. Return False, with nothing changed, if autograd will
-        bring more. ``ended``: it will not.
+    def complete(self, units: Sequence[int], is_last: bool, ended: bool) -> bool:
+        """Complete the gradients of units in this micro-step, the ``is_last`` or not. Return False, with nothing
+        changed, if autograd will bring more. ``ended``: it will not.
         """
-        incomplete = {u: missing for u in units if (missing := self._missing(u))}
-        asked = (
-            {u: range(len(self._storages[u].parameters)) for u in units} if self._reentrant.has_inner else incomplete
-        )
-        if not ended and any(self._brings(u, indices) for u, indices in asked.items()):
+        storages, has_inner = [self._storages[u] for u in units], self._reentrant.has_inner
+        if not ended and any(
+            self._brings(s, range(len(s.parameters)) if has_inner else s.without_gradient)
+            for s in storages if has_inner or s.without_gradient
+        ):  # fmt: skip
             return False
-        is_last = micro == self._micro_steps - 1
-        for u, missing in incomplete.items():
-            for i in missing:
-                with without_torch_function(), torch.no_grad():
-                    if self._storages[u].parameters[i].grad is not None:  # side passes have left it
-                        self.take(u, i, micro)
-                    elif is_last and i in self._had[u]:
-                        self._storages[u].average(i, self._scale)
-                    elif is_last:
-                        self._storages[u].leave_out(i)
-        for u in units if is_last else ():
-            had, count = self._had[u], len(self._storages[u].parameters)
-            self._storages[u].unused = () if len(had) == count else tuple(set(range(count)) - had)
+        for storage in storages:
+            storage.complete_gradients(self.scale if is_last else None)
         return True
 
     def has_all(self, unit: int, indices: range) -> bool:
         """Whether these gradients of a unit are complete."""
-        return self.come[unit].issuperset(indices) and not (self._reentrant.has_inner and self._brings(unit, indices))
+        storage = self._storages[unit]
+        return storage.come.issuperset(indices) and not (self._reentrant.has_inner and self._brings(storage, indices))
 
-    def _brings(self, unit: int, indices: Collection[int]) -> bool:
-        return self._reentrant.brings(unit, [self._storages[unit].parameters[i] for i in indices])
-
-    def _missing(self, unit: int) -> set[int]:
-        come, count = self.come[unit], len(self._storages[unit].parameters)
-        return set() if len(come) == count else set(range(count)) - come
+    def _brings(self, storage: UnitStorage, indices: Collection[int]) -> bool:
+        return self._reentrant.brings(storage.unit, [storage.parameters[i] for i in indices])
 
     def end_pass(self) -> None:
         """Begin the next micro-step."""
-        for come in self.come:
-            come.clear()
+        for storage in self._storages:
+            storage.come.clear()
 
     def restart(self) -> None:
         """Begin the next iteration, or forget this one."""
-        for known in (*self.come, *self._had):
-            known.clear()
+        self.end_pass()
+        for storage in self._storages:
+            storage.had.clear()
         self._reentrant.end_step()
 
 

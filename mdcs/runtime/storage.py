@@ -53,8 +53,7 @@ class UnitStorage:
     ) -> None:  # fmt: skip
         plan, meter, planned = context.plan, context.meter, context.plan.profile.units[unit]
         self.unit, self.rank, self.meter, self._account = unit, context.rank, meter, context.account
-        self.name = planned.name
-        self.names = [n for n, _ in parameters]
+        self.name, self.names = planned.name, [n for n, _ in parameters]
         self.parameters = [p for _, p in parameters]
         self.trainable, self.is_aliased = planned.trainable, planned.aliased
         self.strategy, self.is_outside = plan.strategies[unit], False
@@ -63,8 +62,7 @@ class UnitStorage:
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
         self.offsets, self.full_bytes = plan.offsets[unit], self.layout.param_bytes
         self.bytes_at_rest = sum(at_rest(unit_rows(plan.period, unit, self.strategy)).values())
-        first = self.parameters[0]
-        self.device = context.device if first.is_meta else first.device
+        self.device = context.device if self.parameters[0].is_meta else self.parameters[0].device
         self.places = self._lay_out()
         ordered = sorted(self.places, key=lambda place: place.offset)
         begins, ends = [place.offset for place in ordered], [place.offset + place.numel for place in ordered]
@@ -77,6 +75,9 @@ class UnitStorage:
         self.flat_param: Tensor = self._flattened() if before is None else before.flat_param
         self.shard: Tensor | None = None
         self.gradient: Tensor | None = None
+        self._all = set(range(len(parameters)))
+        self.come: set[int] = set()  # parameters whose gradient has come in this micro-step
+        self.had: set[int] = set()  # so far in the iteration
         self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
         self.guard = Guard(parameters, refuse)
 
@@ -315,33 +316,50 @@ class UnitStorage:
         if self.trainable or self.strategy.sharded:
             self.guard.close()
 
-    def accumulate_gradient(self, index: int, first: bool, scale: float | None) -> None:
-        """Move ``parameter.grad`` into the flat buffer: set by the first micro-step, added by later ones.
+    def take_gradient(self, index: int, scale: float | None) -> None:
+        """Move ``parameter.grad`` into the flat buffer: set by the iteration's first gradient, added by later ones.
 
-        ``scale`` (1/world, on the last micro-step) averages over ranks before the reduction, as DDP does.
+        ``scale`` (1/world, in the last micro-step) averages over ranks before the reduction, as DDP does.
         """
         p, view = self.parameters[index], self._gradient_of(index)
         assert p.grad is not None
-        if first and scale is not None and view.dtype == p.dtype:
+        if scale is not None and index in self.come:
+            p.grad.mul_(scale)  # alone: the one that it adds to is averaged already
+            scale = None
+        if index in self.had:
+            view.add_(p.grad)
+        elif scale is not None and view.dtype == p.dtype:
             _average(p.grad, scale, view)
+            scale = None
         else:
-            view.copy_(p.grad) if first else view.add_(p.grad)
-            if scale is not None:
-                _average(view, scale, view)
+            view.copy_(p.grad)
+        if scale is not None:
+            _average(view, scale, view)
         p.grad = None
+        self.come.add(index)
+        self.had.add(index)
 
     # A rank that has not used a parameter sends negative zeros for it, and the sum over ranks is a negative zero only
     # where all ranks send one: so the reduction itself tells whether any rank has used the parameter. A gradient that
     # is used has no negative zero (:func:`_average`). Only ranks that did not use a parameter look at what has arrived.
 
-    def leave_out(self, index: int) -> None:
-        """Set the gradient of a parameter that has none yet in this iteration."""
-        self._gradient_of(index).fill_(-0.0)
+    def complete_gradients(self, scale: float | None) -> None:
+        """Complete the gradients of a micro-step that brings no more. ``scale``: as in :meth:`take_gradient`."""
+        for i in self.without_gradient:
+            with without_torch_function(), torch.no_grad():
+                if self.parameters[i].grad is not None:  # side passes have left it
+                    self.take_gradient(i, scale)
+                elif scale is not None and i in self.had:
+                    _average(view := self._gradient_of(i), scale, view)
+                elif scale is not None:
+                    self._gradient_of(i).fill_(-0.0)
+        if scale is not None:
+            self.unused = tuple(self._all - self.had) if len(self.had) < len(self._all) else ()
 
-    def average(self, index: int, scale: float) -> None:
-        """Scale the gradient of a parameter that got none in the last micro-step, but in an earlier one."""
-        view = self._gradient_of(index)
-        _average(view, scale, view)
+    @property
+    def without_gradient(self) -> set[int]:
+        """The parameters whose gradient has not come in this micro-step."""
+        return self._all - self.come if len(self.come) < len(self._all) else set()
 
     @property
     def full_gradient(self) -> Tensor:

@@ -45,6 +45,7 @@ class SlotSequencer(SlotPosition):
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._in_backward, self.first_number = False, 0
+        self._names = [self.period.in_words(q) for q in range(self.period.length)]
         self.gradients, self._tables = PassGradients(plan, storages, reentrant), SlotTables(plan, storages)
 
     @property
@@ -318,7 +319,7 @@ class SlotSequencer(SlotPosition):
     def _enter(self) -> None:
         """Wait for the messages and bytes that the slot at ``next_slot`` needs, then let compute go on."""
         q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
-        name = self.period.in_words(q)
+        name = self._names[q]
         with lock:
             self.wire.wait_for(self.first_number + self.schedule.required[q], f"what {name} needs")
             self.queue.admission.excess = self.excess.entered(q) + self.account.outside

@@ -251,7 +251,7 @@ class ActivationExcess:
     ) -> None:
         self._raises, self._rank, self._first = raises, place.rank, place.step
         self.budget, self._reserve, self._slots, self._batch = plan.budget, plan.reserve, slots, batch
-        self._names = [plan.period.in_words(q) for q in range(plan.period.length)]
+        self._in_words = plan.period.in_words
         self._profiled = from_words(plan.profile.about.get(INPUTS, ""))
         slot_of = plan.profile.slots
         self._left_out = [unit.name for unit in plan.profile.units if not slot_of[unit.forward[0]].seconds]
@@ -323,7 +323,7 @@ class ActivationExcess:
         sizes = None if self._batch.sizes is None else in_words(self._batch.sizes)
         text = f"rank {self._rank}, step {step}: {above / MIB:.2f} MiB above the budget of {self.budget / MIB:.2f} MiB"
         if slot >= 0:
-            text += f" in {self._names[slot]}"
+            text += f" in {self._in_words(slot)}"
         if activations >= 0:
             measured = self._slots[slot].peak
             text += f", where activations take {activations / MIB:.2f} MiB; measured: {measured / MIB:.2f} MiB"

@@ -156,6 +156,17 @@ class Guard:
             raise error
 
 
+def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter these values [its shape] on their device.
+
+    It stays the same object, which optimizers hold, with its attributes.
+    """
+    real = nn.Parameter(values.new_empty(0), parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, real)
+    parameter.data = values
+
+
 # ---- memory under two names, of which a plan can move only one
 
 _MOST_OBJECTS = 100_000  # objects visited at most: a module may hold a data set

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.model.guard import leave_meta
 from mdcs.model.optimizers import dense_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.errors import ErrorContext
-from mdcs.runtime.storage import UnitStorage, leave_meta
+from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import broadcast_all, has_batch_statistics, version_of, without_autograd
 
 InitFunction = Callable[[nn.Module], object]

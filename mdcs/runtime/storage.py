@@ -20,7 +20,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from mdcs.model.guard import Guard, Refuse
+from mdcs.model.guard import Guard, Refuse, leave_meta
 from mdcs.model.optimizers import ParameterPlace, dense_order
 from mdcs.model.units import UnsupportedModel
 from mdcs.plan.lifetimes import at_rest, unit_rows
@@ -394,14 +394,3 @@ def _average(gradient: Tensor, scale: float, out: Tensor) -> None:
         out.add_(0.0)
     else:
         torch.add(_ZERO, gradient, alpha=scale, out=out)  # as fast as the product, and as exact
-
-
-def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter these values [its shape] on their device.
-
-    It stays the same object, which optimizers hold, with its attributes.
-    """
-    real = nn.Parameter(values.new_empty(0), parameter.requires_grad)
-    vars(real).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, real)
-    parameter.data = values

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
+from mdcs.model.guard import leave_meta
 from mdcs.plan.lifetimes import at_rest, unit_rows
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Wfbp
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.initialization import InitFunction, Initializer
-from mdcs.runtime.storage import leave_meta
 from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks

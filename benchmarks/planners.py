@@ -4,8 +4,7 @@
     python -m benchmarks.planners --replays     # how many plans the simulator replays in a second of one core
 
 The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass. With --recompute
-layers may recompute their activations, and the plan decides which do. No ranks, no measurement. "Binaries" are those
-of the slot model with the memory of the schedule in every slot, and of the first model that is solved. "cpu s" are the
+layers may recompute their activations, and the plan decides which do. No ranks, no measurement. "cpu s" are the
 processor seconds of planner and solvers: on a busy machine the limit is over before they have had theirs.
 
 With --replays units are zero2, sdp and fsdp in turn, the scheduler is wfbp. "Again" replays a plan whose ledger and
@@ -30,12 +29,11 @@ from collections.abc import Callable, Iterable
 from analysis.table import new_console, new_table
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.plan.plan import Plan, PlanError
+from mdcs.plan.plan import PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned
@@ -118,7 +116,7 @@ def gaps(units: list[int], recompute: bool, seconds: float | None) -> None:
     """Plan the instances and print the table."""
     console, title = new_console(150), "gap = (replayed step - proven bound of the unmerged problem) / replayed step"
     headings = (
-        "units", "seed", "binaries", "limit s", "took s", "cpu s", "best heuristic ms", "off bound", "joint ms", "gap",
+        "units", "seed", "limit s", "took s", "cpu s", "best heuristic ms", "off bound", "joint ms", "gap",
         "outcome",
     )  # fmt: skip
     table = new_table(title, headings, left=("outcome",))
@@ -133,27 +131,20 @@ def gaps(units: list[int], recompute: bool, seconds: float | None) -> None:
         if recompute:
             heuristic = fastest(profile, budget, [Greedy()], [None], ["wfbp", "priority"], rule)
         else:
-            others: list[StrategyPlanner] = [*(Uniform(str(k)) for k in Strategy), Ilp()]
+            alike = [Uniform(str(k)) for k in Strategy]
             heuristic = min(
-                fastest(profile, budget, [Greedy()], (None, *SHARES)), fastest(profile, budget, others, [None])
-            )
+                fastest(profile, budget, [Greedy()], (None, *SHARES)), fastest(profile, budget, alike, [None]),
+                fastest(profile, budget, [Ilp()], [None], ["priority"]),
+            )  # fmt: skip
         assert plan.prediction is not None
         joint, bound = plan.prediction.step_s, plan.bound_s or 0.0
         table.add_row(
-            str(count), str(seed), binaries(plan), f"{limit_s:g}", f"{took:.0f}", f"{cpu:.0f}",
+            str(count), str(seed), f"{limit_s:g}", f"{took:.0f}", f"{cpu:.0f}",
             f"{heuristic * 1e3:.1f}", f"{1 - bound / heuristic:.1%}", f"{joint * 1e3:.1f}",
             f"{1 - bound / joint:.2%}", plan.outcome,
         )  # fmt: skip
         console.print(f"{count} units, seed {seed}: gap {1 - bound / joint:.2%} after {took:.0f} s", highlight=False)
     console.print(table)
-
-
-def binaries(plan: Plan) -> str:
-    """The integer columns of the whole slot model, and of the first that is solved."""
-    problem = PlanningProblem(plan.job, plan.budget)
-    most = problem.sequential_needs(plan.strategies)
-    models = SlotModel(problem), SlotModel(problem, tight={most.index(max(most))})
-    return " -> ".join(str(sum(model.program.integer)) for model in models)
 
 
 def replays(units: int) -> None:

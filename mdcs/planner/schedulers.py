@@ -17,7 +17,6 @@ the budget. The one that sends the nearest deadline first is :mod:`mdcs.planner.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable
@@ -140,36 +139,6 @@ def fuse(mix: StrategyAssignment, name: str, grouping: Grouping) -> Plan:
             drafts.append(Message(kind, tuple((op.unit, 0) for op in group), slot, micro=micro))
     drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
     return mix.plan(name, mix.unpartitioned_blocks(), drafts)
-
-
-_TINY = 16  # a message this many times smaller than its neighbour costs nearly nothing when fused with it
-
-
-def fuse_neighbours(plan: Plan, most: int) -> Plan:
-    """Return the plan with consecutive messages of one kind fused, if a slot lies in the windows of both.
-
-    Two messages are fused if together they have at most ``most`` bytes of payload, or if one is tiny compared with the
-    other. Small units then do not pay for their own messages.
-    """
-    length = plan.period.length
-    out: list[tuple[Message, tuple[int, int]]] = []
-    for message, first, last in zip(plan.messages, plan.table.first, plan.table.last, strict=True):
-        if out:
-            before, window = out[-1]
-            both = dataclasses.replace(message, parts=before.parts + message.parts)
-            first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
-            slot = message.slot if message.slot >= first_of_both else message.slot + length
-            alike = [
-                (m.kind, m.micro, m.blocking, plan.profile.units[m.parts[0][0]].dtype_on_wire(m.kind.is_gather))
-                for m in (before, message)
-            ]
-            payloads = sorted((plan.payload(before), plan.payload(message)))
-            is_small = sum(payloads) <= most or _TINY * payloads[0] <= payloads[1]
-            if alike[0] == alike[1] and not message.blocking and is_small and first_of_both <= slot <= last_of_both:
-                out[-1] = both, (first_of_both, last_of_both)
-                continue
-        out.append((message, (first, last)))
-    return dataclasses.replace(plan, messages=tuple(message for message, _ in out))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
 from mdcs.planner.priority import COARSER, settled
-from mdcs.planner.schedulers import Partitioning, fuse_neighbours
+from mdcs.planner.schedulers import Partitioning
 from mdcs.planner.search import EvaluatedPlan, evaluate
 from mdcs.profile.link import Contention
 from mdcs.profile.recompute import NONE
@@ -124,7 +124,6 @@ def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple
 
 
 _SMALL = 36  # HiGHS solves so many slots in seconds
-_FUSED = 4  # saturation blocks in a fused message at most: a larger one waits for its last unit
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
 _COARSE = 12  # bins of the first relaxation
 _FINEST = 96  # tight slots of the last
@@ -291,7 +290,7 @@ def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[Ev
     others = [*([COARSER * request.block_bytes] * request.coarser), 0]
     made: list[tuple[EvaluatedPlan, SlotDecision]] = []
     for decision in decisions:
-        plans = messages_of(request, decision, [request.block_bytes], fuse=False)
+        plans = messages_of(request, decision, [request.block_bytes])
         made += [(each, decision) for each in while_time_remains(until, plans)]
         if time.monotonic() > until:
             break
@@ -302,25 +301,18 @@ def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[Ev
     return [*(each for each, _ in made), *while_time_remains(until, messages_of(request, best, [*finer, *others]))]
 
 
-def messages_of(
-    request: SearchRequest, decision: SlotDecision, sizes: Sequence[int], *, fuse: bool = True
-) -> Iterator[Plan]:
-    """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units.
-
-    ``fuse``: also with small neighbours fused.
-    """
+def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
+    """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units."""
     problem = request.problem.decided(decision.recompute) if request.problem.recomputes else request.problem
     mix = problem.mix(decision.strategies)
     for blocks in dict.fromkeys(mix.partition(size) if size else mix.unpartitioned_blocks() for size in sizes):
-        yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)), fuse=fuse)
+        yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)))
 
 
-def fitted(problem: PlanningProblem, plan: Plan, *, fuse: bool = True) -> Iterator[Plan]:
-    """Yield the plan fitted to the budget, and if ``fuse`` also with small neighbours fused. Skip what does not fit."""
-    fused = fuse_neighbours(plan, _FUSED * plan.profile.block) if fuse else plan
-    for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
-        with contextlib.suppress(PlanError):
-            yield each if problem.budget is None else repair(each, problem.budget)
+def fitted(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan fitted to the budget, or nothing."""
+    with contextlib.suppress(PlanError):
+        yield plan if problem.budget is None else repair(plan, problem.budget)
 
 
 def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:

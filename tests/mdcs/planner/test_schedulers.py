@@ -27,7 +27,6 @@ from mdcs.planner.schedulers import (
     RandomOrder,
     Sequential,
     Wfbp,
-    fuse_neighbours,
     in_ready_order,
     optimal_merge,
 )
@@ -199,28 +198,6 @@ def test_all_of_a_stream_can_be_fused(job: Job, seed: int) -> None:
         windows.setdefault((op.kind, op.micro), []).append(mix.period.window(op))
     for stream in windows.values():
         assert max(first for first, _ in stream) <= min(last for _, last in stream)
-
-
-def test_small_neighbours_are_fused() -> None:
-    profile = chain(8, 64, 8, 8)  # 32, 256, 32 and 32 bytes; B:d B:c B:b B:a F:a …
-    plan = planned(profile, "dp", Wfbp())
-    assert listed(plan) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
-    assert listed(fuse_neighbours(plan, 64)) == [("AR d+c", 2), ("AR b", 3), ("AR a", 4)]
-    assert listed(fuse_neighbours(plan, 300)) == [("AR d+c", 2), ("AR b+a", 4)]
-    assert fuse_neighbours(plan, 63) == plan
-    uneven = planned(chain(8, 128, 8, 8), "dp", Wfbp())  # b is 16 times as large
-    assert listed(fuse_neighbours(uneven, 1)) == [("AR d", 1), ("AR c+b+a", 4)]
-    waiting = planned(profile, "dp", Sequential())  # compute waits for each of them
-    assert fuse_neighbours(waiting, 10**6) == waiting
-
-
-@examples(60)
-@given(jobs(), seeds, schedulers, st.integers(1, 5000))
-def test_whatever_is_fused_is_a_plan_that_sends_the_same(job: Job, seed: int, scheduler: Scheduler, most: int) -> None:
-    plan = scheduler.schedule(job.problem.mix(RandomMix(seed).choose(job.problem).strategies))
-    fused = fuse_neighbours(plan, most)  # a plan is checked when it is made
-    assert fused.sent_bytes() == plan.sent_bytes()
-    replay(fused)
 
 
 def test_dear_gathers_in_the_pass_that_needs_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -16,12 +17,13 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.planner import search
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp import decode
+from mdcs.planner.ilp import decode, joint
 from mdcs.planner.ilp.decode import SearchRequest
 from mdcs.planner.ilp.joint import Joint, MemoryAware, heuristics, minimize_peak
 from mdcs.planner.ilp.slot_model import SlotDecision
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Greedy, Uniform
+from mdcs.profile.link import Contention
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, few, link
@@ -87,6 +89,26 @@ def test_a_solver_that_gives_nothing_is_said_and_the_best_heuristic_used(monkeyp
     plan = mdcs.make_plan(profile, Joint(), budget=budget)
     assert plan.outcome.startswith("best heuristic (") and "the solver failed" in plan.outcome
     assert plan.bound_s is None
+
+
+def test_the_bound_of_a_large_job_does_not_wait_for_heuristics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may take all of the time."""
+    profile = chain(*[64] * 8, link=link(1 / 64, depth=2))
+    profile = dataclasses.replace(profile, contention=Contention(message_seconds=1.0))  # no integer program gives a bound
+    asked = threading.Event()
+
+    def solve_bound(request: SearchRequest) -> decode.SolverResult:
+        asked.set()
+        return decode.solve_bound(request)
+
+    def heuristics(*_: object) -> Iterator[Plan]:
+        assert asked.wait(60)
+        yield SCHEDULERS["wfbp"]().schedule(PlanningProblem(Job(profile), None).mix([Strategy.fsdp] * 8))
+
+    monkeypatch.setattr(joint, "solve_bound", solve_bound)
+    monkeypatch.setattr(joint, "heuristics", heuristics)
+    mdcs.make_plan(profile, Joint(seconds=3))
+    assert asked.is_set()
 
 
 @pytest.mark.slow
@@ -174,7 +196,7 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     decisions = [SlotDecision(plan.strategies) for plan in (slow, fast, slow)]
     tried: list[Sequence[int]] = []
 
-    def messages_of(_: SearchRequest, decision: SlotDecision, sizes: Sequence[int], *, fuse: bool = True) -> Iterator[Plan]:
+    def messages_of(_: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
         tried.append(sizes)
         return iter([fast if decision is decisions[1] else slow])
 

@@ -12,7 +12,6 @@ import pytest
 from hydra import compose
 from rich.console import Console
 
-import analysis
 from analysis import layers
 from experiments import curve, train
 from experiments.config import checks
@@ -55,17 +54,6 @@ def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
     run(warm, tmp_path, curve, "experiment=gpu_curve", *small, *front)
     points = json.loads((tmp_path / "out/curve.json").read_text())["points"]
     assert [point["measured"]["status"] for point in points] == ["ok", "ok"]
-
-
-@pytest.mark.slow
-def test_tiny_buckets_of_ddp_on_pairs(tmp_path, warm):
-    small = ("model=bert-tiny-pairs", "data=nli", "run.eval_every=3", *SHORT)
-    two = "hydra.sweeper.params={engine.overlap:'true,false',engine.bucket_mib:'4'}"
-    run(warm, tmp_path, train, "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
-    frame = analysis.runs(tmp_path / "out")
-    assert list(frame["status"]) == ["ok", "ok"]
-    assert frame["loss"].nunique() == 1  # when reductions happen changes no number
-    assert sorted(frame["overlap_ratio"] > 0) == [False, True]
 
 
 @pytest.mark.slow

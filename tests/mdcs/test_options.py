@@ -31,6 +31,7 @@ def test_defaults_are_allowed_and_lists_are_not_shared():
         ({"mib": float("nan")}, "mib must be a finite number, got nan"),
         ({"order": "lifo"}, "order must be one of fifo, deadline; got lifo"),
         ({"betas": [0.9]}, "betas must have 2 values, got [0.9]"),
+        ({"betas": [0.9, 0.99, 0.999]}, "betas must have 2 values, got [0.9,0.99,0.999]"),
         ({"betas": [0.9, 1.0]}, "betas must be < 1, got 1"),
         ({"seed": -1}, "seed must be >= 0, got -1"),
         ({"seed": 10}, "seed must be <= 9, got 10"),

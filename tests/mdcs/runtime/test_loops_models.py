@@ -717,11 +717,8 @@ def mapped(model: nn.Module, x: Tensor) -> Tensor:
 
 TRANSFORMS = {
     "grad": of_function(lambda function, x: torch.func.grad(function)(x)),
-    "jacrev": of_function(lambda function, x: torch.func.jacrev(function)(x)),
-    "vjp": of_function(lambda function, x: torch.func.vjp(function, x)[0]),
     "jvp": of_function(lambda function, x: torch.func.jvp(function, (x,), (x,))[1]),
     "vmap": mapped,
-    "vmap of grad": of_function(lambda function, x: torch.func.vmap(torch.func.grad(function))(x)),
 }
 
 REFUSED = {

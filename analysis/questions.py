@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.load import WORKLOAD
-from analysis.settings import is_seed, short, value
 from mdcs.plan.strategy import Strategy
 from mdcs.sizes import GIB, MIB
 
@@ -362,3 +362,25 @@ def gib(size: float) -> str:
 
 def budget_words(budget_bytes: float) -> str:
     return "no budget" if pd.isna(budget_bytes) else f"budget {gib(budget_bytes)}"
+
+
+# ---- keys and values of a config in words
+
+
+def short(key: str, keys: Iterable[str]) -> str:
+    """The key without its group, where no other of the keys ends alike. The name of a group's option is the group, as
+    typed."""
+    group, _, last = key.rpartition(".")
+    if last == "name":
+        return group
+    return key if sum(other.rpartition(".")[2] == last for other in keys) > 1 else last
+
+
+def is_seed(key: str) -> bool:
+    """Whether runs that differ in this setting alone are repetitions of each other."""
+    return key.rpartition(".")[2] == "seed"
+
+
+def value(of: Any) -> str:
+    """A value as it is typed in a config."""
+    return str(of).lower() if isinstance(of, bool) else f"{of:g}" if isinstance(of, float) else str(of)

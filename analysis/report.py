@@ -19,7 +19,7 @@ from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import paper, save
-from analysis.settings import is_seed
+from analysis.questions import is_seed
 from analysis.table import write_csv, write_latex
 from analysis.trace import chrome_trace
 

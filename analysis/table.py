@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis import questions as ask
-from analysis.settings import value
+from analysis.questions import value
 from mdcs.sizes import MIB
 
 WIDTH = 120

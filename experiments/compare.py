@@ -55,6 +55,7 @@ from mdcs.planner.strategies import Uniform
 from mdcs.sizes import Budget
 
 SCHEMA = 3
+TOLERANCE = 5e-3  # greatest relative difference of equal losses
 BOUNDS_S = 20.0  # time limit of each of two solves
 def main() -> int:
     """Run the comparison of the command line. Return the exit code."""
@@ -236,9 +237,9 @@ class Comparison:
             "rounds": whole, "overrides": self.given, "base": self.base, "floor_bytes": self.floor,
             "floors": self.floors,
             "losses": {
-                "base": base and str(base), "tolerance": self.asked.tolerance,
+                "base": base and str(base), "tolerance": TOLERANCE,
                 "differences": {name: value if math.isfinite(value) else None for name, value in differences.items()},
-                "equal": all(difference <= self.asked.tolerance for difference in differences.values()),
+                "equal": all(difference <= TOLERANCE for difference in differences.values()),
             },
             "left_out": self.left_out, "failed": self.failed, "parameters": self._parameters(),
             "candidates": [self._repetitions(each, complete[str(each)]) for each in ended if str(each) in complete],

@@ -42,7 +42,6 @@ class CompareConfig:
     budgets: list[str] = option(
         [], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own"
     )
-    tolerance: float = option(5e-3, "greatest relative difference of equal losses", at_least=0)
 
 
 @dataclass

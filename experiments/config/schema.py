@@ -138,9 +138,6 @@ class ClusterConfig:
     )
     threads: int | None = option(None, "threads that compute, per rank; null: cores // processes", at_least=1)
     timeout_s: float = option(60.0, "a job in which no rank moves for so long is ended", above=0)
-    startup_s: float = option(
-        120.0, "granted on top of timeout_s until every rank has made a step", at_least=0
-    )
     device: str = option("cpu", "where the model is", choices=("cpu", "cuda"))
     peak_tflops: float | None = option(
         None,

@@ -99,7 +99,7 @@ _NOT_SETTINGS = (
     "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path",
     "profile.cache",
     "profile.refresh", "budget.limit", "budget.schedule_share", "cluster.name", "cluster.ranks", "cluster.rank",
-    "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "cluster.peak_tflops", "link.name",
+    "cluster.rate_gbit", "cluster.timeout_s", "cluster.peak_tflops", "link.name",
     "run.cross_iteration", "recompute.each", "batch.", "data.workers",
 )  # fmt: skip
 """Keys or groups that have their own column in tables, or on which no measurement depends."""

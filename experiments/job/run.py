@@ -101,8 +101,10 @@ def _run(
     mirror.event(asked)
     tail, last = Tail(folder / METRICS), dict[str, Event]()  # the last event of each kind
     tail.new()  # skip the events that the folder had before
-    limits = config.cluster.timeout_s, config.cluster.startup_s
-    cluster = elastic.Cluster(config.cluster.processes, *limits, config.cluster.rate_gbit, config.cluster.nodes)
+    cluster = elastic.Cluster(
+        config.cluster.processes, config.cluster.timeout_s, rate_gbit=config.cluster.rate_gbit,
+        nodes=config.cluster.nodes,
+    )  # fmt: skip
     arguments = [str(folder), *([f"--{only}-only"] if only else [])]
     outcome = Outcome(False, record.INTERRUPTED)
     try:

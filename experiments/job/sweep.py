@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import analysis
-from analysis.settings import short
+from analysis.questions import short
 from experiments.config.schema import Config, ConfigError
 from experiments.job import record
 from experiments.job.record import Record

@@ -29,6 +29,7 @@ from experiments.job.tracking import JsonLines
 from experiments.job.training import train
 from experiments.job.workload import Workload
 from launch import preemption, rendezvous, status
+from launch.elastic import Cluster
 from mdcs.api.loop_plan import Choice
 from mdcs.profiler.autotune import with_trials
 from mdcs.profiler.consensus import on_rank_zero
@@ -127,7 +128,7 @@ def start(config: Config) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    rendezvous.meet(config.cluster.timeout_s + config.cluster.startup_s)
+    rendezvous.meet(config.cluster.timeout_s + Cluster.startup_s)
     dist.init_process_group(config.cluster.resolved_backend(), timeout=timeout)
     return device
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import fnmatch
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
@@ -17,7 +20,6 @@ from experiments.config.identity import RECOMPUTATION, about, measures_recomputa
 from experiments.config.schema import Config
 from experiments.job import profiles
 from experiments.job.planning import job_of, require_activations
-from experiments.job.preparation import prepared
 from launch import status
 from mdcs.api.loop_plan import Choice, must_shard
 from mdcs.api.offline import STEPS
@@ -37,6 +39,11 @@ _TRIALS, _TRIALS_FROM = 3, 250
 """Default number of plans that are tried, and steps of the shortest run that tries them."""
 _PLANS, _RECOMPUTING = 5, 2
 """Plans under which messages are measured, at most, and those under which units recompute."""
+
+T = TypeVar("T")
+_TURNS = 3
+_PATIENCE = datetime.timedelta(days=7)
+"""The watchdog ends a job in which no rank works: a rank that waits for its turn needs no limit."""
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -232,6 +239,26 @@ class Workload:
             return self.loss(next(batches))
 
         return step
+
+
+def prepared(phase: str, make: Callable[[], T], *, in_turn: bool = False) -> T:
+    """Return what `make` returns, on every rank. The job is not taken for hung while `make` computes or writes files.
+
+    in_turn: rank 0 goes first, then one rank of each other host, then the rest. Collective.
+    """
+    status.set(phase=phase)
+    if not in_turn or not dist.is_initialized() or dist.get_world_size() == 1:
+        with status.working():
+            return make()
+    turn = 0 if dist.get_rank() == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    for each in range(_TURNS):
+        if each == turn:
+            with status.working():
+                made = make()
+        dist.barrier(group)
+    dist.destroy_process_group(group)
+    return made
 
 
 def _unit(unit: tuple[str, int, bool] | None) -> str:

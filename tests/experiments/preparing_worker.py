@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from experiments.job.preparation import prepared
+from experiments.job.workload import prepared
 
 folder, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
 

@@ -9,6 +9,7 @@ import torch
 from experiments.config import checks
 from experiments.job.training import train
 from experiments.job.workload import Workload
+from launch import elastic
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 
@@ -47,3 +48,12 @@ def test_a_batch_of_another_model_is_named():
 def test_recomputation_is_measured_where_the_budget_needs_it(asked, measured):
     made = workload("cluster.ranks=1", "run.profile_iterations=1", f"budget='{asked}'", world=1)
     assert made.profile().about.get("recomputation") == measured
+
+
+@pytest.mark.slow
+def test_one_rank_prepares_data_for_the_others_and_is_not_ended_as_hung(tmp_path):
+    timeout_s = 8.0
+    cluster = elastic.Cluster(2, timeout_s, startup_s=1)
+    arguments = [str(tmp_path), str(timeout_s)]
+    outcome = elastic.run(tmp_path, cluster, {}, module="tests.experiments.preparing_worker", arguments=arguments)
+    assert outcome == elastic.Outcome(True) and (tmp_path / "order").read_text() == "01"

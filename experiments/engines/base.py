@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -303,7 +303,8 @@ class Peer:
         count = dict(seen.count) if seen.count or self.shows_messages else None
         norm = None if seen.grad_norm is None else float(seen.grad_norm)
         times = self.times(whole, phases, seen)
-        return Record(step, replace(times, step_s=times.step_s - paused), sent, count, grad_norm=norm)
+        trained = StepTimes.of(times.step_s - paused, times.compute_s, times.communication_s, times.overlap_s)
+        return Record(step, trained, sent, count, grad_norm=norm)
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         """Times of a step, from its observations."""

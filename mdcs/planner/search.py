@@ -209,35 +209,13 @@ def repartition(plan: Plan, rng: random.Random) -> Plan | None:
     return with_block_sizes(plan, u, sizes)
 
 
-def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
-    """Fuse a message with the next of its kind, or split a fused message in two."""
-    i = rng.randrange(len(plan.messages))
-    a, messages = plan.messages[i], list(plan.messages)
-    if len(a.parts) > 1:
-        cut = rng.randrange(1, len(a.parts))
-        messages[i : i + 1] = [dataclasses.replace(a, parts=a.parts[:cut]), dataclasses.replace(a, parts=a.parts[cut:])]
-        return dataclasses.replace(plan, messages=tuple(messages))
-    near = range(i + 1, min(len(messages), i + 6))
-    j = next((j for j in near if (messages[j].kind, messages[j].micro) == (a.kind, a.micro)), None)
-    if j is None:
-        return None
-    b = messages[j]
-    if a.kind.is_gather:  # at the earlier place, so that no unit is gathered too late
-        messages[i] = dataclasses.replace(a, parts=a.parts + b.parts)
-        del messages[j]
-    else:
-        messages[j] = dataclasses.replace(b, parts=a.parts + b.parts)
-        del messages[i]
-    return dataclasses.replace(plan, messages=tuple(messages))
-
-
 MOVES: dict[Move, float] = {advance_blocking: 1, shift: 5, swap: 3, shift_run: 2, change_strategy: 3}
 """Moves of candidates, and the relative frequency of each."""
 
 RECOMPUTE_MOVES: dict[Move, float] = {change_recompute: 3}
 """Moves of candidates whose recomputation is open."""
 
-PLAN_MOVES: dict[PlanMove, float] = {repartition: 0.2, fuse_or_split: 0.2}
+PLAN_MOVES: dict[PlanMove, float] = {repartition: 0.2}
 """Moves of plans, and the relative frequency of each. One takes as long as a dozen moves of candidates."""
 
 

@@ -7,8 +7,8 @@
    first plans.
 3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.search`).
 
-The result is never predicted slower than the best heuristic tried. Among equally fast schedules the leanest one is
-returned.
+The result is never predicted slower than the best heuristic tried, except where messages are merged because this saves
+more than it costs. Among equally fast schedules the leanest one is returned.
 
 The joint planner decides strategies and schedule in one program. The memory-aware scheduler has fixed strategies: most
 overlap within the remaining bytes.
@@ -28,7 +28,7 @@ from functools import partial
 from typing import ClassVar
 
 from mdcs.options import option
-from mdcs.plan.ledger import min_feasible_budget
+from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
@@ -48,7 +48,7 @@ from mdcs.planner.ilp.decode import (
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.priority import COARSER, Priority
 from mdcs.planner.schedulers import Dear, Wfbp
-from mdcs.planner.search import EvaluatedPlan, evaluate, race
+from mdcs.planner.search import EvaluatedPlan, evaluate, merge_adjacent_blocks, race
 from mdcs.planner.strategies import Greedy
 from mdcs.simulator.machine_code import compiled_loops
 from mdcs.simulator.simulate import replay
@@ -57,7 +57,7 @@ from mdcs.sizes import MIB
 # HiGHS solves up to 60 slots often (not if recomputation is open). Beyond, the relaxation gives the better plans.
 _WHOLE = 60
 _SHARES = (0.25, 0.0, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
-_HEURISTICS, _SEARCH = 0.12, 0.95  # fractions of the time at which these end
+_HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
 
 
@@ -100,6 +100,7 @@ class SlotPlanner(Solving):
                 [best], request.at(_SEARCH), strategies=fixed is None, recompute=problem.recomputes, bound=found.bound
             )
             best = min([best, *again], key=_cost_s)
+        best = merge_blocks(best, request.at(_MERGING))
         begun = best.plan.scheduler  # a search keeps the name of the plan that it started from
         plan = minimize_peak(best, problem.floor, request.at(1.0))
         outcome = found.status
@@ -177,6 +178,22 @@ def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
     if problem.budget is not None:
         with contextlib.suppress(PlanError):
             yield fastest_repair(plan, problem.budget)
+
+
+def merge_blocks(best: EvaluatedPlan, until: float) -> EvaluatedPlan:
+    """Return the plan with neighbouring blocks merged, as long as this costs less than the messages that it saves."""
+    for apart in (False, True):
+        for u in range(len(best.plan.blocks)):
+            while time.monotonic() < until and (larger := merge_adjacent_blocks(best.plan, u, apart=apart)) is not None:
+                try:
+                    check(larger)
+                    merged = evaluate(larger)
+                except PlanError:
+                    break
+                if merged.cost_s > best.cost_s:
+                    break
+                best = merged
+    return best
 
 
 def minimize_peak(best: EvaluatedPlan, floor: int, until: float) -> Plan:

@@ -34,7 +34,7 @@ from mdcs.telemetry.timeline import PeriodTrace, Span, union
 
 _IDLE_S = 1e-3  # a link that was idle for longer has let the ranks drift apart
 _TOGETHER = 4  # messages in flight share the link in any way, so their times are added
-_WAKE_S = 2e-3  # compute that begins later after its message is done has waited for something else
+_WAKE_S = 2e-3  # compute that begins later after its message, or the slot before, has waited for something else
 _LARGEST_BLOCK, _SATURATED = 16 * MIB, 0.97
 _LOST = "interference"  # the fraction of compute that is lost while a message is in flight
 _MANY = 24  # messages on an idle link that determine its latency: the waits of a few for other ranks look like it
@@ -109,6 +109,8 @@ class _Evidence(NamedTuple):
         found = cls([], [], [], [], [], [])
         gaps, sizes = [*_gaps(run)], [run.plan.wire(m) for m in run.plan.messages]
         between = [gap for gap, done, q in gaps if done is None and q != run.plan.period.turn]
+        if run.plan.budget is not None:  # compute that has waited for no message may have waited for memory
+            between = [gap for gap in between if gap < _WAKE_S]
         between_s = statistics.median(between) if between else 0.0
         for gap, done, q in gaps:
             if done is not None and abs(gap - done) < _WAKE_S:

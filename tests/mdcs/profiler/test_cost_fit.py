@@ -10,7 +10,7 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.pipeline import make_plan
+from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.schedulers import Partitioning, Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Contention, ExecutionModel, Link
@@ -78,6 +78,14 @@ def test_known_costs_are_found_within_their_standard_errors(noise: float) -> Non
         assert abs(got[name] - wanted[name]) <= 3 * error + 0.02 * wanted[name] + (0 if is_rate else 3e-6), name
     assert sum(s.seconds for s in found.slots) == pytest.approx(sum(s.seconds for s in true.slots), rel=0.01)
     assert found.prediction_error is not None and found.prediction_error < 0.02
+
+
+@pytest.mark.parametrize("share", [1.1, 1.3])
+def test_waiting_for_memory_is_no_part_of_a_slot(share: float) -> None:
+    """Near the floor, compute waits for messages to free gradients more often than for their contents."""
+    true, job = replace(PROFILE, link=replace(TRUE_LINK, beta=tuple(2 * beta for beta in TRUE_LINK.beta))), Job(PROFILE)
+    found = fit_costs(PROFILE, runs(calibration_plans(job, int(share * floor_bytes(job))), true))
+    assert [s.seconds for s in found.slots] == pytest.approx([s.seconds for s in true.slots], rel=0.02)
 
 
 def test_messages_that_cost_compute_nothing_are_free() -> None:

@@ -34,7 +34,7 @@ from mdcs.telemetry.memory_meter import unmeasured
 
 SECONDS = 30.0
 """Default time limit of planning."""
-_OTHERS = 15  # of the time limit, the part of a solver that proposes another plan
+_OTHERS, _WITHIN = 15, 3  # of the time limit, the part of a solver that proposes another plan; within a budget
 T = TypeVar("T")
 
 
@@ -105,7 +105,8 @@ class Planning:
                 raise error.in_words_of(self.budget, lambda: unsharded_bytes(job)) from None
             if job.profile.world == 1:
                 return [plan]
-            return proposals(plan, self.trials, recompute=self.rule, seconds=self.seconds / _OTHERS)
+            seconds = self.seconds / (_OTHERS if limit is None else _WITHIN)
+            return proposals(plan, self.trials, recompute=self.rule, seconds=seconds)
 
         def say(plans: list[Plan]) -> None:
             if self.rule == AUTO and (line := in_words(plans[0])):

@@ -25,7 +25,7 @@ from mdcs.planner.schedulers import Sequential
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
-from tests.mdcs.profiles import chain, link
+from tests.mdcs.profiles import ADAM, chain, link
 
 FAST = sorted(set(SCHEDULERS) - {"memory_aware"})
 
@@ -69,7 +69,7 @@ def test_whatever_the_simulator_does_satisfies_the_rows_and_costs_no_less(seed: 
 
 def test_behind_a_barrier_an_all_reduce_may_be_faster_than_its_halves() -> None:
     """It is complete before the barrier, under backward; the gather of zero2 waits for the barrier."""
-    profile = chain(1024, 1024, 1024, link=link(1 / 2048, depth=2), forward_s=0.1)
+    profile = chain(1024, 1024, 1024, link=link(1 / 2048, depth=2), forward_s=0.1, optimizer=ADAM)
     problem = PlanningProblem(Job(profile, cross_iteration=False), None)
     answer = solve((model := SlotModel(problem)).program)
     whole, parted = (replay(SCHEDULERS["wfbp"]().schedule(problem.mix([k] * 3))).period_s for k in (Strategy.dp, Strategy.zero2))

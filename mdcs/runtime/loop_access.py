@@ -112,7 +112,7 @@ def _may_be_used(unit: int, sequencer: SlotSequencer, in_forward: bool) -> bool:
 
 
 class _Run(Protocol):
-    """What the calls ask of :class:`mdcs.Session`."""
+    """Methods that the calls ask of :class:`mdcs.Session`."""
 
     def step(self) -> None: ...
     def drops_gradients(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""Which rows are one curve, and where it is lowest."""
+"""Rows that are one curve, and where it is lowest."""
 
 import json
 

@@ -72,7 +72,7 @@ def test_json_is_all_that_is_printed(tmp_path):
 
 
 def test_a_file_may_ask_for_json(tmp_path):
-    """Of a sweep too, whose jobs Hydra would announce on stdout."""
+    """The plan of a sweep, too, whose jobs Hydra would announce on stdout."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/mine.yaml").write_text("defaults: [config, _self_]\nplan:\n  format: json\n")
     asked = ("--config-dir=own", "--config-name=mine", "-m", "strategy=dp,fsdp", "hydra.sweep.dir=out")

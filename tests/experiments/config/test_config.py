@@ -248,7 +248,7 @@ def test_a_profile_that_is_named_is_taken_though_the_models_code_has_changed_wit
 
 
 def test_a_profile_that_cannot_be_used_is_refused_and_one_written_by_hand_is_not(tmp_path):
-    """Of a link that was emulated, of a class that has another name now, and of no profile at all."""
+    """Profiles of a link that was emulated, of a class that has another name now, and of no profile at all."""
     moved = tmp_path / "moved.json"
     moved.write_text(json.dumps(json.loads(PROFILE.read_text()) | {"about": {"model": "experiments.tasks.gpt2.Gpt2"}}))
     for asked, why in ((profile_of(tmp_path, emulated=True), "has not measured the link"),

@@ -1,4 +1,4 @@
-"""Which optimizers can run on shards, and the state that they keep there, is found out by trying them."""
+"""Optimizers that can run on shards, and the state that they keep there, are found out by trying them."""
 
 from __future__ import annotations
 

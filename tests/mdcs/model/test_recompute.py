@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Log:
-    """Which units compute again, in order; each forward with its recomputation."""
+    """Units that compute again, in order; each forward with its recomputation."""
 
     def __init__(self) -> None:
         self.again: list[tuple[int, int]] = []

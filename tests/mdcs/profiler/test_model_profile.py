@@ -69,7 +69,7 @@ class Mixed(torch.nn.Module):
 
 
 def test_units_around_one_module_are_in_use_together() -> None:
-    """Of another type, of another optimizer, and frozen: each is needed while any of them computes."""
+    """Parts of another type, of another optimizer, and frozen: each is needed while any of them computes."""
     model = torch.nn.Sequential(Mixed(), Mixed())
     *most, last = [p for p in model.parameters() if p.requires_grad]
     optimizers = [torch.optim.SGD(most, lr=0.1), torch.optim.Adam([last])]

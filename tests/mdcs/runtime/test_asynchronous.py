@@ -33,7 +33,7 @@ from tests.mdcs.runtime.training import How, all_fsdp_bytes, optimizer_for, sche
 CPU = torch.device("cpu")
 STEPS = 4
 ORDERS: tuple[Sequence[str] | int, ...] = (("compute",), ("communication",), ("updates",), 1)
-"""Which streams run ahead: each finds what it has not waited for, and what was freed too early; and by chance."""
+"""Streams that run ahead: each finds what it has not waited for, and what was freed too early; and by chance."""
 
 Trained = tuple[list[float], dict[str, Tensor]]
 

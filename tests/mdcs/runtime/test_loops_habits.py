@@ -72,7 +72,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def with_workers(made: Setup, parallel: mdcs.Session, step: Step) -> None:
-    """Which are forked while messages are in flight."""
+    """Workers that are forked while messages are in flight."""
     # The tests' ranks are daemons, and those may have no children.
     multiprocessing.process.current_process()._config.pop("daemon", None)
     for i in torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2):

@@ -59,7 +59,7 @@ def test_it_trains_as_with_ddp_and_resumes_under_another_strategy(two: Ranks, tm
 
 
 def count_steps(way: How) -> list[Any]:
-    """What an optimizer counts on its object moves on once a step, and not in a step that is dropped."""
+    """Counts of an optimizer on its object move on once a step, and not in a step that is dropped."""
     job, made, plain = Job("tied", 1, "own count", None if way.cross_iteration else math.inf), setup("tied"), setup("tied")
     ours, theirs = (OwnCount([p for p in m.model.parameters() if p.requires_grad], lr=0.1) for m in (made, plain))
     ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())

@@ -258,13 +258,6 @@ def cpu_backend(group: dist.ProcessGroup | None) -> Any:
     return (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
 
 
-def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values of tensors [any shapes, dense] in messages of up to 1 MiB, as DDP does with buffers."""
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    if real:
-        dist._broadcast_coalesced(group or dist.distributed_c10d._get_default_group(), real, 1 << 20, 0)
-
-
 def abort(group: dist.ProcessGroup) -> None:
     """End an NCCL group without waiting for its messages; destroying it would wait."""
     dist.distributed_c10d._abort_process_group(group)

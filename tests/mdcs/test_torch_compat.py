@@ -135,13 +135,6 @@ def test_store_and_backend_of_processes(group) -> None:
     assert tensor.tolist() == [1, 1]
 
 
-def test_tensors_of_several_types_are_broadcast_together(group) -> None:
-    tensors = [torch.ones(2, 3).t(), torch.tensor(3), torch.tensor([True]), torch.ones(2, dtype=torch.complex64)]
-    torch_compat.broadcast_all(tensors, group)
-    torch_compat.broadcast_all([], group)
-    assert [t.sum().item() for t in tensors] == [6, 3, 1, 2]
-
-
 def test_aborting_a_group_waits_for_nobody(group) -> None:
     torch_compat.abort(group)  # of gloo it may be a no-op, with a warning
 

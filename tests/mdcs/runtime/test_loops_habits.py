@@ -280,8 +280,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "with parallel.evaluate(): parallel.close()": ("close() inside evaluate()",),
     "loss(); parallel.state_dict()": ("state_dict() inside an iteration: call it after step()",),
     "loss(); parallel.drain()": ("step 2: drain() inside an iteration",),
-    "parallel.step()": ("step 2: step() needs a forward and a backward pass before it",),
-    "loss(); parallel.step()": ("step 2: step() needs a forward and a backward pass before it",),
+    "parallel.step()": ("step 2: step() needs ", " before it"),
+    "loss(); parallel.step()": ("step 2: step() needs ", " before it"),
     "parallel.close(); backward(); parallel.step()": ("step() after close(): call mdcs.parallelize() again",),
     "parallel.close(); parallel.state_dict()": ("state_dict() after close()",),
 }  # fmt: skip

@@ -32,14 +32,15 @@ def composed(*overrides: str, rate: float | str = RATE) -> Config:
 def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
     if why := network.refusal(RATE):
         pytest.skip(f"no shaped network: {why}")
-    outcome = jobs.run(composed(*SMALL, "strategy=fsdp"), tmp_path, Console(file=io.StringIO()))
+    measured = (*SMALL[:-1], "run.profile_iterations=12")  # enough messages to tell seconds per byte from those per message
+    outcome = jobs.run(composed(*measured, "strategy=fsdp"), tmp_path, Console(file=io.StringIO()))
     assert outcome.ok, outcome.reason
     profile = Profile.from_json((tmp_path / "profile.json").read_text())
     for kind in (Kind.AR, Kind.AG_F, Kind.RS):
         rate = 8e-9 / profile.link.beta_of(kind)
-        # The rate of the line that is fitted: after a pause the bucket's 128 KiB pass at once, headers take next to nothing, and
-        # where other tests have the cores less is sent.
-        assert 0.6 * RATE <= rate <= 1.08 * RATE, (kind, rate, profile.collectives)
+        # The rate of the line that is fitted: after a pause the bucket's 128 KiB of a message's 257 pass at once, headers take
+        # next to nothing, and where other tests have the cores less is sent.
+        assert 0.6 * RATE <= rate <= 1.4 * RATE, (kind, rate, profile.collectives)
     assert (profile.about["shaped_link"], profile.link.emulated) == ("0.5 Gbit/s", False)
     congestion = profile.about["congestion_control"]
     asked, start, *_ = read_events(tmp_path / "metrics.jsonl")

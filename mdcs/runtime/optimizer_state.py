@@ -162,7 +162,9 @@ class OptimizerState:
         """Return (key, gather) of a unit's state, whole or in parts of ``to``; all begin now if there is room."""
         keys = sorted({key for p in self._storages[u].parameters if p in started for key in started[p][1]})
         gathers = ((key, self._unsharder.start_gather(u, self._parts(u, key), "optimizer state", to)) for key in keys)
-        at_once = self._unsharder.fits((len(keys) + 1) * self._storages[u].full_bytes)
+        storage = self._storages[u]
+        size = storage.layout.elements * (storage.master_dtype or storage.flat_param.dtype).itemsize
+        at_once = self._unsharder.fits(2 * (len(keys) + 1) * size)  # each whole, and the parts that change hands
         return iter([*gathers]) if at_once else gathers
 
     def _take_state(

@@ -1,21 +1,22 @@
 """Fit a schedule to a byte budget: gathers as late as the bytes ask for, and if that is not enough, tighter messages.
 
 The planner makes these changes, so that admission at run time never changes the order on the wire and no plan can
-deadlock (:func:`mdcs.plan.ledger.check`). The tightest messages with the latest gathers hold what the sequential
-schedule of the mix holds, and that is the smallest peak of the mix.
+deadlock (:func:`mdcs.plan.ledger.check`). The last resort is the sequential schedule of
+the mix, by which mixes are judged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 from mdcs.plan.ledger import Ledger, worst_case_bytes_by_slot
 from mdcs.plan.period import Op, blocks_by_readiness
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message, buffer_of
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.schedulers import sequential
 from mdcs.simulator.simulate import replay
 
 _AHEAD = (4, 2, 1)  # slots
@@ -98,7 +99,7 @@ def reduce_when_ready(plan: Plan) -> Plan:
 
 def _tightened(plan: Plan) -> Iterator[Plan]:
     """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole,
-    and last with the messages of each slot in the sequential schedule's order.
+    and last the sequential schedule of its mix.
 
     A message that is split needs less staging. A unit that is whole needs less optimizer state: each block has its own,
     with a few bytes of overhead. The last block of a unit is reduced beside the shards of the others.
@@ -113,10 +114,8 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
         if len(plan.blocks[u]) > 1:
             plan = reduce_when_ready(with_block_sizes(plan, u, (sum(plan.blocks[u]),)))
             yield plan
-    messages: list[Message] = []
-    for _, group in itertools.groupby(plan.messages, key=lambda m: (m.slot, m.kind.is_gather)):
-        messages += sorted(group, key=lambda m: m.parts)
-    yield dataclasses.replace(plan, messages=tuple(messages))
+    last = sequential(StrategyAssignment(plan.job, plan.strategies))
+    yield dataclasses.replace(plan, blocks=last.blocks, messages=last.messages)
 
 
 def with_block_sizes(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:

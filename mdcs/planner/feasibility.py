@@ -6,6 +6,7 @@ The floor is the smallest peak found over strategies and recomputation.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from mdcs.profile.recompute import CHOICES, NONE, RecomputeOption, uniform
 from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB, MIB, Budget
 
-_MOST = 400  # sequential schedules that one descent tries
+_MOST = 400  # sequential schedules that are tried
 _T = TypeVar("_T", tuple[Strategy, ...], Job)
 _SHARPNESS = 24  # power of a slot's bytes, relative to the peak: how little slots below the peak count
 
@@ -78,8 +79,8 @@ def _descended(start: _T, needs: Callable[[_T], _Needs], changed: Callable[[_T, 
 def min_peak_strategies(job: Job) -> tuple[Strategy, ...]:
     """Return the strategies with the smallest sequential peak found: all fsdp unless other mixes need fewer bytes.
 
-    No uniform mix needs fewer bytes. On random jobs of up to four units the result is the minimum over all mixes
-    (tests). With many units it is the result of a search, the same in every process.
+    The minimum over all mixes if there are at most 400. With more it is the result of a search, the same in every
+    process, and no uniform mix needs fewer bytes.
     """
     needs = cache(partial(_needs, job))
 
@@ -87,11 +88,15 @@ def min_peak_strategies(job: Job) -> tuple[Strategy, ...]:
         return needs(mix).peak
 
     def changed(mix: tuple[Strategy, ...], u: int) -> list[tuple[Strategy, ...]]:
-        return [(*mix[:u], k, *mix[u + 1 :]) for k in choices(job.profile) if k is not mix[u]]
+        return [(*mix[:u], k, *mix[u + 1 :]) for k in kinds if k is not mix[u]]
 
-    alike = [(strategy,) * len(job.profile.units) for strategy in (Strategy.fsdp, *choices(job.profile))]
+    kinds = sorted(choices(job.profile), key=lambda k: k is not Strategy.fsdp)  # of equals min returns the first
+    count = len(job.profile.units)
+    if len(kinds) ** count <= _MOST:
+        return min(itertools.product(kinds, repeat=count), key=peak)
+    alike = [(kind,) * count for kind in kinds]
     starts = alike[0], min(alike, key=peak)
-    return min((_descended(each, needs, changed) for each in starts), key=peak)  # ties: all fsdp, the first start
+    return min((_descended(each, needs, changed) for each in starts), key=peak)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Export a plan: write the nearest configuration of torch's FSDP2 as JSON, and show what is lost and what it costs.
+"""Export a plan: write the nearest configuration of torch's FSDP2 as JSON, and show what is lost.
 
     mdcs export outputs/first
     mdcs export outputs/first/plan.json --to fsdp2.json
@@ -30,13 +30,11 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.console import Console
-from rich.table import Table
 
-from analysis.table import milliseconds, new_console, new_table
-from experiments.fsdp2 import predicted_document
+from analysis.table import new_console, new_table
 from launch.place import require_alone
+from mdcs.export.document import document
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.sizes import MIB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path: Path = options.plan / "plan.json" if options.plan.is_dir() else options.plan
     to: Path = options.to or path.with_name("fsdp2.json")
     try:
-        made = predicted_document(Plan.from_json(path.read_text(encoding="utf-8")))
+        made = document(Plan.from_json(path.read_text(encoding="utf-8")))
         text = json.dumps(made, indent=1)
         if not options.force and (other := _other(to, text)) is not None:
             print(f"--to: {to} is {other}: name another file, or add --force", file=sys.stderr)
@@ -91,7 +89,7 @@ def _other(to: Path, text: str) -> str | None:
 
 
 def show(made: dict[str, Any], console: Console) -> None:
-    """Print the groups, the losses of the export, and the predictions for the plan and for FSDP2."""
+    """Print the groups, and the losses of the export."""
     rows = []
     for group in made["groups"]:
         ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
@@ -110,38 +108,6 @@ def show(made: dict[str, Any], console: Console) -> None:
     for each in made["lost"]:
         units = ", ".join(each["units"]) if each["units"] else "the whole plan"
         console.print(f"- {units}: {each['what']}", markup=False, highlight=False)
-    console.print(_predicted(made["predicted"]))
-    if made["budget"] is not None:
-        console.print(_budget(made), markup=False, highlight=False)
-
-
-def _budget(made: dict[str, Any]) -> str:
-    """Whether FSDP2 is predicted to keep the plan's budget; if not, a change that would keep it."""
-    budget, peak = made["budget"], made["predicted"]["fsdp2"]["peak_bytes"]
-    words = f"The plan's budget is {budget['bytes'] / MIB:.2f} MiB"
-    words += f", {budget['reserve'] / MIB:.2f} of them in reserve" if budget["reserve"] else ""
-    if budget["fits"]:
-        return f"{words}: these calls are predicted to keep it, but FSDP2 does not enforce it."
-    over = peak + budget["reserve"] - budget["bytes"]
-    words += f": these calls are predicted to be {over / MIB:.2f} MiB above it."
-    other = budget["would_fit"]
-    if other is None:
-        least = budget["least"]["peak_bytes"] / MIB
-        return f"{words} With FSDP2 nothing fits: all units fsdp need {least:.2f} MiB."
-    step = milliseconds(other["step_s"])
-    size = f"{other['peak_bytes'] / MIB:.2f} MiB"
-    return f"{words} It would be kept with fsdp for {', '.join(other['units'])}: {size}, {step} ms."
-
-
-def _predicted(predicted: dict[str, Any]) -> Table:
-    table = new_table("predicted for one step", ("", "step ms", "exposed ms", "peak MiB"), left=("",))
-    for name, values in predicted.items():
-        if values is not None:
-            cells = [milliseconds(values[key]) for key in ("step_s", "exposed_s")] + [
-                f"{values['peak_bytes'] / MIB:.2f}"
-            ]
-            table.add_row("the plan, by mdcs" if name == "mdcs" else "these calls, by FSDP2", *cells)
-    return table
 
 
 if __name__ == "__main__":

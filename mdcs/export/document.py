@@ -41,14 +41,13 @@ _AHEAD = 1
 """Groups that FSDP2 gathers ahead by itself."""
 
 
-def document(plan: Plan, forward: PrefetchLists | None = None, backward: PrefetchLists | None = None) -> dict[str, Any]:
+def document(plan: Plan) -> dict[str, Any]:
     """Return plain containers for JSON, with everything that :func:`mdcs.export.fsdp2.apply_plan` needs.
 
-    ``forward``, ``backward``: what each group prefetches; None: at most one group, and no further ahead than the plan.
+    A group prefetches one group at most, and no further ahead than the plan.
     """
     groups = groups_of(plan)
-    forward = prefetch_lists(plan, groups, Kind.AG_F, _AHEAD) if forward is None else forward
-    backward = prefetch_lists(plan, groups, Kind.AG_B, _AHEAD) if backward is None else backward
+    forward, backward = (prefetch_lists(plan, groups, kind, _AHEAD) for kind in (Kind.AG_F, Kind.AG_B))
     lists = {Kind.AG_F: forward, Kind.AG_B: backward}
     return {
         "schema": SCHEMA,
@@ -132,7 +131,7 @@ def _limitations_by_unit(
             order = [each.name for each in in_order(groups, kind)]
             by = next((name for name, targets in ahead_of.items() if g.name in targets), g.name)
             if g.name in order and ahead[kind].get(g.name, 0) > order.index(g.name) - order.index(by):
-                what = f"is gathered further ahead ({kind}) in the plan, which is not faster or takes too many bytes"
+                what = f"is gathered further ahead ({kind}) in the plan"
                 yield u, what
 
 

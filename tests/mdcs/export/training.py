@@ -18,14 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mdcs
-from experiments.fsdp2 import predicted_document
 from mdcs.export.document import document
 from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
 from mdcs.plan.plan import Plan
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import CHOICES, FULL, uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import in_nodes
 from tests.mdcs.runtime.training import How, Setup, optimizer_for, recomputing, scheduler_for, setup, strategy_for
@@ -127,23 +125,6 @@ def by_hand(module: nn.Module, choice: str) -> None:
     kept = [*keep, aten._scaled_dot_product_flash_attention_for_cpu.default]
     contexts = {} if choice == FULL else {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
     module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, **contexts)
-
-
-def peak(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:
-    """Bytes predicted and measured of FSDP2 in steady state."""
-    made = setup(name, **shape)
-    plan = planned(made, how)
-    file = predicted_document(plan)
-    apply_plan(made.model, file)
-    optimizer = torch.optim.Adam(parameter_groups(made.model), lr=1e-3)
-    meter = ShimMeter()
-    for step in range(4):
-        if step == 2:
-            meter.reset()
-        made.loss(made.model, made.batch(step, 0, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"predicted": file["predicted"]["fsdp2"]["memory"], "measured": meter.peaks()}
 
 
 def by_the_loader(name: str, how: How) -> dict[str, Any]:

@@ -24,7 +24,6 @@ PROGRAMS = {
     "plan": "experiments/plan.py",
     "curve": "experiments/curve.py",
     "compare": "experiments/compare.py",
-    "search": "experiments/search.py",
     "jobs": "experiments/jobs.py",
     "export": "experiments/export.py",
     "collectives": "experiments/collectives.py",

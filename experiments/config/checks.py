@@ -42,9 +42,7 @@ def composing(folder: Path = CONF) -> Iterator[None]:
         yield
 
 
-def compose_config(
-    overrides: Sequence[str], *, like: str | None = None, adapt: Callable[[Config, Sequence[str]], Config] = adapted
-) -> Config:
+def compose_config(overrides: Sequence[str], *, like: str | None = None) -> Config:
     """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error.
 
     The primary config is that of the running program. like: a profile that says what the command line does not, for a
@@ -53,7 +51,7 @@ def compose_config(
     primary = HydraConfig.get().job.config_name if HydraConfig.initialized() else None
     try:
         composed = compose(primary or "config", list(overrides), return_hydra_config=True)
-        return from_composed(composed, said=overrides, like=like, adapt=adapt)
+        return from_composed(composed, said=overrides, like=like)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise explain(error, overrides) from error
 

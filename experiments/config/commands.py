@@ -45,23 +45,11 @@ class CompareConfig:
 
 
 @dataclass
-class SearchConfig:
-    """Settings of mdcs search."""
-
-    over: list[str] = option(
-        [], "what is searched, as overrides with Hydra's sweeps, e.g. link.depth=int(interval(1,4)); "
-        "none: bytes, share and depth"
-    )  # fmt: skip
-    trials: int = option(20, "trials in all, those of earlier calls included", at_least=1)
-    seed: int = option(0, "seed of Optuna's sampler", at_least=0)
-
-
-@dataclass
 class PlanConfig:
     """Settings of mdcs plan."""
 
     format: str = option("text", "json: one JSON document on stdout and nothing else", choices=("text", "json"))
 
 
-OWN = {"curve": "curve", "compare": "compare", "search": "search", "plan": "plan"}
+OWN = {"curve": "curve", "compare": "compare", "plan": "plan"}
 """Groups that only one command has, with its name."""

@@ -20,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from experiments.config import budgets
-from experiments.config.commands import CompareConfig, CurveConfig, PlanConfig, SearchConfig
+from experiments.config.commands import CompareConfig, CurveConfig, PlanConfig
 from mdcs.options import Checked, option
 from mdcs.profile.link import ALGORITHMS
 from mdcs.sizes import Budget
@@ -342,7 +342,6 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-    search: SearchConfig = field(default_factory=SearchConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 

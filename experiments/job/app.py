@@ -74,7 +74,6 @@ class Program:
     - freezes: the config of a submitted job is resolved now, its profile is shared, and it goes on when it is
       preempted. Otherwise a submitted job is this program with the job's overrides.
     - lists: overrides in the place of a list of values (KEY=A,B), which the program compares in one job.
-    - submits: the program's job runs here and submits others (`experiments.job.submission.run_submitted`).
     """
 
     job: Job
@@ -84,7 +83,6 @@ class Program:
     objective: Callable[[Path], float] | None = None
     freezes: bool = False
     lists: Callable[[Sequence[str]], list[str]] | None = None
-    submits: bool = False
 
 
 def run(program: Program) -> int:
@@ -241,7 +239,7 @@ class _Call:
             config.run.varied = config.run.varied or " ".join(varied(overrides, session.asked, but=_IN_NAMES)) or None
             if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
-        if launcher is None or self.program.submits:
+        if launcher is None:
             reason = self.program.job(config, folder)
             with suppress(OSError):  # a full disk, which is no reason for anything by now
                 _write_hydra(folder, composed, settings)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.events import METRICS, read_events
 from experiments.config import checks
-from experiments.config.schema import BudgetConfig, Config, ConfigError
+from experiments.config.schema import BudgetConfig, Config
 from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import profiles, record
 from experiments.job.events import command_began, failure_event
@@ -129,29 +129,6 @@ def _leave(config: Config, folder: Path, what: str) -> None:
     checks.save(with_absolute_paths(config), folder / CONFIG)
     command = ["-P", "-m", "experiments.job.frozen", str(folder.resolve()), what, *sys.argv]
     (folder / submitted.COMMAND).write_text(shlex.join(command), encoding="utf-8")
-
-
-def run_submitted(configs: Mapping[Path, Config], settings: Any, sweep: Path) -> dict[Path, str]:
-    """Submit these jobs, by folder, and wait for them. Return why each has failed; empty for a job that has ended well.
-
-    - settings: Hydra's own part of the program's config.
-    - sweep: folder of the jobs' profiles, logs and code.
-
-    Raises ConfigError where sbatch refuses the jobs.
-    """
-    if not configs:
-        return {}
-    launcher = launcher_of(settings)
-    assert launcher is not None
-    for folder, config in configs.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        freeze(config, folder, launcher, sweep)
-    try:
-        mdcs_slurm.submit(mdcs_slurm.MdcsSlurmConf(**settings.launcher), sweep, [*configs], copies=True, resumes=True)
-    except ValueError as error:
-        key, _, complaint = str(error).partition(": ")
-        raise ConfigError(key, complaint) from error
-    return {folder: why_failed(folder, waited=True) or "" for folder in configs}
 
 
 def why_failed(folder: Path, *, waited: bool) -> str | None:

@@ -165,4 +165,4 @@ def test_help_begins_with_the_config_that_a_command_line_names(tmp_path, flags):
 
 def test_help_has_the_keys_of_this_program_and_not_of_others():
     said = help.text("", [], ("plan",))
-    assert "plan.format=text" in said and "run.steps=30" in said and "search.trials" not in said
+    assert "plan.format=text" in said and "run.steps=30" in said and "compare.rounds" not in said

@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 
 from analysis.events import METRICS, Event, last_attempt, read_events
+from mdcs.plan.cost import TIMES
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.plan.times import TIMES
 from mdcs.profile.link import Kind
 from mdcs.telemetry.timeline import Timeline
 

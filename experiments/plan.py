@@ -38,9 +38,9 @@ from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
 from experiments.job.record import INFEASIBLE
 from experiments.job.sweep import Session, varied
+from mdcs.plan.cost import Prediction
 from mdcs.plan.job import chosen_options
 from mdcs.plan.plan import Plan
-from mdcs.plan.times import Prediction
 from mdcs.planner.batch import PlannedBatch
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.planner.recompute import in_words

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from experiments.config.schema import Config
+from mdcs.plan.cost import StepTimes
 from mdcs.plan.plan import Plan
-from mdcs.plan.times import StepTimes
 from mdcs.profile.link import Collectives, Kind
 from mdcs.telemetry.memory_meter import TOTAL, current_meter, unmeasured
 from mdcs.telemetry.timeline import Span, intersection, length, union

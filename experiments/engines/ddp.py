@@ -10,7 +10,7 @@ from typing import Any
 from experiments.config.schema import Config, ConfigError, EngineOptions
 from experiments.engines.base import Engine, Peer, Seen, Trained
 from mdcs.options import option
-from mdcs.plan.times import StepTimes
+from mdcs.plan.cost import StepTimes
 from mdcs.profile.link import Kind
 from mdcs.telemetry.timeline import Span, length
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.config.schema import Config, EngineOptions
 from experiments.engines.base import Engine, Peer, Seen, Trained
 from mdcs.options import option
-from mdcs.plan.times import StepTimes
+from mdcs.plan.cost import StepTimes
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import Span
 

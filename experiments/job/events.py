@@ -27,7 +27,7 @@ from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
 from mdcs import cli
-from mdcs.plan.times import TIMES
+from mdcs.plan.cost import TIMES
 from mdcs.planner.recompute import in_words
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import is_far_off

@@ -16,33 +16,13 @@ that do not replay, and bounds, leave them out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
+from mdcs.plan.schedule import MessageSeconds
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
-
-
-class Cost(NamedTuple):
-    """Seconds of a message, in the order in which they are spent.
-
-    - ``alpha``: latency on the link.
-    - ``gap``: pause after the previous message.
-    - ``transfer``: time of its bytes on the link.
-    - ``copy``: summing and unpacking.
-    - ``update``: the update.
-    - ``idle``: ``transfer`` while nothing computes.
-    - ``lost``: compute time lost when the message completes while something computes, without that lost to copying and
-      updating.
-    """
-
-    alpha: float
-    gap: float
-    transfer: float
-    copy: float
-    update: float
-    idle: float
-    lost: float
 
 
 class CostModel:
@@ -53,7 +33,7 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._known: dict[tuple[Kind, tuple[tuple[int, int], ...], bool], Cost] = {}
+        self._known: dict[tuple[Kind, tuple[tuple[int, int], ...], bool], MessageSeconds] = {}
 
     def link_s(self, kind: Kind, wire: int) -> float:
         """Return α + β·wire: seconds of a message of ``wire`` bytes that is alone on the link."""
@@ -102,15 +82,11 @@ class CostModel:
         return seconds
 
     def lost_s(self, wire: int, work: float) -> float:
-        """Return the compute seconds lost to a message of ``wire`` bytes.
-
-        - ``work``: seconds of copies and updates that the message causes.
-
-        """
+        """Return the compute seconds lost to a message of ``wire`` bytes whose copies and updates take ``work`` s."""
         c = self.profile.contention
         return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
 
-    def message(self, kind: Kind, pieces: tuple[tuple[int, int], ...], blocking: bool = False) -> Cost:
+    def message(self, kind: Kind, pieces: tuple[tuple[int, int], ...], blocking: bool = False) -> MessageSeconds:
         """Return the cost of a message.
 
         - ``pieces``: (unit, elements) of each block that it carries. All are of one type.
@@ -124,9 +100,8 @@ class CostModel:
         idle = link.beta_of(kind) * wire
         copy, update = self.copy_s(payload, len(pieces)), self.update_s(kind, pieces)
         transfer = idle if blocking else self.transfer_s(kind, wire)
-        lost = self.lost_s(wire, 0.0)
-        cost = self._known[key] = Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
-        return cost
+        alpha, gap, lost = link.alpha_of(kind), link.gap_of(kind), self.lost_s(wire, 0.0)
+        return self._known.setdefault(key, MessageSeconds(alpha, gap, transfer, copy, update, idle, lost))
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
         """Return the seconds of communication, sums and updates of a unit in one iteration.
@@ -156,3 +131,69 @@ class CostModel:
         seconds = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
         # an all-reduce may be slower than its two halves
         return max(0.0, seconds - profile.link.beta_of(Kind.AR) * all_dp)
+
+
+# ---- parts of a step's time, named as HTA and NVIDIA's tools name them: plans, measurements and engines share them
+
+
+Times = TypeVar("Times", bound="StepTimes")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Parts of one rank's step, in seconds. None: unknown.
+
+    - compute_s: computing runs.
+    - communication_s: at least one message runs.
+    - overlap_s: both run.
+
+    Derived (:meth:`of`):
+
+    - exposed_s = communication_s - overlap_s: messages run and computing does not.
+    - stalled_s = step_s - compute_s: computing does not run, because it waits for messages, updates or the training
+      loop.
+    - idle_s = stalled_s - exposed_s: neither runs.
+    - overlap_ratio = overlap_s / communication_s, 0 without communication.
+    """
+
+    step_s: float
+    compute_s: float | None = None
+    communication_s: float | None = None
+    overlap_s: float | None = None
+    exposed_s: float | None = None
+    stalled_s: float | None = None
+    idle_s: float | None = None
+    overlap_ratio: float | None = None
+
+    @classmethod
+    def of(
+        cls: type[Times], step_s: float, compute_s: float | None = None, communication_s: float | None = None,
+        overlap_s: float | None = None, **more: Any,
+    ) -> Times:  # fmt: skip
+        """Return the times with the derived ones. ``more``: fields of a subclass."""
+        exposed_s, stalled_s, ratio = _less(communication_s, overlap_s), _less(step_s, compute_s), None
+        if communication_s is not None and overlap_s is not None:
+            ratio = min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0
+        derived = exposed_s, stalled_s, _less(stalled_s, exposed_s), ratio
+        return cls(step_s, compute_s, communication_s, overlap_s, *derived, **more)
+
+
+TIMES = tuple(f.name for f in fields(StepTimes))
+"""Names of the times: columns of tables, keys of records."""
+
+
+def _less(whole: float | None, part: float | None) -> float | None:
+    """Return the difference, at least 0: rounding can make a sum of spans exceed the whole in the last bit."""
+    return None if whole is None or part is None else max(0.0, whole - part)
+
+
+@dataclass(frozen=True)
+class Prediction(StepTimes):
+    """Result of the replay of a plan: seconds per period, and bytes per rank.
+
+    - ``peak_bytes``: peak of all categories together.
+    - ``memory``: peak of each category (at its own time), and of all together as "total".
+    """
+
+    peak_bytes: int = field(kw_only=True)
+    memory: dict[str, int] = field(kw_only=True)

@@ -300,27 +300,10 @@ def sizes_of_units(period: Period, strategies: tuple[Strategy, ...]) -> tuple[li
     return buffers, gradients
 
 
-class SlotDemand(NamedTuple):
-    """Bytes that must fit at a slot.
-
-    - ``arrival``: when compute arrives, while it waits for messages.
-    - ``running``: while the slot runs.
-    """
-
-    arrival: int
-    running: int
-
-    @property
-    def bytes(self) -> int:
-        """The larger of the two."""
-        return max(self.arrival, self.running)
-
-
-def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[SlotDemand]:
+def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[int]:
     """Return the bytes needed at each slot: the larger of prologue and steady period, with all earlier messages done.
 
     Compute can always wait for messages that are issued. Therefore admission cannot deadlock if these bytes fit.
-    - ``ledger``: the plan's ledger, if the caller has it.
     """
     ledger = ledger or Ledger(plan)
     slots, length = ledger.slots, plan.period.length
@@ -329,16 +312,16 @@ def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[S
         plan.period.turn, ledger.rest_bytes, [s.live for s in slots], [s.peak for s in slots],
         [s.allocated for s in slots], [s.freed for s in slots], plan.schedule, ledger.folded, arrival, running,
     )  # fmt: skip
-    return list(map(SlotDemand, arrival, running))
+    return list(map(max, arrival, running))
 
 
 def fill_demands(
     turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, s: Schedule,
     sizes: Folded, arrival: Numbers, running: Numbers,
 ) -> None:  # fmt: skip
-    """Fill ``arrival`` and ``running`` with the needs of each slot (:class:`SlotDemand`).
+    """Fill the bytes that each slot needs when compute arrives, while it waits for messages, and while it is running.
 
-    A loop over numbers, which :mod:`mdcs.simulator.machine_code` compiles for searches.
+    A loop over numbers, which :mod:`mdcs.simulator.simulate` compiles for searches.
 
     - ``turn``: first forward slot, where the prologue starts. ``rest``: bytes at rest.
     - by slot: ``live``, ``peak``, ``allocated``, ``released``, as in :class:`~mdcs.plan.ledger.SlotBytes`.
@@ -361,7 +344,7 @@ def fill_demands(
 
 def min_feasible_budget(plan: Plan) -> int:
     """Return the smallest budget (bytes, reserve included) under which the plan runs with any timing."""
-    return max(need.bytes for need in worst_case_bytes_by_slot(plan)) + plan.reserve
+    return max(worst_case_bytes_by_slot(plan)) + plan.reserve
 
 
 def check(plan: Plan) -> None:
@@ -370,14 +353,14 @@ def check(plan: Plan) -> None:
     if allowed is None:
         return
     for q, need in enumerate(worst_case_bytes_by_slot(plan)):
-        if need.bytes > allowed:
+        if need > allowed:
             blocking = [
                 f"{m.kind} of {', '.join(plan.profile.units[u].name for u, _ in m.parts)}"
                 for m, needed_by in zip(plan.messages, plan.schedule.needed_by, strict=True)
                 if m.slot <= q < needed_by
             ]
             raise PlanError(
-                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of "
+                f"cycle: slot {q} ({plan.period.name(q)}) needs {need + plan.reserve} of "
                 f"{allowed + plan.reserve} bytes, and what holds them is freed only after it"
                 + (f" (gathered ahead: {'; '.join(blocking[:4])})" if blocking else "")
             )

@@ -129,24 +129,24 @@ class Period:
     """
 
     def __init__(self, profile: Profile, micro_steps: int, has_barrier: bool = False) -> None:
-        nf, nb = profile.forward_slots, profile.backward_slots
         self.profile, self.micro_steps = profile, micro_steps
-        self.turn, self.length = nb, micro_steps * (nf + nb)
+        self.turn, self.length = profile.backward_slots, micro_steps * len(profile.slots)
         self.update_slot = self.turn if has_barrier else -1
-
-        def slot(index: int, micro: int) -> PeriodSlot:
-            s = profile.slots[index]
-            return PeriodSlot(s.unit, s.phase, micro, index)
-
-        last = micro_steps - 1
-        slots = [slot(nf + i, last) for i in range(nb)]
-        for m in range(micro_steps):
-            slots += [slot(i, m) for i in range(nf)]
-            if m < last:
-                slots += [slot(nf + i, m) for i in range(nb)]
-        self.slots: tuple[PeriodSlot, ...] = tuple(slots)
-        self.seconds = tuple(profile.slots[s.place].seconds for s in slots)
+        places = [(place, micro) for micro in range(micro_steps) for place in range(len(profile.slots))]
+        places = [*places[self.length - self.turn :], *places[: self.length - self.turn]]
+        slots = [(profile.slots[place], place, micro) for place, micro in places]
+        self.slots = tuple(PeriodSlot(s.unit, s.phase, micro, place) for s, place, micro in slots)
+        self.seconds = tuple(s.seconds for s, *_ in slots)
         self.windows = _Windows(self)
+
+    def ops(self, unit: int, strategy: Strategy) -> list[Op]:
+        """Return the operations of a unit: the gathers of a sharded one are sent in every micro-step."""
+        of = self.profile.units[unit]
+        return [
+            Op(kind, unit, micro)
+            for kind in strategy.kinds(of.trainable, of.backward is not None)
+            for micro in range(self.micro_steps if kind.is_gather and strategy.sharded else 1)
+        ]
 
     def forward(self, unit: int, micro: int) -> tuple[int, int]:
         """Return the first and last forward slot of the unit in a micro-step."""
@@ -165,7 +165,7 @@ class Period:
 
     def forward_start(self, micro: int) -> int:
         """Return the slot at which the forward pass of a micro-step begins."""
-        return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
+        return self.turn + micro * len(self.profile.slots)
 
     def end(self, micro: int) -> int:
         """Return the slot behind the backward pass of a micro-step."""
@@ -181,9 +181,8 @@ class Period:
         return self.windows[op]
 
     def find_window(self, op: Op) -> tuple[int, int]:
-        """Compute :meth:`window`: from the end of the previous use to the use that the operation is sent for.
-
-        With a barrier, units that are trained are reduced by the turn, and gathered from there on.
+        """Compute :meth:`window`: from the end of the previous use to the use that the operation is sent for. With a
+        barrier, units that are trained are reduced by the turn, and gathered from there on.
         """
         kind, unit, micro = op
         last = self.needed_by(op)

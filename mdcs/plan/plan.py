@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from mdcs.plan.cost import Prediction
 from mdcs.plan.job import Job
 from mdcs.plan.period import Period
 from mdcs.plan.schedule import (
@@ -34,12 +35,11 @@ from mdcs.plan.schedule import (
     empty_schedule,
     fold_seconds,
     message_table,
-)
+)  # fmt: skip
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.times import Prediction
 from mdcs.profile.layout import owned_part
 from mdcs.profile.link import Kind
-from mdcs.profile.schema import Profile, with_tuples
+from mdcs.profile.schema import Profile, read
 
 
 class PlanError(ValueError):
@@ -97,9 +97,7 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
             )
         if layout.is_whole and len(sizes) > 1:
             raise PlanError(f"unit {unit.name}: blocks {sizes} cut parameters that are updated as wholes")
-        for kind in strategy.kinds(unit.trainable, unit.backward is not None):
-            micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
-            out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
+        out.update([(*op, b) for op in period.ops(u, strategy) for b in range(len(sizes))])
     return out
 
 
@@ -347,25 +345,11 @@ class Plan:
             d: dict[str, Any] = json.loads(text)
             if d["schema"] != SCHEMA:
                 raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
-            plan = cls(
-                job=Job(
-                    Profile.from_dict(d["profile"]),
-                    d["micro_steps"],
-                    d["cross_iteration"],
-                    d["reserve"],
-                    tuple(d.get("recompute", ())),
-                ),  # fmt: skip
-                strategies=tuple(Strategy(s) for s in d["strategies"]),
-                blocks=with_tuples(d["blocks"]),
-                messages=tuple(Message(**m | {"kind": Kind(m["kind"])}) for m in with_tuples(d["messages"])),
-                prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
-                limit=d.get("limit"),
-                strategy=d["strategy"],
-                **{k: d[k] for k in ("budget", "scheduler", "outcome", "bound_s")},
-            )
+            job, fields = ({f.name: d[f.name] for f in dataclasses.fields(of) if f.name in d} for of in (Job, cls))
+            plan: Plan = read(cls, fields | {"job": job})
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise PlanError(f"not a plan: {e!r}") from e
         if d.get("hash") != _hash(d):
             raise PlanError(f"plan says hash {d.get('hash')} but its content has {_hash(d)}")

@@ -2,7 +2,7 @@
 
 A :class:`~mdcs.plan.plan.Plan` names units and kinds; the loops below turn its messages, or any other order of the same
 messages in a search, into the numbers that everything else reads: validity, the ledger, the worst case, the runtime's
-queue and the replay. Loops use only numbers and sequences of numbers, so that :mod:`mdcs.simulator.machine_code` can
+queue and the replay. Loops use only numbers and sequences of numbers, so that :mod:`mdcs.simulator.simulate` can
 compile them for searches.
 
 The barrier is data: ``updated_by`` of a reduction is the message whose end runs its update. That is the reduction
@@ -104,17 +104,17 @@ class MessageTable(NamedTuple):
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds of messages: by number, as in :class:`mdcs.plan.cost.Cost`; or in wire order, where ``update`` is all
-    updates that its end runs, and ``lost`` includes what copying and updating cost.
+    """Seconds of one message, or of messages as columns: by number, or in wire order, where ``update`` is all updates
+    that its end runs, and ``lost`` includes what copying and updating cost.
     """
 
-    alpha: Numbers
-    gap: Numbers
-    transfer: Numbers
-    copy: Numbers
+    alpha: Numbers  # latency on the link
+    gap: Numbers  # pause after the previous message
+    transfer: Numbers  # time of its bytes on the link
+    copy: Numbers  # summing and unpacking
     update: Numbers
-    idle: Numbers
-    lost: Numbers
+    idle: Numbers  # ``transfer`` while nothing computes
+    lost: Numbers  # compute time lost when it completes while something computes
 
 
 class SizeTable(NamedTuple):
@@ -219,8 +219,7 @@ def fold_seconds(
 ) -> None:
     """Fill the seconds of messages in wire order.
 
-    - ``by_number``: seconds by number (:class:`mdcs.plan.cost.Cost`).
-    - ``lost_per_work``: compute seconds lost per second of copying and updating.
+    - ``by_number``: seconds by number. ``lost_per_work``: compute seconds lost per second of copying and updating.
     """
     for p in range(len(order)):
         i = order[p]
@@ -269,17 +268,8 @@ def fold_bytes(t: MessageTable, sizes: SizeTable, order: Numbers, s: Schedule, o
 # ---- values of messages
 
 
-class OrderValues(NamedTuple):
-    """One row of the columns by message of a :class:`MessageTable`."""
-
-    reduces: int
-    scatters: int
-    blocking: int
-    first: int
-    last: int
-    needed_by: int
-    early: float
-    prologue_from: int
+BY_MESSAGE = MessageTable._fields[: MessageTable._fields.index("begin")]
+"""The columns of a :class:`MessageTable` that have a value per message."""
 
 
 def window(period: Period, message: Message) -> tuple[int, int]:
@@ -291,13 +281,13 @@ def window(period: Period, message: Message) -> tuple[int, int]:
 class MessageValues(NamedTuple):
     """Values of a message, whatever its slot and its place.
 
-    - ``row``: its values in a :class:`MessageTable`.
+    - ``row``: its values in the columns :data:`BY_MESSAGE`.
     - ``parts``: for each part the buffer that it is gathered into (or -1), and 1 if the block is updated in the
       same period: reduced, or gathered behind its update; else 0.
     - ``elements``: of all its blocks, padding included.
     """
 
-    row: OrderValues
+    row: tuple[Any, ...]
     parts: tuple[tuple[int, int], ...]
     elements: int
 
@@ -311,13 +301,9 @@ def message_values(period: Period, message: Message, blocks: Sequence[tuple[int,
 
 @lru_cache(maxsize=1 << 14)  # the plans that a planner compares share most of their messages
 def _message_values(
-    period: Period,
-    kind: Kind,
-    parts: tuple[tuple[int, int], ...],
-    micro: int,
-    blocking: bool,
+    period: Period, kind: Kind, parts: tuple[tuple[int, int], ...], micro: int, blocking: bool,
     sizes: tuple[tuple[int, ...], ...],
-) -> MessageValues:
+) -> MessageValues:  # fmt: skip
     first, last = window(period, Message(kind, parts, 0, micro=micro))
     plain, profile, early = kind.plain, period.profile, 1.0
     if not kind.is_gather and profile.has_gradient_times:
@@ -330,9 +316,7 @@ def _message_values(
     prologue_from = 0 if plain is Kind.AG_F else period.turn if plain is Kind.AG_B else period.length
     updated = not kind.is_gather or (plain is Kind.AG_F and micro == 0)
     return MessageValues(
-        OrderValues(
-            int(not kind.is_gather), int(plain is Kind.RS), int(blocking), first, last, needed_by, early, prologue_from
-        ),
+        (int(not kind.is_gather), int(plain is Kind.RS), int(blocking), first, last, needed_by, early, prologue_from),
         tuple([(buffer_of(period, Op(kind, u, micro)), int(updated and profile.units[u].trainable)) for u, _ in parts]),
         sum([own[b] for (_, b), own in zip(parts, sizes, strict=True)]),
     )
@@ -348,7 +332,7 @@ def buffer_of(period: Period, op: Op) -> int:
 def message_table(period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message]) -> MessageTable:
     """Return the table of a plan's messages, numbered in wire order."""
     starts = [0, *itertools.accumulate(map(len, blocks))]  # number of each unit's first block
-    begin, rows = [0], list[OrderValues]()
+    begin, rows = [0], list[tuple[Any, ...]]()
     units, numbers, buffers = list[int](), list[int](), list[int]()
     for m in messages:
         values = message_values(period, m, blocks)
@@ -358,7 +342,7 @@ def message_table(period: Period, blocks: Sequence[tuple[int, ...]], messages: S
             numbers.append(starts[u] + b if is_updated else -1)
             buffers.append(buffer)
         begin.append(len(units))
-    columns = {name: [row[i] for row in rows] for i, name in enumerate(OrderValues._fields)}
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(BY_MESSAGE)}
     return MessageTable(
         **columns, begin=begin, unit=units, block=numbers, buffer=buffers, blocks=starts[-1],
         update_slot=period.update_slot,

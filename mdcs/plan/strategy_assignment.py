@@ -61,12 +61,7 @@ class StrategyAssignment:
     @cached_property
     def ops(self) -> tuple[Op, ...]:
         """All operations of one period."""
-        out = []
-        for u, (unit, strategy) in enumerate(zip(self.profile.units, self.strategies, strict=True)):
-            for kind in strategy.kinds(unit.trainable, unit.backward is not None):
-                many = kind.is_gather and strategy.sharded
-                out += [Op(kind, u, m) for m in range(self.job.micro_steps if many else 1)]
-        return tuple(out)
+        return tuple(op for u, strategy in enumerate(self.strategies) for op in self.period.ops(u, strategy))
 
     def payload(self, op: Op) -> int:
         """Return the bytes of a whole unit, padding included: parameters for a gather, gradients for a reduction."""

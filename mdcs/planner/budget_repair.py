@@ -162,7 +162,7 @@ def _split(plan: Plan) -> Plan | None:
 
 def _over(plan: Plan, ledger: Ledger, cap: int) -> list[tuple[int, int]]:
     """Return (slot, excess bytes) of the slots that need more than ``cap`` bytes."""
-    return [(q, need.bytes - cap) for q, need in enumerate(worst_case_bytes_by_slot(plan, ledger)) if need.bytes > cap]
+    return [(q, need - cap) for q, need in enumerate(worst_case_bytes_by_slot(plan, ledger)) if need > cap]
 
 
 def _delayed(plan: Plan, cap: int) -> Plan | None:

@@ -17,23 +17,22 @@ from mdcs.plan.job import Job, recomputing
 from mdcs.plan.ledger import AssignmentBytes, own_bytes, sizes_of_units
 from mdcs.plan.plan import Blocks, Plan
 from mdcs.plan.schedule import (
+    BY_MESSAGE,
     Folded,
     Message,
     MessageSeconds,
     MessageTable,
-    OrderValues,
     Schedule,
     SizeTable,
     empty_schedule,
     message_values,
-)
+)  # fmt: skip
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 from mdcs.simulator import kernel
 from mdcs.simulator.kernel import PeriodArrays, ReplayArrays
-from mdcs.simulator.machine_code import compiled_loops, for_loops, numbers
-from mdcs.simulator.simulate import empty_replay, period_arrays
+from mdcs.simulator.simulate import compiled_loops, empty_replay, for_loops, numbers, period_arrays
 
 # Penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER.
 _TIGHT, _POWER = 0.05, 4
@@ -97,7 +96,7 @@ class _Tables(NamedTuple):
 
 
 _SIZES = SizeTable._fields[:3]
-_BY_NUMBER = (*OrderValues._fields, *MessageSeconds._fields, *_SIZES)
+_BY_NUMBER = (*BY_MESSAGE, *MessageSeconds._fields, *_SIZES)
 _BY_MESSAGE = Schedule._fields[: Schedule._fields.index("issued")]
 
 
@@ -158,18 +157,12 @@ class Candidates:
         return found
 
     def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
-        kind, parts, profile, cost, period = (
-            message.kind,
-            message.parts,
-            self.job.profile,
-            self.job.cost,
-            self.job.period,
-        )
+        kind, parts, profile, period = message.kind, message.parts, self.job.profile, self.job.period
         pieces, values = tuple([(u, blocks[u][b]) for u, b in parts]), message_values(period, message, blocks)
         payload = values.elements * profile.layouts[parts[0][0]].width(kind.is_gather)
         scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
         sizes = own_bytes(period, kind, payload, len(parts), scratch)[1:]
-        seconds = cost.message(kind, pieces, message.blocking)
+        seconds = self.job.cost.message(kind, pieces, message.blocking)
         for name, value in zip(_BY_NUMBER, (*values.row, *seconds, *sizes), strict=True):
             self._columns[name].append(value)
         known = self._block_numbers
@@ -205,10 +198,7 @@ class Candidates:
         has_early = candidate.recompute and self.job.profile.has_gradient_times
         table = self._recomputing(candidate.recompute) if has_early else known.table
         order, slots, n = numbers(candidate.messages), numbers(candidate.slots), len(candidate.messages)
-        s, track = (
-            known.schedule._replace(**{name: getattr(known.schedule, name)[:n] for name in _BY_MESSAGE}),
-            known.track,
-        )
+        s = known.schedule._replace(**{name: getattr(known.schedule, name)[:n] for name in _BY_MESSAGE})
         if self._loops.arrange(table, c.turn, order, slots, s) != 0:
             return None
         seconds, sizes = MessageSeconds(*(x[:n] for x in known.seconds)), Folded(*(x[:n] for x in known.folded))
@@ -223,15 +213,16 @@ class Candidates:
             if held.max() > 1:
                 return None
             tight = _TIGHT * float((held**_POWER).mean())
-        if self._loops.run(c, s, seconds, sizes, track) == kernel.DEADLOCK:
+        if self._loops.run(c, s, seconds, sizes, known.track) == kernel.DEADLOCK:
             return None
-        end = track.count[kernel.ARRIVALS] - 1
-        step_s = float(track.arrival[end] - track.arrival[end - self.length])
+        end = known.track.count[kernel.ARRIVALS] - 1
+        arrival, begin = known.track.arrival, known.track.begin
+        step_s = float(arrival[end] - arrival[end - self.length])
         energy = step_s * (1 + tight)
         if energy > limit:
             return None
         last = slice(end - self.length, end)
-        return Score(step_s, energy, np.array(track.begin[last]) - np.array(track.arrival[last]), np.array(s.required))
+        return Score(step_s, energy, np.array(begin[last]) - np.array(arrival[last]), np.array(s.required))
 
     def _slots_of(self, recompute: tuple[str, ...]) -> Activations:
         profile, places = recomputing(self.job.profile, recompute), [slot.place for slot in self.job.period.slots]
@@ -266,10 +257,7 @@ class Candidates:
         """Return the table of messages that leave later within a slot that recomputes first: all gradients come later
         in it."""
         changed, before = self._activations(recompute), (np.array(self._columns["first"]) - 1) % self.length
-        grown, seconds, early = (
-            changed.grown[before],
-            np.array(changed.seconds)[before],
-            np.array(self._columns["early"]),
-        )
+        grown, seconds = changed.grown[before], np.array(changed.seconds)[before]
+        early = np.array(self._columns["early"])
         later = np.minimum(1.0, (grown + early * (seconds - grown)) / np.maximum(seconds, 1e-12))
         return self._known().table._replace(early=numbers(list(np.where(grown > 0, later, early)), seconds=True))

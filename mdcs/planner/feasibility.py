@@ -56,7 +56,7 @@ class _Needs(NamedTuple):
 
 def _needs(job: Job, mix: tuple[Strategy, ...]) -> _Needs:
     plan = sequential(StrategyAssignment(job, mix))
-    return _Needs([need.bytes for need in worst_case_bytes_by_slot(plan)], plan)
+    return _Needs(worst_case_bytes_by_slot(plan), plan)
 
 
 def _descended(start: _T, needs: Callable[[_T], _Needs], changed: Callable[[_T, int], list[_T]]) -> _T:
@@ -280,7 +280,7 @@ class PlanningProblem:
 
         :meth:`peak` is the largest.
         """
-        return [need.bytes + self.job.reserve for need in worst_case_bytes_by_slot(self.sequential(strategies))]
+        return [need + self.job.reserve for need in worst_case_bytes_by_slot(self.sequential(strategies))]
 
     def seconds(self, strategies: Sequence[Strategy]) -> float:
         """Return the seconds of communication, sums and updates in one iteration without overlap.

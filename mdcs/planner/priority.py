@@ -22,7 +22,7 @@ from mdcs.plan.schedule import Message
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
-from mdcs.simulator.simulate import Steady, steady_state, undelayed
+from mdcs.simulator.simulate import Steady, replay, undelayed
 
 COARSER = 8  # saturation blocks in a coarse block: plans with few messages leave time for more replays
 _ROUNDS = 3  # orders made from each first times, the later ones from the replay of the plan before
@@ -69,19 +69,20 @@ def settled(
         return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows or own, times, waits=waits))
 
     plan = best = ordered(undelayed(mix.period), True)
-    times = shortest = steady_state(plan)
+    times = shortest = replay(plan).steady()
     for waits in (True, False) if windows is None else (True,):
         if not waits:
             ready = [
                 Message(op.kind, ((op.unit, b),), min(max(ready_slot(mix, op), own[op][0]), own[op][1]), micro=op.micro)
                 for op in mix.ops for b in blocks_by_readiness(mix.profile, op.unit, blocks[op.unit])
             ]  # fmt: skip
-            times = steady_state(mix.plan(name, blocks, sorted(ready, key=lambda m: (m.slot, m.kind.is_gather))))
+            ready.sort(key=lambda m: (m.slot, m.kind.is_gather))
+            times = replay(mix.plan(name, blocks, ready)).steady()
         for _ in range(_ROUNDS - waits):
             before, plan = plan, ordered(times, waits)
             if plan in (before, best):
                 break
-            times = steady_state(plan)
+            times = replay(plan).steady()
             if times.period_s < shortest.period_s:
                 best, shortest = plan, times
     return best

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 CHOICES = NONE, FULL, SELECTIVE
@@ -69,11 +68,6 @@ class RecomputeOption:
     def freed(self) -> int:
         """Bytes freed between forward and backward, of all uses together."""
         return sum(use.freed for use in self.uses)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> RecomputeOption:
-        """Return the option of ``dataclasses.asdict``."""
-        return cls(**data | {"uses": tuple(RecomputeUse(**use) for use in data["uses"])})
 
 
 def uniform(options: Sequence[RecomputeOption], units: int, choice: str) -> tuple[str, ...]:

@@ -7,8 +7,12 @@ one does not have). Planners and the simulator read nothing else.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import json
 import statistics
+import types
+import typing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -157,11 +161,30 @@ class Optimizer:
 _LARGEST_BLOCK = 16 * MIB
 
 
-def with_tuples(value: Any) -> Any:
-    """Return plain containers as read from JSON, with tuples instead of lists: dataclasses can be made of them."""
-    if isinstance(value, dict):
-        return {key: with_tuples(each) for key, each in value.items()}
-    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def read(kind: Any, value: Any) -> Any:
+    """Return a value of this type from plain containers, as ``dataclasses.asdict`` and JSON have them.
+
+    Types are dataclasses, enums, tuples, dictionaries, and one of these or None. Raises KeyError for a field that a
+    dataclass does not have, and what its constructor raises.
+    """
+    if kind in (int, float, str, bool):
+        return value
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return kind(**{name: read(_hints(kind)[name], each) for name, each in value.items()})
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(map(read, kinds, value))
+    if origin is dict:
+        return {key: read(arguments[1], each) for key, each in value.items()}
+    if origin is types.UnionType:
+        return None if value is None else read(arguments[0], value)
+    return kind(value) if isinstance(kind, type) and issubclass(kind, enum.Enum) else value
 
 
 def is_far_off(predicted_s: float, measured_s: float) -> bool:
@@ -345,22 +368,8 @@ class Profile:
         """Return the profile of ``dataclasses.asdict``. Raises ValueError for an unknown schema or a missing field."""
         try:
             _check_schema(data["schema"])  # first: another schema may lack fields that are read below
-            d = with_tuples(data)
-            read = {
-                "units": tuple(
-                    Unit(**u | {"whole": tuple(WholeParameter(**p) for p in u["whole"])}) for u in d["units"]
-                ),
-                "slots": tuple(Slot(**s) for s in d["slots"]),
-                "link": Link(**d["link"]),
-                "optimizer": Optimizer(**d["optimizer"]),
-                "more_optimizers": tuple(Optimizer(**o) for o in d["more_optimizers"]),
-                "collectives": Collectives(**d["collectives"]),
-                "contention": Contention(**d["contention"]),
-                "execution": ExecutionModel(**d["execution"]),
-                "recompute": tuple(map(RecomputeOption.from_dict, d["recompute"])),
-            }
-            return cls(**{f.name: d[f.name] for f in dataclasses.fields(cls)} | read)
-        except (KeyError, TypeError, IndexError) as e:
+            return read(cls, {f.name: data[f.name] for f in dataclasses.fields(cls)})
+        except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"not a profile: {e}") from e
 
     @classmethod

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mdcs.plan.cost import StepTimes
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.plan import Plan
-from mdcs.plan.times import StepTimes
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.executor import Executor, executor_for
 from mdcs.telemetry.memory_meter import Meter, current_meter

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mdcs.plan.admission import max_in_flight_bytes
+from mdcs.plan.lifetimes import max_in_flight_bytes
 from mdcs.runtime.messages import Transfer, Update
 from mdcs.runtime.thread_transport import LISTEN_SECONDS
 from mdcs.runtime.wire import Gradients, Wire

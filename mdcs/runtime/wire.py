@@ -29,8 +29,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mdcs.emulation import Pacer
-from mdcs.plan.admission import Admission
 from mdcs.plan.ledger import Ledger
+from mdcs.plan.lifetimes import Admission
 from mdcs.plan.plan import Plan
 from mdcs.profile.link import ExecutionModel
 from mdcs.runtime.context import RunContext

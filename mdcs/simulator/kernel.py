@@ -1,7 +1,7 @@
 """The replay as loops over numbers. Every time of compute and of the link follows from earlier times, in one pass.
 
 :mod:`mdcs.simulator.simulate` describes the model. For one replay, Python runs these functions as they are. For a
-search with thousands of replays, numba compiles them to machine code (:mod:`mdcs.simulator.machine_code`). Therefore
+search with thousands of replays, numba compiles them to machine code (:mod:`mdcs.simulator.simulate`). Therefore
 this module uses only numbers, sequences of numbers and loops. Functions take each sequence as its own argument, because
 numba handles this faster than tuples of sequences.
 
@@ -374,4 +374,4 @@ LOOPS = (
     repeats,
     run,
 )
-"""Functions that :func:`mdcs.simulator.machine_code.compiled_loops` compiles."""
+"""Functions that :func:`mdcs.simulator.simulate.compiled_loops` compiles."""

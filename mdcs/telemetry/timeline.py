@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, get_args
 
-from mdcs.plan.times import StepTimes
+from mdcs.plan.cost import StepTimes
+from mdcs.profile.schema import read
 
 SCHEMA = 1
 PREDICTED_RANK = -1
@@ -203,17 +204,6 @@ class Timeline:
     def from_json(cls, text: str) -> Timeline:
         """Read the text of timeline.json. Raises ValueError for anything that is not a timeline of this schema."""
         try:
-            data = json.loads(text)
-            return cls(
-                schema=data["schema"],
-                period_s=data["period_s"],
-                slots=tuple(data["slots"]),
-                ranks=tuple(
-                    RankTimeline(r["rank"], tuple(Interval(**i) for i in r["intervals"])) for r in data["ranks"]
-                ),
-                memory=tuple(SlotMemory(**m) for m in data.get("memory", ())),
-            )
-        except KeyError as error:
-            raise ValueError(f"not a timeline: {error} is missing") from error
-        except TypeError as error:
+            return read(cls, json.loads(text))
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a timeline: {error}") from error

@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mdcs.plan.admission import max_in_flight_bytes
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
+from mdcs.plan.lifetimes import max_in_flight_bytes
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.budget_repair import repair

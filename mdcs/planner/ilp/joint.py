@@ -50,8 +50,7 @@ from mdcs.planner.priority import COARSER, Priority
 from mdcs.planner.schedulers import Dear, Wfbp
 from mdcs.planner.search import EvaluatedPlan, evaluate, merge_adjacent_blocks, race
 from mdcs.planner.strategies import Greedy
-from mdcs.simulator.machine_code import compiled_loops
-from mdcs.simulator.simulate import replay
+from mdcs.simulator.simulate import compiled_loops, replay
 from mdcs.sizes import MIB
 
 # HiGHS solves up to 60 slots often (not if recomputation is open). Beyond, the relaxation gives the better plans.

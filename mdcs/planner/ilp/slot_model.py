@@ -46,7 +46,7 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_schedule import SlotSchedule, TransferColumns, negative
 from mdcs.planner.ilp.solver import Terms
 from mdcs.profile.link import Kind
-from mdcs.simulator.simulate import steady_state
+from mdcs.simulator.simulate import replay
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class SlotModel(SlotSchedule):
 
         The stage is 2·slot, plus 1 while compute runs.
         """
-        steady = steady_state(plan)
+        steady = replay(plan).steady()
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
         stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))] + [math.inf]
         for m, slot, (start, end) in zip(plan.messages, plan.schedule.slot, steady.bytes, strict=True):

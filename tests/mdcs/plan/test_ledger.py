@@ -275,7 +275,7 @@ def test_no_rank_needs_more_than_planning_assumes(job: Job, seed: int, scheduler
     assert worst.rest_bytes == max(r.rest_bytes for r in ranks)
     for i, effect in enumerate(worst.messages):
         assert effect.scratch == max(r.messages[i].scratch for r in ranks)
-    assert min_feasible_budget(plan) >= max(max(n.bytes for n in worst_case_bytes_by_slot(plan, r)) for r in ranks) + plan.reserve
+    assert min_feasible_budget(plan) >= max(max(worst_case_bytes_by_slot(plan, r)) for r in ranks) + plan.reserve
 
 
 @examples(60)

@@ -33,7 +33,7 @@ from mdcs.planner.schedulers import (
 from mdcs.planner.strategies import RandomMix
 from mdcs.profile.link import Contention, Kind, Link
 from mdcs.profile.schema import Optimizer, Profile, Unit
-from mdcs.simulator.simulate import replay, steady_state, undelayed
+from mdcs.simulator.simulate import replay, undelayed
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
 
@@ -477,7 +477,7 @@ def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
         first, last = mix.period.window(op)
         windows[op] = (rng.randint(first, last), last) if op.kind.is_gather else (first, rng.randint(first, last))
     blocks = mix.partition(200)
-    times = steady_state(Partitioning(200 / MIB).schedule(mix))
+    times = replay(Partitioning(200 / MIB).schedule(mix)).steady()
     messages = nearest_deadline_first(mix, blocks, windows, times)
     mix.plan("narrow", blocks, messages)  # every block once, in an order that can be sent
     for message in messages:

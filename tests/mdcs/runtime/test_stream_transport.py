@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from mdcs.plan.admission import Admission
+from mdcs.plan.lifetimes import Admission
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.wire import MessageQueue, QueuedMessage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from mdcs.plan.admission import Admission
+from mdcs.plan.lifetimes import Admission
 from mdcs.runtime.wire import MessageQueue, QueuedMessage
 
 

@@ -9,9 +9,9 @@ import heapq
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from mdcs.plan.cost import Cost
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import MessageSeconds
 from mdcs.runtime.wire import queue_for
 
 
@@ -23,7 +23,7 @@ class DrivenReplay:
 
     def __init__(self, plan: Plan, periods: int) -> None:
         self.plan, self.limits, self.ledger = plan, plan.schedule, Ledger(plan)
-        self.costs = [Cost(*each) for each in zip(*plan.seconds, strict=True)]
+        self.costs = [MessageSeconds(*each) for each in zip(*plan.seconds, strict=True)]
         self.queue, self.execution = queue_for(plan, self.ledger, plan.profile.execution), plan.profile.execution
         self.now, self.link_end, self.unpacked, self.updated = 0.0, float("-inf"), 0.0, 0.0
         self.arrivals: list[float] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.link import Collectives, Contention, Kind
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator import kernel
-from mdcs.simulator.simulate import replay
+from mdcs.simulator.simulate import _drop_outdated, replay
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import Interval, step_times
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
@@ -545,3 +547,24 @@ def test_a_plan_says_when_its_periods_have_not_become_alike(monkeypatch: pytest.
     monkeypatch.setattr(kernel, "run", lambda *inputs: max(run(*inputs), kernel.UNSETTLED))
     assert not replay(plan).settled
     assert re.fullmatch(r"periods differ after \d+: predicted is the last", make_plan(PROFILE, Uniform("zero2"), Wfbp()).outcome)
+
+
+# ---- machine code
+
+
+def test_numbas_caches_of_an_older_source_are_deleted_and_no_others(tmp_path: Path) -> None:
+    source, caches = tmp_path / "kernel.py", tmp_path / "__pycache__"
+    caches.mkdir()
+    names = ("kernel.run-1.py311.nbi", "kernel.walk-9.py311.nbi", "engine.run-1.py311.nbi", "kernel.cpython-311.pyc")
+    for at, file in enumerate((caches / names[0], source, *(caches / name for name in names[1:]))):
+        file.touch()
+        os.utime(file, (at, 0 if file.name == names[2] else at))
+    _drop_outdated(source)
+    assert {file.name for file in caches.iterdir()} == set(names[1:])
+
+
+def test_without_caches_nothing_is_deleted(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.py"
+    source.touch()
+    _drop_outdated(source)
+    assert list(tmp_path.iterdir()) == [source]

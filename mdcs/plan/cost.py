@@ -1,16 +1,13 @@
-"""The cost model: seconds of messages, sums and updates. The ledger is its counterpart for bytes.
+"""The cost model: seconds of messages, sums and updates, and names for the parts of a step. The ledger counts bytes.
 
 A message of B wire bytes that is alone on the link takes α + β·B. With other messages in flight it occupies the link
 for gap + β·B (:mod:`mdcs.profile.link`). While something computes it occupies the link at least as long as measured
-there, gap included (:class:`mdcs.profile.link.Contention`). Two costs on the rank follow:
+there, gap included (:class:`mdcs.profile.link.Contention`). Packing and unpacking a fused message takes two passes over
+its payload, the sum after an all-to-all one. The update after a reduction is of all elements after an all-reduce, of
+the rank's part after a reduce-scatter.
 
-- copies and sums: packing and unpacking a fused message takes two passes over its payload; the sum after an all-to-all
-  takes one.
-- the update after a reduction: all elements after an all-reduce, the rank's part after a reduce-scatter.
-
-The simulator, planners, bounds and calibration read seconds only from this module. Delays that depend on when a message
-comes (the contention's skew, dispatch and turn) are no part of a message's cost: the replay adds them, and planners
-that do not replay, and bounds, leave them out.
+Simulator, planners, bounds and calibration read seconds only from here. Delays that depend on when a message comes (the
+contention's skew, dispatch and turn) are left out: the replay adds them.
 """
 
 from __future__ import annotations
@@ -26,10 +23,7 @@ from mdcs.profile.schema import Profile
 
 
 class CostModel:
-    """Seconds for one profile.
-
-    Costs of messages are cached, because the plans that a planner compares share most of their messages.
-    """
+    """Seconds for one profile. Costs of messages are cached: the plans that a planner compares share most of them."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -42,9 +36,9 @@ class CostModel:
     def transfer_s(self, kind: Kind, wire: int) -> float:
         """Return the seconds for which the link serves a message, after its gap, while something computes.
 
-        max(β·wire, message_seconds + seconds_per_byte·wire - gap). message_seconds and seconds_per_byte come from the
-        profile's contention. They were measured with back-to-back messages over all ranks, so they include the gap.
-        Within nodes, the excess of seconds_per_byte over β stays the same.
+        max(β·wire, message_seconds + seconds_per_byte·wire - gap), with the contention's seconds. These were measured
+        with back-to-back messages over all ranks, so they include the gap. Within nodes, the excess of seconds_per_byte
+        over β stays the same.
         """
         link, contention = self.profile.link, self.profile.contention
         per_byte = contention.seconds_per_byte
@@ -61,9 +55,8 @@ class CostModel:
     def update_s(self, kind: Kind, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of the updates after a message of these (unit, elements) pairs. 0 for a gather.
 
-        For each elementwise optimizer elements/ranks·seconds_per_element + pieces·seconds_per_run. ``ranks`` is 1 for
-        an all-reduce, the ranks of a node for RS_N, and the world otherwise. Ranks have unequal shares of whole
-        parameters: the slowest rank counts.
+        For each elementwise optimizer elements/ranks·seconds_per_element + pieces·seconds_per_run, for the ranks that
+        share the update. Of whole parameters ranks have unequal shares: the slowest counts.
         """
         if kind.is_gather:
             return 0.0
@@ -87,9 +80,8 @@ class CostModel:
         return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
 
     def message(self, kind: Kind, pieces: tuple[tuple[int, int], ...], blocking: bool = False) -> MessageSeconds:
-        """Return the cost of a message.
+        """Return the cost of a message of ``pieces``: (unit, elements) of each block, all of one type.
 
-        - ``pieces``: (unit, elements) of each block that it carries. All are of one type.
         - ``blocking``: compute waits for the message, so compute does not slow it down.
         """
         key = kind, pieces, blocking
@@ -104,9 +96,8 @@ class CostModel:
         return self._known.setdefault(key, MessageSeconds(alpha, gap, transfer, copy, update, idle, lost))
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
-        """Return the seconds of communication, sums and updates of a unit in one iteration.
-
-        Messages carry whole units, and nothing overlaps. A sharded unit is gathered in every micro-step.
+        """Return the seconds of communication, sums and updates of a unit in one iteration, sent whole, without
+        overlap.
         """
         u, layout, seconds = self.profile.units[unit], self.profile.layouts[unit], 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
@@ -117,8 +108,7 @@ class CostModel:
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
-        """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp, at least
-        0.
+        """Return the seconds per iteration by which traffic takes longer than that of all-dp: Σ β·bytes, at least 0.
 
         - ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
         """
@@ -141,18 +131,11 @@ Times = TypeVar("Times", bound="StepTimes")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Parts of one rank's step, in seconds. None: unknown.
+    """Parts of one rank's step, in seconds, named as HTA and NVIDIA's tools name them. None: unknown.
 
-    - compute_s: computing runs.
-    - communication_s: at least one message runs.
-    - overlap_s: both run.
-
-    Derived (:meth:`of`):
-
-    - exposed_s = communication_s - overlap_s: messages run and computing does not.
-    - stalled_s = step_s - compute_s: computing does not run, because it waits for messages, updates or the training
-      loop.
-    - idle_s = stalled_s - exposed_s: neither runs.
+    - compute_s: computing runs. communication_s: at least one message runs. overlap_s: both run.
+    - exposed_s = communication_s - overlap_s. stalled_s = step_s - compute_s: compute waits for messages, updates or
+      the training loop. idle_s = stalled_s - exposed_s: neither runs.
     - overlap_ratio = overlap_s / communication_s, 0 without communication.
     """
 

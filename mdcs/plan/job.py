@@ -1,8 +1,5 @@
 """The job that a plan is made for: a profile, settings, and the slots of a step in which some units compute activations
-again.
-
-A unit's recomputation runs at the start of its backward slot: the slot takes longer, and gradients become ready later
-in it. Between the unit's forward and its backward it holds fewer bytes.
+again. A unit's recomputation runs at the start of its backward slot, so gradients become ready later in it.
 """
 
 from __future__ import annotations
@@ -22,18 +19,16 @@ from mdcs.profile.schema import Profile, Unit
 
 @dataclass(frozen=True)
 class Job:
-    """A profile, and the settings of its steps.
+    """A profile, and the settings of its steps. Its plans share its :class:`~mdcs.plan.period.Period` and cost model.
 
     - ``micro_steps``: forward and backward passes of one iteration.
     - ``cross_iteration``: whether messages may cross from one iteration to the next. False (with gradient clipping, for
       example): all updates wait for all reductions of the iteration.
     - ``reserve``: bytes of any budget that are kept free.
-    - ``recompute``: for each unit what it does with its activations: none (it keeps them), full or selective
-      (:mod:`mdcs.profile.recompute`). Empty: all units keep theirs.
+    - ``recompute``: by unit none, full or selective (:mod:`mdcs.profile.recompute`). Empty: none for all. ``profile``
+      has the slots without recomputation, ``period`` and ``planned_profile`` those with it.
 
-    The slots of ``profile`` are measured without recomputation. Those of ``period`` and ``planned_profile`` are with
-    it. All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model. Raises ValueError for numbers
-    out of range, and for a recomputation that the profile has no option for.
+    Raises ValueError for numbers out of range, and for a recomputation that the profile has no option for.
     """
 
     profile: Profile
@@ -78,9 +73,8 @@ class Job:
 
 
 def chosen_options(profile: Profile, choices: Sequence[str]) -> tuple[RecomputeOption, ...]:
-    """Return the options of these choices, one choice per unit. Empty: none.
-
-    Raises ValueError for another number of choices, and for a choice that the profile has no option for.
+    """Return the options of these choices, one choice per unit. Empty: none. Raises ValueError for another number of
+    choices, and for a choice that the profile has no option for.
     """
     if not choices:
         return ()
@@ -94,10 +88,7 @@ def chosen_options(profile: Profile, choices: Sequence[str]) -> tuple[RecomputeO
 
 
 def recomputing(profile: Profile, choices: Sequence[str]) -> Profile:
-    """Return the profile with the slots and the gradient times of these choices, one per unit.
-
-    Raises ValueError as :func:`chosen_options` does.
-    """
+    """Return the profile with the slots and the gradient times of these choices. Raises as :func:`chosen_options`."""
     options = chosen_options(profile, choices)
     if not options:
         return profile
@@ -123,9 +114,8 @@ def recomputing(profile: Profile, choices: Sequence[str]) -> Profile:
 
 
 def peak_changes(profile: Profile, option: RecomputeOption) -> dict[int, int]:
-    """Return by how many bytes the peak of each slot changes when only this unit recomputes, for slots that change.
-
-    The changes of several units add up, except in a slot in which several units recompute.
+    """Return slot -> bytes by which its peak changes when only this unit recomputes. The changes of several units add
+    up, except in a slot in which several units recompute.
     """
     first, out = profile.forward_slots, dict[int, int]()
     for use in option.uses:

@@ -1,8 +1,7 @@
 """The memory ledger: integer bytes per rank that each slot and message of a plan holds.
 
-The ledger resolves the events of the table of lifetimes (:mod:`mdcs.plan.lifetimes`) for one plan, and sums the table's
-rows by slot and by message. The runtime's byte account, the simulator and the planners all read this module, so
-admission, prediction and measurement count the same bytes.
+It resolves the events of the table of lifetimes (:mod:`mdcs.plan.lifetimes`) for one plan and sums the rows by slot and
+message. Runtime, simulator and planners read these sums: admission, prediction and measurement count the same bytes.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ def _pairs(category: str, of: str, freed: Moment | None = None) -> cached_proper
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """Bytes that one message allocates and frees.
+    """Bytes that one message allocates and frees. ``held``, ``freed``, ``transient``: as in
+    :class:`~mdcs.plan.schedule.Folded`.
 
-    - ``own``: buffers that it allocates and frees.
-    - ``kept``: buffers that it allocates, and that a slot or a later message frees.
+    - ``own``: buffers that it allocates and frees. ``kept``: that it allocates, and a slot or later message frees.
     - ``ended``: buffers of slots and earlier messages that it frees.
-    - ``held``, ``freed``, ``transient``: bytes, as in :class:`mdcs.plan.schedule.Folded`.
     """
 
     own: Rows
@@ -105,10 +103,10 @@ class MessageBytes:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Bytes that one slot allocates and frees.
+    """Bytes that one slot allocates and frees; ``live``, ``peak`` of activations as in
+    :class:`mdcs.profile.schema.Slot`.
 
     - ``begun``: buffers allocated when the slot begins. ``ended``: buffers freed when it ends.
-    - ``live``, ``peak``: bytes of activations and workspace, as in :class:`mdcs.profile.schema.Slot`.
     - ``at_begin``, ``at_end``: the effects of these two events. ``allocated``, ``freed``: their bytes.
     """
 
@@ -146,10 +144,7 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
 
 
 class _UnitBytes(NamedTuple):
-    """The part of :class:`AssignmentBytes` of one unit.
-
-    - ``more``: rank -> bytes of optimizer state beyond those of all ranks.
-    """
+    """The part of :class:`AssignmentBytes` of one unit. ``more``: rank -> bytes of state beyond those of all ranks."""
 
     at_rest: tuple[tuple[str, int], ...]
     scratch: dict[tuple[int, int], int]
@@ -181,14 +176,13 @@ def _unit_bytes(period: Period, u: int, strategy: Strategy, blocks: tuple[int, .
 
 
 class AssignmentBytes:
-    """Bytes that depend only on strategies and blocks, not on the order of messages.
+    """Bytes that depend only on strategies and blocks (elements), not on the order of messages.
 
-    - ``at_rest``: bytes by category between steps.
+    - ``at_rest``: bytes by category between steps. ``slots``: bytes of each slot.
     - ``scratch``: temporary bytes of the update of each (unit, block).
-    - ``slots``: bytes of each slot.
 
-    ``blocks`` are in elements. Segment boundaries cut the shards of the ranks differently, which changes optimizer
-    state and scratch. The result is that of ``rank``, or with None (for planning) the most that any rank needs.
+    Segment boundaries cut the shards of ranks differently, which changes state and scratch. The result is that of
+    ``rank``; None (for planning): the most that any rank needs.
     """
 
     def __init__(

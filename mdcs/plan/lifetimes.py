@@ -1,11 +1,10 @@
 """The table of lifetimes: each buffer of a plan, its bytes, and the events that allocate and free it.
 
-This module is the only place that says when bytes come and go. Everything else folds the table: the bytes of a message
-or slot (:mod:`mdcs.plan.ledger`), the worst case by slot, the replayed memory, admission,
-candidates of the search, rows of the integer programs, the ranking of the greedy planner. A new kind of buffer is one
-more :class:`Row` in :func:`unit_rows` or :func:`message_rows`. Sizes by strategy are in docs/glossary.md.
+This is the only place that says when bytes come and go; everything else folds the table: the ledger, the worst case by
+slot, the replayed memory, admission, candidates of the search, rows of the integer programs, the ranking of the greedy
+planner. A new kind of buffer is one more :class:`Row`. Sizes by strategy are in docs/glossary.md.
 
-Events are symbolic, so rows depend on a unit and its strategy, or on one message, but not on the order of messages. An
+Events are symbolic: rows depend on a unit and its strategy, or on one message, but not on the order of messages. An
 operation may be sent in several messages: the first allocates a buffer, the last frees it.
 """
 
@@ -51,10 +50,9 @@ class Event(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One buffer.
+    """One buffer, of a unit, or of a message (-1).
 
     - ``allocated``, ``freed``: the events. None for bytes at rest, which are always held.
-    - ``unit``: the unit that the buffer belongs to. -1: the buffer belongs to a message.
     """
 
     category: str
@@ -75,10 +73,8 @@ def state_bytes(profile: Profile, unit: int, parts: int) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
-    """Return the buffers of one unit, without those of its messages.
-
-    The fixed bytes of optimizer state per run (:attr:`~mdcs.profile.schema.Optimizer.state_fixed`) are left out:
-    blocks decide how many runs there are.
+    """Return the buffers of one unit, without those of its messages, and without the fixed bytes of optimizer state per
+    run (:attr:`~mdcs.profile.schema.Optimizer.state_fixed`): blocks decide how many runs there are.
     """
     profile = period.profile
     of, layout, parts = profile.units[unit], profile.layouts[unit], strategy.parts(profile)
@@ -101,11 +97,9 @@ def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
 
 
 def message_rows(profile: Profile, kind: Kind, payload: int, parts: int, scratch: int) -> tuple[Row, ...]:
-    """Return the buffers of one message.
+    """Return the buffers of one message of ``payload`` bytes in so many ``parts``.
 
-    - ``payload``: bytes of its blocks. ``parts``: their number.
-    - ``scratch``: temporary bytes of its update. Updates run one after another, so in barrier mode the largest scratch
-      of all reductions counts.
+    - ``scratch``: temporary bytes of its updates, the largest of all: updates run one after another.
     """
     shard = payload // profile.group(kind) if kind.plain is Kind.RS else 0
     return _message_rows(kind, staging_bytes(profile, kind, payload, parts), shard, scratch)
@@ -122,9 +116,8 @@ def _message_rows(kind: Kind, staging: int, shard: int, scratch: int) -> tuple[R
 
 
 def staging_bytes(profile: Profile, kind: Kind, payload: int, parts: int) -> int:
-    """Return the bytes of the buffers of a message whose collective is not zero-copy.
-
-    A fused message is packed into one buffer. The algorithm may need a further buffer (:mod:`mdcs.profile.link`).
+    """Return the bytes of a message's buffers beside the payload: the one that a fused message is packed into, and what
+    the algorithm needs (:mod:`mdcs.profile.link`).
     """
     packed = payload if profile.world > 1 and parts > 1 else 0
     return packed + profile.buffer(kind, payload)

@@ -26,9 +26,8 @@ def blocks_by_readiness(profile: Profile, unit: int, blocks: tuple[int, ...]) ->
 
 
 def gradient_ends(profile: Profile, unit: int) -> tuple[int, ...]:
-    """Return where each parameter ends in the unit's flat buffer (elements, padding included).
-
-    Empty if the profile does not say when gradients become ready.
+    """Return where each parameter ends in the unit's flat buffer (elements, padding included); empty if the profile
+    does not say when gradients become ready.
     """
     gradients = profile.units[unit].gradients
     return profile.layouts[unit].ends([n for n, _ in gradients]) if gradients else ()
@@ -52,12 +51,10 @@ def parameters_in_block(profile: Profile, unit: int, blocks: tuple[int, ...], bl
 
 
 def snap_to_parameter_boundary(profile: Profile, unit: int, element: int, step: int, apart: int) -> int:
-    """Return where to cut a unit near ``element``, as a flat element offset. Prefers the end of a parameter.
+    """Return where to cut a unit near ``element``, in flat elements: the end of a parameter if one is within ``apart //
+    3`` (``apart``: distance to the other cuts), rounded up to a multiple of ``step``; otherwise ``element``.
 
-    If a parameter ends within ``apart // 3`` elements, the result is that end, rounded up to a multiple of ``step``.
-    Otherwise the result is ``element``. ``apart``: distance to the other cuts. Rounding up
-    moves the first elements of the next parameter into the block before the cut. This delays nothing: their gradient is
-    ready earlier.
+    Rounding up moves the first elements of the next parameter before the cut; their gradient is ready earlier.
     """
     if not profile.units[unit].gradients or apart < 4 * step:
         return element
@@ -88,13 +85,7 @@ class Op(NamedTuple):
 
 
 class PeriodSlot(NamedTuple):
-    """A slot of the period.
-
-    - ``unit``: index of its unit.
-    - ``phase``: F or B.
-    - ``micro``: its micro-step.
-    - ``place``: its index in :attr:`Profile.slots`.
-    """
+    """A slot of the period: its unit, phase (F or B), micro-step, and its index ``place`` in :attr:`Profile.slots`."""
 
     unit: int
     phase: str
@@ -114,16 +105,11 @@ class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
 
 
 class Period:
-    """The circle of slots of one iteration in steady state.
-
-    It starts at the first backward slot of the last micro-step.
+    """The circle of slots of one iteration in steady state, from the first backward slot of the last micro-step on.
 
     - ``update_slot``: no update runs before this slot. With a barrier it is the turn: all updates of the iteration come
       between its reductions and its forward pass. Otherwise -1: updates run when their reductions are done.
-    - ``turn``: index of the first forward slot.
-    - ``length``: number of slots.
-    - ``slots``: the slots in order.
-    - ``seconds``: profiled seconds of each slot.
+    - ``turn``: index of the first forward slot. ``length``: number of slots. ``seconds``: profiled seconds of each.
 
     Indices in windows and releases are *unrolled*: they may exceed ``length`` and then lie in the next period.
     """

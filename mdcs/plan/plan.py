@@ -1,9 +1,8 @@
-"""The plan: a strategy per unit and the ordered messages of one period.
+"""The plan: a strategy per unit and the ordered messages of one period. Immutable, stored as JSON, identified by a
+hash.
 
-Immutable, stored as JSON, identified by a hash.
-
-A plan keeps these rules: every block is sent once, in its window, and nothing is gathered before its update.
-:func:`mdcs.plan.ledger.check` checks whether the bytes fit a budget.
+Every block is sent once, in its window, and nothing is gathered before its update. :func:`mdcs.plan.ledger.check`
+checks whether the bytes fit a budget.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ Blocks = tuple[tuple[int, ...], ...]
 def validate(
     job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message], budget: int | None
 ) -> None:
-    """Raise PlanError for a plan that cannot run.
-
-    The messages must carry every block of every unit exactly once per kind. An issue slot must lie in its window. A
-    gather must not overtake the reduction that it depends on.
+    """Raise PlanError for a plan that cannot run, whatever its order: the messages must carry every block of every unit
+    exactly once per kind.
     """
     units = job.profile.units
     require_nodes(job.profile, strategies)
@@ -213,9 +210,8 @@ class Plan:
 
     @property
     def cross_iteration(self) -> bool:
-        """Whether messages may cross from one iteration to the next.
-
-        False: a barrier lies between backward and the updates.
+        """Whether messages may cross from one iteration to the next. False: a barrier lies between backward and the
+        updates.
         """
         return self.job.cross_iteration
 
@@ -337,9 +333,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Return the plan of :meth:`to_json`.
-
-        Raises PlanError if the text is no plan of this schema, or if its executed part does not match the hash.
+        """Return the plan of :meth:`to_json`. Raises PlanError for another text, another schema, and a hash that does
+        not match.
         """
         try:
             d: dict[str, Any] = json.loads(text)

@@ -1,12 +1,11 @@
 """The schedule: what waits for what in an order of messages, as a struct of arrays.
 
-A :class:`~mdcs.plan.plan.Plan` names units and kinds; the loops below turn its messages, or any other order of the same
-messages in a search, into the numbers that everything else reads: validity, the ledger, the worst case, the runtime's
-queue and the replay. Loops use only numbers and sequences of numbers, so that :mod:`mdcs.simulator.simulate` can
-compile them for searches.
+The loops below turn a plan's messages, or another order of the same messages in a search, into the numbers that
+everything else reads: validity, ledger, worst case, the runtime's queue and the replay. They use only numbers and
+sequences of numbers, so that :mod:`mdcs.simulator.simulate` can compile them for searches.
 
-The barrier is data: ``updated_by`` of a reduction is the message whose end runs its update. That is the reduction
-itself, or with a barrier the last reduction of the period.
+The barrier is data: ``updated_by`` of a reduction is the message whose end runs its update: itself, or with a barrier
+the last reduction of the period.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ Numbers = Any
 class Message:
     """One collective on the wire.
 
-    - ``kind``: the collective.
-    - ``parts``: (unit, block) pairs. All elements have one type. A fused message carries several units, a partitioned
-      one a block of a unit.
-    - ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier
-      if its gradients are ready (:attr:`Schedule.ready`).
+    - ``parts``: (unit, block) pairs of one type. A fused message carries several units, a partitioned one a block of
+      one.
+    - ``slot``: index into the period. The message may start when compute arrives there; a reduction earlier, once its
+      gradients are ready (:attr:`Schedule.ready`).
     - ``blocking``: compute waits at the slot until the message is done, before anything else is issued.
     - ``micro``: the micro-step whose slots use the message.
     """
@@ -49,23 +47,18 @@ class Schedule(NamedTuple):
 
     By message:
 
-    - ``slot``: issue slot, on the scale of its window.
-    - ``waits_for``: the message that must be done before this one starts, or -1: whose end runs the update of what is
-      gathered.
+    - ``slot``: issue slot, on the scale of its window. ``blocking``: as in :class:`Message`.
+    - ``waits_for``: the message that must be done before it starts (its end runs the update of what is gathered), or
+      -1.
     - ``updated_by``: the message whose end runs the update of a reduction; -1 for a gather.
-    - ``ready``: the fraction of the slot before its own after which it may leave; 1: at its own slot. While the last
-      backward slot of a unit runs, its gradients become ready one by one. A reduction may leave then, once the
-      gradients of its blocks are ready, if all messages ahead of it have been issued and its bytes fit. DDP's buckets
-      leave in the same way.
-    - ``needed_by``: the slot that cannot start before the message is done; -1 for a reduce-scatter, whose gather is
-      needed.
-    - ``blocking``: as in :class:`Message`.
-    - ``in_prologue``: whether it is sent before the first iteration, which starts at the first forward slot. The
-      prologue sends the gathers for forward that are issued in backward slots. It reduces nothing.
+    - ``ready``: the fraction of the slot before its own after which a reduction may leave, as DDP's buckets do: its
+      gradients are ready then, if all messages ahead of it are issued and its bytes fit. 1: at its own slot.
+    - ``needed_by``: the slot that cannot start before it is done; -1 for a reduce-scatter, whose gather is needed.
+    - ``in_prologue``: whether it is sent before the first iteration, which starts at the first forward slot: a gather
+      for forward that is issued in a backward slot.
 
     By slot: ``issued``, the number of messages issued by then; ``required``, the number that must be done when the slot
-    begins. 0 or less refers to the period before. Messages end in order, so a slot that waits for one waits for all
-    before it.
+    begins (0 or less: in the period before). Messages end in order: who waits for one waits for all before it.
 
     By buffer (:func:`buffer_of`) ``opened_by``, the message that allocates it; by unit ``closed_by``, its last
     reduction. An operation's first message allocates, its last one frees. -1: none.
@@ -130,9 +123,8 @@ class SizeTable(NamedTuple):
 class Folded(NamedTuple):
     """Bytes of messages in wire order.
 
-    - ``held``: bytes that it allocates and that stay after it.
+    - ``held``: bytes that it allocates and that stay after it. ``transient``: the most beside these while in flight.
     - ``freed``: bytes of slots and earlier messages that it frees when it is done.
-    - ``transient``: the most bytes, in addition to ``held``, while it is in flight.
     """
 
     held: Numbers
@@ -279,11 +271,10 @@ def window(period: Period, message: Message) -> tuple[int, int]:
 
 
 class MessageValues(NamedTuple):
-    """Values of a message, whatever its slot and its place.
+    """Values of a message, whatever its slot and its place. ``row``: its values in the columns :data:`BY_MESSAGE`.
 
-    - ``row``: its values in the columns :data:`BY_MESSAGE`.
-    - ``parts``: for each part the buffer that it is gathered into (or -1), and 1 if the block is updated in the
-      same period: reduced, or gathered behind its update; else 0.
+    - ``parts``: by part the buffer that it is gathered into (or -1), and 1 if the block is updated in the same period
+      (reduced, or gathered behind its update), else 0.
     - ``elements``: of all its blocks, padding included.
     """
 

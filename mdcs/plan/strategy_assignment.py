@@ -19,12 +19,9 @@ from mdcs.profile.schema import Profile
 class StrategyAssignment:
     """A strategy per unit for one job: the ``chosen`` one, but for units that gain nothing by it.
 
-    An fsdp unit becomes sdp (hsdp: hsdp_no_reshard) if freeing it between forward and backward gains nothing: it has no
-    backward, or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for
-    schedulers that plan with a budget. Plans of the other schedulers are made to fit afterwards.
-
-    Raises PlanError if the number of strategies differs from the number of units, and for a strategy within nodes
-    without nodes.
+    An fsdp unit becomes sdp (hsdp: hsdp_no_reshard) if it has no backward, or its backward follows directly after its
+    last forward use. ``budget`` (bytes, None: unlimited) is for schedulers that plan with one; plans of others are made
+    to fit afterwards. Raises PlanError for another number of strategies, and for one within nodes without nodes.
     """
 
     job: Job
@@ -75,8 +72,8 @@ class StrategyAssignment:
     def partition(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
         """Return blocks (elements) of about ``block_bytes`` of payload for each unit.
 
-        Cuts are at multiples of 16 elements per rank; a unit of whole parameters is one block. If the profile says when
-        gradients become ready, a cut moves to the end of a nearby parameter. Raises ValueError for less than one byte.
+        Cuts are at multiples of 16 elements per rank, moved to the end of a nearby parameter where the profile says
+        when gradients become ready; a unit of whole parameters is one block. Raises ValueError for less than one byte.
         """
         if block_bytes < 1:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
@@ -94,8 +91,8 @@ class StrategyAssignment:
     def plan(self, name: str, blocks: Sequence[tuple[int, ...]], messages: Iterable[Message]) -> Plan:
         """Return the plan of these blocks (elements) and messages, whose slots may be unrolled, in any order of slots.
 
-        Messages of one slot keep their order, but at the barrier reductions come first. A message with parts of several
-        types becomes one per type. Raises PlanError if the messages make no valid plan.
+        Messages of one slot keep their order, but at the barrier reductions come first. Parts of several types become
+        one message per type. Raises PlanError if the messages make no valid plan.
         """
         length = self.period.length
         ordered = tuple(

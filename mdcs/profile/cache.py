@@ -73,11 +73,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_of(cls: type, not_followed: Sequence[str] = ("mdcs",)) -> str:
-    """Return the hash of the code of a class, 12 hexadecimal digits.
+    """Return the hash of the code of a class, 12 hexadecimal digits: of its module and all modules that these import,
+    wherever in a file, but for the packages ``not_followed``; of installed packages the version.
 
-    ``not_followed``: packages that are left out. The hash covers the module of the class and all modules that these
-    modules import, wherever in a file; of installed packages the version. Comments and layout do not change it;
-    docstrings do.
+    Comments and layout do not change it; docstrings do.
     """
     left = [each.__module__ for each in cls.__mro__ if each.__module__ != "builtins"]
     digests, visited = dict[str, str](), set[str]()

@@ -1,8 +1,7 @@
-"""Layout of a unit's flat buffer: elements of one type, padded so that the ranks can divide them.
+"""Layout of a unit's flat buffer: elements of one type, padded so that the ranks can divide them at equal distances.
 
-Ranks divide the buffer at equal distances. An elementwise optimizer does not mind where the cuts are. For an optimizer
-that needs whole parameters, parameters are ordered by the rank that owns them, and every rank's share is padded to the
-largest.
+An elementwise optimizer does not mind where the cuts are. For one that needs whole parameters, parameters are ordered
+by the rank that owns them, and every rank's share is padded to the largest.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def pad(numel: int, world: int) -> int:
 class WholeParameter:
     """A parameter that its optimizer updates as a whole, on one rank or on every rank.
 
-    - ``numel``: elements, with padding (:func:`mdcs.sizes.aligned`).
-    - ``state``: bytes of its optimizer state.
-    - ``scratch``: temporary bytes of its update.
-    - ``seconds``: time of its update.
+    - ``numel``: elements, with padding (:func:`mdcs.sizes.aligned`). ``state``: bytes of its optimizer state.
+    - ``scratch``: temporary bytes of its update. ``seconds``: time of its update.
     """
 
     numel: int
@@ -49,10 +46,8 @@ class WholeParameter:
 
 @lru_cache(maxsize=4096)
 def assign_owners(sizes: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each parameter, and the share of each rank: shares are contiguous, and no parameter crosses
-    one.
-
-    The largest parameter first, each to the rank that has the least. All numbers are in elements.
+    """Return the offset of each parameter, and the share of each rank (elements). Shares are contiguous, no parameter
+    crosses one: the largest first, each to the rank that has the least.
     """
     loads, offsets = [0] * ranks, [(0, 0)] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -147,9 +142,8 @@ def runs(ends: Sequence[int], part: slice) -> list[tuple[int, int, int]]:
 
 
 def owned_part(offset: int, size: int, parts: int, rank: int) -> slice:
-    """Return the part of a block that ``rank`` updates, in the flat buffer: all of it if there is one of ``parts``.
-
-    - ``offset``, ``size``: of the block (elements).
+    """Return the part of a block that ``rank`` updates, in the flat buffer. ``offset``, ``size``: of the block
+    (elements).
     """
     start = offset + rank % parts * (size // parts)
     return slice(start, start + size // parts)
@@ -172,9 +166,8 @@ class Cuts(NamedTuple):
 def cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> Cuts:
     """Return the cuts of a unit.
 
-    - ``ends``: ends of its segments (elements).
-    - ``parts``: number of ranks that share an update (:meth:`mdcs.plan.strategy.Strategy.parts`). Ranks in the result
-      are modulo ``parts``.
+    - ``ends``: ends of its segments (elements). ``parts``: number of ranks that share an update
+      (:meth:`mdcs.plan.strategy.Strategy.parts`); ranks in the result are modulo ``parts``.
     """
     counts: Counter[int] = Counter()
     largest = []

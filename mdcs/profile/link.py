@@ -45,11 +45,8 @@ from mdcs.sizes import MIB
 
 
 class Kind(str, Enum):
-    """The collective kinds.
-
-    - ``is_gather``: the kind gathers parameters.
-    - ``in_node``: the shards belong to the ranks of one node.
-    - ``plain``: the same kind over the world.
+    """The collective kinds. ``is_gather``: of parameters. ``in_node``: among a node's ranks. ``plain``: it over the
+    world.
     """
 
     AR = "AR"  # all-reduce (dp)
@@ -147,15 +144,13 @@ class Link:
         return self.beta[_ORDER[kind]]
 
     def gap_of(self, kind: Kind) -> float:
-        """Return the pause (seconds) before the bytes of a message of this kind, after the end of the previous message.
-        """
+        """Return the pause (seconds) before the bytes of a message of this kind, after the end of the previous one."""
         return self.gap[_ORDER[kind]]
 
     def end(self, kind: Kind, wire: int, start: float, previous_end: float) -> float:
-        """Return when a message of ``wire`` bytes ends, in seconds.
+        """Return when a message of ``wire`` bytes ends, in seconds: max(start + α, previous_end + gap) + β · wire.
 
-        max(start + α, previous_end + gap) + β · wire. ``start``: when the message starts. ``previous_end``: when the
-        previous message ends, -inf for the first message.
+        ``previous_end``: when the previous message ends, -inf for the first one.
         """
         return max(start + self.alpha_of(kind), previous_end + self.gap_of(kind)) + self.beta_of(kind) * wire
 
@@ -183,10 +178,8 @@ def operation_name(kind: Kind) -> str:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The family of algorithms that carries all messages, and the backend.
-
-    The default is for gloo without measurements: rings send as few bytes as possible and need the least memory. Raises
-    ValueError for a family that the backend does not have.
+    """The family of algorithms that carries all messages, and the backend. By default gloo's rings, which send as few
+    bytes as possible and need the least memory. Raises ValueError for a family that the backend does not have.
     """
 
     algorithm: str = "ring"
@@ -214,9 +207,8 @@ class Collectives:
         return 1 if self.backend == "nccl" else depth
 
     def sent(self, kind: Kind, size: int, world: int, per_node: int = 0) -> int:
-        """Return the bytes sent by the rank that sends most. ``size``: bytes of the whole payload.
-
-        ``per_node``: ranks of a node, for the kinds within nodes. RS_N sends within the node, then its shard across.
+        """Return the bytes sent by the rank that sends most. ``size``: bytes of the whole payload. ``per_node``: ranks
+        of a node, for the kinds within nodes. RS_N sends within the node, then its shard across.
         """
         if kind.in_node:
             inside = self.sent(kind.plain, size, per_node)
@@ -226,10 +218,10 @@ class Collectives:
         return 2 * once if is_all_reduce else once
 
     def buffer(self, kind: Kind, size: int, world: int, per_node: int = 0) -> int:
-        """Return the bytes of the algorithm's own buffer on every rank, in addition to the message.
+        """Return the bytes of the algorithm's own buffer on every rank, in addition to the message; elements if
+        ``size`` is.
 
-        The result is in elements if ``size`` is in elements. The backend allocates the buffer of a native algorithm in
-        its own threads. The two collectives of RS_N run in turn and share one buffer.
+        A native algorithm's is allocated in the backend's threads. The two collectives of RS_N share one buffer.
         """
         if kind.in_node:
             inside = self.buffer(kind.plain, size, per_node)
@@ -248,20 +240,17 @@ class Collectives:
 class Contention:
     """The cost of communication where compute, copies and the runtime share the same cores: of the CPU backend only.
 
-    All values are 0 on a GPU. :func:`mdcs.profiler.cost_fit.fit_costs` fits them.
+    All values are 0 on a GPU. :func:`mdcs.profiler.cost_fit.fit_costs` fits them. Raises ValueError for a negative
+    number.
 
-    - ``compute_per_message`` (s): compute time lost per message that completes while computing.
-    - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
-    - ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
-      causes.
+    - ``compute_per_message`` (s): compute time lost per message that completes while computing; ``compute_per_byte``
+      (s/byte): per byte that it sends; ``compute_per_work``: per second of copying, summing and updating.
     - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
       gap and β are measured while nothing computes. The longer of the two counts, never their sum.
-    - ``skew_seconds`` (s): wait of a message that finds the link idle, for the rank that comes last. A message that
-      finds it idle for a shorter time waits as long as it was idle: the message before has brought the ranks together.
+    - ``skew_seconds`` (s): wait of a message that finds the link idle, for the rank that comes last, but no longer than
+      the link was idle: the message before has brought the ranks together.
     - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
     - ``turn_seconds`` (s): time of the training loop between backward and the next forward.
-
-    Raises ValueError for a negative number.
     """
 
     compute_per_message: float = 0.0
@@ -284,9 +273,7 @@ UPDATES = ("cores", "link", "stream")
 
 @dataclass(frozen=True)
 class ExecutionModel:
-    """Resources and waits of a message after its bytes have come.
-
-    ``updates`` says where unpacking and updates run:
+    """Resources and waits of a message after its bytes have come. ``updates`` says where unpacking and updates run.
 
     - ``cores``: on threads that serve one message after the other, while the link carries up to ``Link.depth`` messages
       (gloo on CPU).
@@ -294,11 +281,9 @@ class ExecutionModel:
     - ``stream``: updates on a stream of their own. The next message starts when this one is unpacked, and while at most
       one update of the messages before is not done (:mod:`mdcs.runtime.stream_transport`).
 
-    A host that enqueues ahead of its device takes ``host_seconds_per_message`` and ``host_seconds_per_slot``: no
-    message or slot starts before the host has enqueued it, and with each step the host begins where the device is, as
-    in a loop that reads its loss. 0 where the host's time is part of what was measured.
-
-    Raises ValueError for another value of ``updates`` and for negative seconds.
+    A host that enqueues ahead of its device takes ``host_seconds_per_message`` and ``host_seconds_per_slot`` for each,
+    before it can start; with each step it begins where the device is, as in a loop that reads its loss. 0 where the
+    host's time is part of what was measured. Raises ValueError for another value and for negative seconds.
     """
 
     updates: str = "cores"

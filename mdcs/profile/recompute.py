@@ -40,11 +40,8 @@ class RecomputeUse:
 
 @dataclass(frozen=True)
 class RecomputeOption:
-    """An alternative to keeping all activations of a unit.
-
-    - ``unit``: index of the unit.
-    - ``choice``: ``full`` or ``selective``.
-    - ``uses``: the uses that are computed again.
+    """An alternative to keeping all activations of a unit: ``choice`` is full or selective; ``uses`` are computed
+    again.
 
     Raises ValueError for another choice, and without uses.
     """
@@ -79,8 +76,7 @@ def uniform(options: Sequence[RecomputeOption], units: int, choice: str) -> tupl
 def check_options(
     options: Sequence[RecomputeOption], has_backward: Sequence[bool], forward_slots: int, backward_slots: int
 ) -> None:
-    """Raise ValueError for two options of one choice, for a unit without backward, and for a slot that does not exist.
-    """
+    """Raise ValueError for two options of one choice, a unit without backward, and a slot that does not exist."""
     if len({(option.unit, option.choice) for option in options}) < len(options):
         raise ValueError("a unit has several recompute options of one choice")
     for option in options:

@@ -1,7 +1,6 @@
-"""The profile of a job: its units, slots, optimizer and link.
+"""The profile of a job: its units, slots, optimizer and link. Planners and the simulator read nothing else.
 
-A :class:`Profile` is measured (``mdcs.profiler.model_profile``) or written by hand (for tests, and for clusters that
-one does not have). Planners and the simulator read nothing else.
+It is measured (``mdcs.profiler.model_profile``), or written by hand for tests and for clusters that one does not have.
 """
 
 from __future__ import annotations
@@ -29,29 +28,23 @@ INPUTS = "inputs"
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest group of parameters that is sharded, gathered, reduced and updated together.
-
-    All its parameters have one type and one optimizer, and all are trainable or all frozen: what differs is another
-    unit around the same modules.
+    """The smallest group of parameters that is sharded, gathered, reduced and updated together: of one type, with one
+    optimizer, all trainable or all frozen. What differs is another unit around the same modules.
 
     - ``name``: names of its modules, and in brackets what tells it from another unit around the same modules.
-    - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one parameter group. The
-      lengths sum to ``numel``. Each parameter counts with the padding behind it (:func:`mdcs.sizes.aligned`).
-    - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
-    - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no
-      gradient flows through the unit.
-    - ``dtype``: type of the parameters in compute, by its name in torch.
-    - ``grad_dtype``: type of gradients on the wire and in shards. "": that of the parameters.
-    - ``master_dtype``: type of the copy that the optimizer updates. "": it updates the parameters themselves.
+    - ``segments``: lengths (elements) of consecutive parts of the flat buffer with one parameter group each, parameters
+      with their padding (:func:`mdcs.sizes.aligned`).
+    - ``forward``, ``backward``: (first, last) forward or backward slot of a micro-step that uses it. None: no gradient.
+    - ``dtype``: type of the parameters in compute, by its name in torch. ``grad_dtype``: of gradients on the wire and
+      in shards. ``master_dtype``: of the copy that the optimizer updates. "": that of the parameters; no copy.
     - ``optimizer``: index into :attr:`Profile.optimizers`.
     - ``whole``: the parameters in flat order, where the optimizer needs whole ones; empty where it is elementwise.
     - ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of
-      the last backward slot is over. Empty: all gradients are ready at the end of the slot.
+      the last backward slot is over. Empty: all are ready at the end of the slot.
     - ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
 
-    Raises ValueError for an empty segment, for a type that is not floating, for a trainable unit without ``backward``,
-    for a frozen one with masters, and for ``whole`` or ``gradients`` with other elements or with a fraction outside
-    0..1.
+    Raises ValueError for an empty segment, a type that is not floating, a trainable unit without ``backward``, a frozen
+    one with masters, and ``whole`` or ``gradients`` of other elements or with a fraction outside 0..1.
     """
 
     name: str
@@ -108,11 +101,8 @@ class Unit:
 class Slot:
     """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
 
-    - ``unit``: index of the unit.
-    - ``seconds``: compute time.
-    - ``live``: bytes at the start of the slot. They count activations, workspace and everything else that is not a
-      registered buffer.
-    - ``peak``: the most such bytes during the slot. They include the bytes that the next slot begins with.
+    - ``live``: bytes at the start of the slot: activations, workspace, everything that is not a registered buffer.
+    - ``peak``: the most such bytes during the slot, those included that the next slot begins with.
 
     Raises ValueError for another phase, and for a negative number.
     """
@@ -313,10 +303,8 @@ class Profile:
 
     @cached_property
     def block(self) -> int:
-        """Default partition size of units, in payload bytes.
-
-        The size saturates the link. It also keeps the fixed cost of a message while computing to at most a tenth of its
-        total, or the host's time for it where the host enqueues ahead, up to a limit of 16 MiB.
+        """Default partition size of units, in payload bytes: it saturates the link, and keeps the fixed cost of a
+        message while computing (or the host's time for it) to a tenth of its total, up to a limit of 16 MiB.
         """
         each = max(
             self.contention.message_seconds,
@@ -331,16 +319,12 @@ class Profile:
         return self.collectives.sent(kind, size, self.world, self.per_node)
 
     def buffer(self, kind: Kind, size: int) -> int:
-        """Return the bytes of the algorithm's own buffer on every rank, in addition to the message.
-
-        The result is in elements if ``size`` is in elements.
-        """
+        """Return the bytes of the algorithm's own buffer on every rank, beside the message; elements if ``size`` is."""
         return self.collectives.buffer(kind, size, self.world, self.per_node)
 
     def by_type(self, kind: Kind, parts: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]]:
-        """Return the (unit, block) pairs grouped by type: a message carries elements of one.
-
-        Units of whole parameters go without others: what is packed with others costs a copy.
+        """Return the (unit, block) pairs grouped by type: a message carries elements of one. Units of whole parameters
+        go without others: what is packed with others costs a copy.
         """
         if len(parts) == 1:
             return [parts]

@@ -18,9 +18,8 @@ def page() -> str:
     lines = [
         "# Options and keys",
         "",
-        "`GROUP=OPTION` chooses a file of `conf/`, `KEY=VALUE` sets one value, `-m` with lists makes a sweep. The "
-        "same is",
-        "said by `python experiments/train.py --help`, for the options chosen there. This page is made from the code.",
+        "`GROUP=OPTION` chooses a file of `conf/`, `KEY=VALUE` sets one value, `-m` with lists makes a sweep.",
+        "`mdcs train --help` says the same of the options chosen there. This page is made from the code.",
     ]
     told = groups()
     declared = fields_by_key()
@@ -30,7 +29,7 @@ def page() -> str:
         if group in OPTION_GROUPS:
             lines += _keys_by_option(group)
         else:
-            lines += _table(
+            lines += _list(
                 [(key, leaf.default, leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")]
             )
     for group in ("debug", "experiment"):
@@ -40,28 +39,33 @@ def page() -> str:
 
 
 def _keys_by_option(group: str) -> list[str]:
-    """A table per class of a group's options, with the values that its first file gives."""
-    named: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    """Return a list for each set of options that share keys, with the values of the set's first file."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], tuple[str, Any, dataclasses.Field[Any]]] = {}
+    keyed = []
     for file in (CONF / group / f"{option}.yaml" for option in groups()[group]):
         given = values(file)
-        named.setdefault(given[TARGET], []).append((file.stem, given))
+        declared = options(KINDS[group] if given[TARGET] == "???" else load(group, given[TARGET]))
+        keyed += [file.stem] if declared else []
+        for name, leaf in declared.items():
+            same = (name, meaning(leaf))
+            owners.setdefault(same, []).append(file.stem)
+            rows.setdefault(same, (f"{group}.{name}", given.get(name, leaf.default), leaf))
     lines = []
-    for target, files in named.items():
-        declared = options(KINDS[group] if target == "???" else load(group, target))
-        if declared:
-            (first, shown_values), *others = files
-            lines += ["", f"Keys of {' and '.join(f'`{name}`' for name, _ in files)}"]
-            lines[-1] += f" (values of `{first}`):" if others else ":"
-            lines += _table(
-                [(f"{group}.{name}", shown_values.get(name, leaf.default), leaf) for name, leaf in declared.items()]
-            )
+    for names in dict.fromkeys(map(tuple, owners.values())):
+        others = [name for name in keyed if name not in names]
+        of = "all but " if len(others) < len(names) and len(keyed) > 1 else ""
+        of += ", ".join(f"`{name}`" for name in (others if of else names))
+        of = of if others or len(keyed) == 1 else "all"
+        first = f" (values of `{names[0]}`)" if len(names) > 1 else ""
+        lines += ["", f"Keys of {of}{first}:"]
+        lines += _list([rows[same] for same in owners if tuple(owners[same]) == names])
     return lines
 
 
-def _table(rows: list[tuple[str, Any, dataclasses.Field[Any]]]) -> list[str]:
-    lines = ["", "| key | value | what |", "|---|---|---|"]
+def _list(rows: list[tuple[str, Any, dataclasses.Field[Any]]]) -> list[str]:
+    lines = [""]
     for key, value, leaf in rows:
         default = leaf.default_factory() if value is dataclasses.MISSING and callable(leaf.default_factory) else value
-        what = meaning(leaf).replace("|", "\\|")
-        lines.append(f"| `{key}` | `{shown(default)}` | {what} |")
-    return lines
+        lines.append(f"- `{key}={shown(default)}`: {meaning(leaf)}")
+    return lines if len(lines) > 1 else []

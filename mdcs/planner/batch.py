@@ -1,7 +1,7 @@
 """Batches under a budget: the largest that fits, and the one of most samples per second.
 
-Profiles of a smaller and a larger batch give that of any batch: seconds and bytes of slots, and of recomputation, are
-taken to be linear in the batch (a fixed part and a part per sample). All else is that of the larger batch.
+Profiles of a smaller and a larger batch give that of any: seconds and bytes of slots, and of recomputation, are taken
+to be linear in the batch. All else is that of the larger batch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ class PlannedBatch:
 
 
 class ScalingError(NamedTuple):
-    """Calculated divided by measured, minus 1, of a batch that the scaling does not use.
-
-    - ``seconds``: of all slots.
-    - ``peak``: the most bytes of activations and workspace in a slot.
+    """Calculated divided by measured, minus 1, of a batch that the scaling does not use: seconds of all slots, and the
+    most bytes of activations and workspace in a slot.
     """
 
     seconds: float
@@ -54,13 +52,12 @@ class ScalingError(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchScaling:
-    """The profile of any batch, from profiles of one job.
+    """The profile of any batch, from profiles of one job by batch. Raises ValueError unless they differ in the batch
+    alone.
 
-    - ``profiles``: by batch. The smallest and the largest batch give the others; those between show how far that holds
-      (:meth:`errors`). Of one profile all seconds and bytes count as proportional to the batch, which is too much for
-      larger batches, and too little for smaller ones.
-
-    Raises ValueError unless the profiles differ in the batch alone.
+    The smallest and the largest batch give the others; those between show how far that holds (:meth:`errors`). Of one
+    profile all seconds and bytes count as proportional to the batch, which is too much for larger batches, and too
+    little for smaller ones.
     """
 
     profiles: Mapping[int, Profile]
@@ -148,7 +145,7 @@ def _ratio(calculated: float, measured: float) -> float:
 
 
 def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
-    """Return the largest batch that ``make`` has a plan for, up to ``at_most``. Larger batches are taken not to fit
+    """Return the largest batch that ``make`` has a plan for, up to ``at_most``; larger ones are taken not to fit
     either.
 
     Raises InfeasibleBudget if a batch of one does not fit.
@@ -166,9 +163,7 @@ def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) 
 
 def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> tuple[PlannedBatch, ...]:
     """Return some batches with their plans, smallest first: the largest that fits, halves of it, and more near the
-    fastest.
-
-    Raises InfeasibleBudget as :func:`largest_batch` does.
+    fastest. Raises InfeasibleBudget as :func:`largest_batch` does.
     """
     largest = largest_batch(profile_of, make, at_most=at_most)
     found = {largest.batch: largest}
@@ -189,10 +184,7 @@ def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 1
 
 
 def fastest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
-    """Return the batch of most predicted samples per second, of :func:`batches_that_fit`.
-
-    Raises InfeasibleBudget as :func:`largest_batch` does.
-    """
+    """Return the batch of most predicted samples per second, of :func:`batches_that_fit`, with its InfeasibleBudget."""
     return fastest_of(batches_that_fit(profile_of, make, at_most=at_most))
 
 

@@ -1,8 +1,8 @@
 """Candidates of a search, as numbers. A search by replays compares thousands of candidates per second.
 
 A candidate has a strategy and blocks per unit, and the numbers of its messages in wire order. The values of a message
-alone (bytes, seconds, window) are computed once and shared by all candidates. Step and bytes of a candidate equal those
-of its plan (:meth:`Candidates.plan`), by the same replay.
+alone (bytes, seconds, window) are computed once for all candidates. Step and bytes of a candidate equal those of its
+plan (:meth:`Candidates.plan`), by the same replay.
 """
 
 from __future__ import annotations
@@ -39,13 +39,7 @@ _TIGHT, _POWER = 0.05, 4
 
 
 class Candidate(NamedTuple):
-    """A plan in numbers.
-
-    - ``messages``: numbers of the messages in wire order.
-    - ``slots``: slot at which each is issued.
-    - ``strategies``, ``blocks``: the mix.
-    - ``recompute``: what each unit recomputes. Empty: nothing.
-    """
+    """A plan in numbers: its messages in wire order, the slot of each, the mix, and recomputation (empty: none)."""
 
     messages: list[int]
     slots: list[int]
@@ -55,9 +49,8 @@ class Candidate(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Times and bytes of the slots with a recomputation, [slots].
+    """Times and bytes of the slots with a recomputation, [slots], as in :class:`~mdcs.simulator.kernel.PeriodArrays`.
 
-    - ``seconds``, ``live``, ``peak``: as in :class:`~mdcs.simulator.kernel.PeriodArrays`.
     - ``grown``: seconds at the beginning of the slot in which it recomputes.
     """
 
@@ -70,11 +63,9 @@ class Activations(NamedTuple):
 class Score(NamedTuple):
     """Result of a candidate's replay, in seconds.
 
-    - ``step_s``: the step.
     - ``energy``: the value that annealing minimizes: the step plus a penalty for bytes. Bytes that are held without
       need block later moves, most of all where the budget is tight.
-    - ``waits``: [slots] how long compute waits in the last period.
-    - ``needed``: [slots] number of messages that must be done (unrolled).
+    - ``waits``, ``needed``: [slots] how long compute waits in the last period, and for how many messages (unrolled).
     """
 
     step_s: float
@@ -186,9 +177,8 @@ class Candidates:
         return min(last, max(first, unrolled + far)) % self.length
 
     def score(self, candidate: Candidate, limit: float) -> Score | None:
-        """Return the score of a candidate.
-
-        None if the candidate cannot run, does not fit the budget, or has an energy above ``limit`` seconds.
+        """Return the score of a candidate; None if it cannot run, does not fit, or has an energy above ``limit``
+        seconds.
         """
         c: PeriodArrays = self._circle(candidate.strategies, candidate.blocks)
         if candidate.recompute:

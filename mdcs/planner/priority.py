@@ -1,8 +1,8 @@
 """Partitioned communication, nearest deadline first: a policy over the replay.
 
-ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019) do this at run time. Here it is done in
-advance. Whenever the link is free, it takes the ready block whose unit is needed first. The resulting order in steady
-state becomes the plan. It is optimal for one link, with unlimited memory and free updates.
+ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019) do this at run time, here it is done ahead:
+whenever the link is free, it takes the ready block whose unit is needed first. The order in steady state becomes the
+plan. It is optimal for one link, with unlimited memory and free updates.
 
 The replay of a plan says when compute arrives at each slot, with all that messages cost. The order that follows is
 replayed again, because it moves these times (:func:`settled`).
@@ -57,11 +57,9 @@ def settled(
 ) -> Plan:
     """Return the fastest plan by replay, without a budget, of several rounds of :func:`nearest_deadline_first`.
 
-    - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
-      gradient earlier.
-
-    The first rounds let compute wait for messages. Without ``windows``, more rounds follow with the arrivals of the
-    replay of a plan that sends blocks when they are ready.
+    The first rounds let compute wait for messages. Then come rounds with the arrivals of the replay of a plan that
+    sends blocks when they are ready, unless ``windows`` are given, narrower than the mix's own: a gather then holds its
+    buffer later, and a reduction frees its gradient earlier.
     """
     own = {op: mix.period.window(op) for op in mix.ops}
 
@@ -94,8 +92,8 @@ def nearest_deadline_first(
     """Return messages: whenever the link is free, send the ready block with the nearest deadline.
 
     - ``times``: when compute arrives at the slots, and how long they take.
-    - ``waits``: whether compute waits at a slot for the blocks that are needed there, and arrives later at all slots
-      that follow. Otherwise it arrives as in ``times``.
+    - ``waits``: whether compute waits at a slot for the blocks that are needed there, and arrives later at all that
+      follow.
     """
     length, depth = mix.period.length, mix.profile.link.depth
     costs = {

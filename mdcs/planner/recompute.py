@@ -1,7 +1,5 @@
-"""Choose the units that recompute their activations: the same for all, drawn, or decided with the plan.
-
-A rule that is decided with the plan (:class:`Planned`) tries the steps of a :func:`ladder`: from no recomputation to
-the floor, each step frees most bytes in the slots that need most, per second that it adds.
+"""Choose the units that recompute their activations: the same for all, drawn, or decided with the plan, by the steps of
+a :func:`ladder` from none to the floor.
 """
 
 from __future__ import annotations
@@ -95,8 +93,7 @@ class Auto(Checked):
     name: ClassVar[str] = "auto"
 
     def choices(self, profile: Profile) -> tuple[str, ...]:
-        """Return no recomputation, which comes first (:func:`mdcs.planner.pipeline.make_plan` tries what comes next).
-        """
+        """Return no recomputation, which :func:`mdcs.planner.pipeline.make_plan` tries first."""
         return KEEP.choices(profile)
 
 
@@ -136,10 +133,8 @@ def in_words(plan: Plan) -> str:
 def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job], float]) -> Job:
     """Return the step of the job's :func:`ladder` with the smallest ``step_s`` found, or the last if all are infinite.
 
-    - ``estimate_s``: quick, and mostly not above ``step_s``. Infinite for what does not fit, which are the first steps.
-
     Of the steps that fit, the first is tried, ever fewer beyond, and those halfway between the fastest and its
-    neighbours: where the estimate is below what is known.
+    neighbours, where ``estimate_s`` (quick, mostly not above, infinite for what does not fit) is below what is known.
     """
     steps = ladder(job)
     estimate = cache(lambda k: estimate_s(steps[k]))
@@ -159,8 +154,8 @@ def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job]
 
 
 def least_within(job: Job, limit: int) -> Job:
-    """Return the first step of the job's :func:`ladder` that fits ``limit`` bytes beside the leanest strategies, or the
-    last.
+    """Return the first step of the job's :func:`ladder`, or the last, that fits ``limit`` bytes with the leanest
+    strategies.
     """
     steps = ladder(job)
     first = bisect.bisect_left(
@@ -170,10 +165,7 @@ def least_within(job: Job, limit: int) -> Job:
 
 
 def refined(plan: Plan) -> Plan:
-    """Return the plan with other choices of single units, with the same messages, as long as its replay gets faster.
-
-    It stays within its budget.
-    """
+    """Return the plan with other choices of single units, as long as its replay gets faster, within its budget."""
     profile, best_s = plan.job.profile, replay(plan).period_s
     known = [(NONE, *(o.choice for o in profile.recompute if o.unit == u)) for u in range(len(profile.units))]
     for _ in range(_ROUNDS):
@@ -195,9 +187,8 @@ def refined(plan: Plan) -> Plan:
 
 
 def ladder(job: Job) -> list[Job]:
-    """Return the job with more and more recomputation, from none to the floor. Each needs less than the one before.
-
-    Needs are those of the leanest strategies, and estimated.
+    """Return the job with more and more recomputation, from none to the floor. Each step needs less than the one before
+    it, with the leanest strategies, and estimated.
     """
     leanest = min_peak_job(job)
     if not leanest.recompute:

@@ -1,7 +1,7 @@
 """Planners: what each is, and those of mdcs by name with their defaults.
 
 A planner is any object with the methods below. One that a config can choose is a frozen dataclass whose fields are
-options (:mod:`mdcs.options`). A YAML file names it.
+options (:mod:`mdcs.options`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class StrategyPlanner(_Named, Protocol):
     """Chooses strategies, judged with the sequential schedule."""
 
     def choose(self, problem: PlanningProblem) -> StrategyDecision:
-        """Return a mix that fits the problem's budget.
-
-        Raises InfeasibleBudget, with the smallest feasible budget, if there is none.
-        """
+        """Return a mix that fits the problem's budget. Raises InfeasibleBudget, with the smallest feasible budget."""
         ...
 
 
@@ -53,10 +50,8 @@ class Scheduler(_Named, Protocol):
     """Turns a mix into messages."""
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
-        """Return a plan for the mix.
-
-        The scheduler may ignore ``mix.budget``: :func:`mdcs.planner.budget_repair.repair` later delays and splits
-        messages that do not fit.
+        """Return a plan for the mix, within ``mix.budget`` or not: :mod:`mdcs.planner.budget_repair` fits it
+        afterwards.
         """
         ...
 

@@ -1,12 +1,12 @@
 """Communication schedulers without a solver: from a strategy mix to an ordered list of messages.
 
-A scheduler proposes a plan. :func:`mdcs.planner.budget_repair.repair` then delays or splits messages that do not fit
-the budget. The one that sends the nearest deadline first is :mod:`mdcs.planner.priority`.
+A proposed plan is fitted to its budget afterwards (:func:`mdcs.planner.budget_repair.repair`). The scheduler that sends
+the nearest deadline first is :mod:`mdcs.planner.priority`.
 
 - sequential: no overlap; compute waits for every message. It decides whether strategies fit a budget.
-- wait-free back-propagation (Poseidon, PyTorch DDP): a reduction is issued when the backward of its unit ends. A gather
-  has no such moment. The gather of zero2 follows its reduction at once, as in a decomposed all-reduce. Gathers of sdp
-  and fsdp are prefetched one unit ahead, as FSDP does.
+- wait-free back-propagation (Poseidon, PyTorch DDP): a reduction is issued when the backward of its unit ends. The
+  gather of zero2 follows at once, as in a decomposed all-reduce; those of sdp and fsdp are prefetched one unit ahead,
+  as FSDP does.
 - fusion: several units in one message, which then pays α once. ``Fusion`` fills buckets of a fixed size, as Horovod and
   DDP do. ``MgWfbp`` merges optimally for the α–β model (MG-WFBP, Shi et al., INFOCOM 2019), here by dynamic programming
   over the ready times.
@@ -180,10 +180,10 @@ class MgWfbp:
 
 
 def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
-    """Return the groups that minimize the end of the last message.
+    """Return the groups that minimize the end of the last message: end[j] = min over i of max(ready, end[i]) + α +
+    β·bytes(i..j).
 
-    end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j). A gather stream is the same problem in reversed time:
-    deadlines become ready times, and the first message becomes the last.
+    A gather stream is the same problem in reversed time: deadlines become ready times, the first message the last.
     """
     if not stream:
         return []

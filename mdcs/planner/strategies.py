@@ -40,10 +40,8 @@ class RandomMix(Checked):
     seed: int = option(0, "seed of the draw", at_least=0)
 
     def choose(self, problem: PlanningProblem) -> StrategyDecision:
-        """Return a random mix that fits.
-
-        While the mix is too large, one more random unit becomes fsdp, or takes its strategy in the leanest mix if all
-        fsdp does not fit. Raises InfeasibleBudget.
+        """Return a random mix that fits. While it is too large, one more random unit becomes fsdp, or takes its
+        strategy in the leanest mix if all fsdp does not fit. Raises InfeasibleBudget.
         """
         smallest = problem.starts()[-1]
         rng = random.Random(self.seed)
@@ -66,10 +64,8 @@ class Greedy:
     name: ClassVar[str] = "greedy"
 
     def choose(self, problem: PlanningProblem) -> StrategyDecision:
-        """Return the faster of the mixes from both starts.
-
-        A change that costs no bytes comes first. Ties go to the strategy that is listed first. Raises InfeasibleBudget
-        for a budget below the floor.
+        """Return the faster of the mixes from both starts. A change that costs no bytes comes first; ties go to the
+        strategy that is listed first. Raises InfeasibleBudget for a budget below the floor.
         """
         return StrategyDecision(min([self._from(start, problem) for start in problem.starts()], key=problem.seconds))
 
@@ -110,10 +106,8 @@ class Greedy:
 def _is_too_much(
     problem: PlanningProblem, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy
 ) -> bool:
-    """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule.
-
-    - ``held``: bytes of the mix by slot. Between its forward and its backward the unit holds its extra bytes, and
-      nothing else changes.
+    """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule: between its
+    forward and its backward it holds its extra bytes beside those of the mix by slot, ``held``.
     """
     if problem.budget is None:
         return False

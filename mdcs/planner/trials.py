@@ -47,14 +47,12 @@ def proposals(
 ) -> list[Plan]:
     """Return ``plan`` and up to ``count`` - 1 others of its job and budget that differ from it and from each other.
 
-    They take turns between kinds of plans, in each the best predicted first: another integer program's, messages of
-    whole units, blocks of three sizes, fused buckets, and a step more or less of recomputation if the rule
-    ``recompute`` (as for :func:`mdcs.planner.pipeline.make_plan`) leaves that to the plan. No two send the same
-    messages with the same strategies, but for a few that move without a gain. Of a profile that has been compared with
-    plans that it was not fitted to, more than one other is returned only if they are predicted to be about as fast as
-    the best: no slower than by a few times :attr:`mdcs.Profile.prediction_error`.
-
-    - ``seconds``: limit of the integer program. 0: none is asked.
+    They take turns between kinds of plans, in each the best predicted first: another integer program's (in so many
+    ``seconds``; 0: none), messages of whole units, blocks of three sizes, fused buckets, and a step more or less of
+    recomputation if the rule ``recompute`` leaves that to the plan. No two send the same messages with the same
+    strategies, but for a few that move without a gain. Of a profile that has been compared with plans that it was not
+    fitted to, more than one other is returned only if it is predicted to be slower than the best by no more than a few
+    times :attr:`mdcs.Profile.prediction_error`.
     """
     if count < 2:
         return [plan]
@@ -165,14 +163,13 @@ _SPIKE = 0.1  # a step counts at most so much longer than the shortest of its ca
 
 
 class Standing(NamedTuple):
-    """A candidate's measurements.
+    """A candidate's measurements: the ``rounds`` that it took part in, and the ``steps`` that were counted.
 
-    - ``rounds``, ``steps``: rounds that it took part in, and steps that were counted.
     - ``median_s``: median seconds of these steps. NaN without any.
     - ``slower_s``: seconds by which a step is longer than the winner's (before the end: than the fastest's), by steps
       of the same rounds. NaN without any.
-    - ``interval_s``: half of the 96 % interval of ``slower_s``, for all candidates together. Infinite if too few steps
-      were counted.
+    - ``interval_s``: half of the 96 % interval of ``slower_s``, for all candidates together. Infinite with too few
+      steps.
     - ``dropped``: the round (from 1) after which the candidate was dropped. None: never.
     """
 
@@ -189,12 +186,12 @@ class SuccessiveHalving:
     """Find the fastest of ``count`` candidates in at most ``steps`` steps.
 
     In a round every candidate takes a turn of some steps, in an order that is reversed from round to round: a drift of
-    the machine slows all of them alike. The first step of a turn is not counted. After a round the candidates that
-    are slower by more than the interval of a paired test leave, and of more than two the slower half. The fastest one
-    that is left in the end goes on; of equal ones that with the lowest number.
+    the machine slows all of them alike. The first step of a turn is not counted. Then the candidates that are slower by
+    more than the interval of a paired test leave, and of more than two the slower half. The fastest one that is left
+    goes on; of equal ones that with the lowest number.
 
-    Every rank must be told the same seconds: those of the slowest. Leave out a step that did more than train, such as
-    one with a checkpoint. Raises ValueError for ``count`` below 1, and for fewer than two steps per candidate.
+    Every rank must be told the same seconds: those of the slowest. Leave out a step that did more than train. Raises
+    ValueError for ``count`` below 1, and for fewer than two steps per candidate.
     """
 
     def __init__(self, count: int, *, steps: int = 20) -> None:
@@ -220,9 +217,8 @@ class SuccessiveHalving:
         return 0 if self.winner is not None else self._length - self._counted + (not self._is_warm)
 
     def add(self, seconds: float) -> None:
-        """Take the seconds of a step that ran :attr:`current`. Steps after the end change nothing.
-
-        Raises ValueError for seconds that are not above 0.
+        """Take the seconds of a step that ran :attr:`current`; after the end nothing changes. Raises ValueError unless
+        above 0.
         """
         if not 0 < seconds < math.inf:
             raise ValueError(f"a step takes seconds above 0, got {seconds}")

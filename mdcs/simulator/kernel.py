@@ -1,9 +1,9 @@
-"""The replay as loops over numbers. Every time of compute and of the link follows from earlier times, in one pass.
+"""The replay as loops over numbers (:mod:`mdcs.simulator.simulate` describes the model). Every time of compute and of
+the link follows from earlier times, in one pass.
 
-:mod:`mdcs.simulator.simulate` describes the model. For one replay, Python runs these functions as they are. For a
-search with thousands of replays, numba compiles them to machine code (:mod:`mdcs.simulator.simulate`). Therefore
-this module uses only numbers, sequences of numbers and loops. Functions take each sequence as its own argument, because
-numba handles this faster than tuples of sequences.
+For one replay, Python runs these functions as they are; for a search with thousands of replays, numba compiles them. So
+there are only numbers, sequences of numbers and loops here, and each sequence is an argument of its own, which numba
+handles faster than tuples of sequences.
 
 Messages are counted in wire order and slots in executed order, both from the start of the prologue. Message ``g`` of a
 replay is message ``g % n`` of the plan. Times are seconds since the prologue began, sizes are bytes.
@@ -95,9 +95,8 @@ def finish_time_under_interference(
 
 
 def add_message_overhead(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
-    """Return when a slot ends, with the compute time lost to messages that complete during the slot.
-
-    - ``begin``, ``end``: the slot without the lost time.
+    """Return when a slot that would run from ``begin`` to ``end`` ends, with the compute time lost to messages that
+    complete during it.
     """
     n, g = len(lost), count[PAID]
     while g < count[SENT] and done[g] <= end:
@@ -128,8 +127,8 @@ def retime_while_compute_blocked(
 ) -> None:
     """Retime the messages in flight while compute waits for message ``awaited`` from ``now`` on.
 
-    Messages up to ``awaited`` then run while nothing computes: the part that is not yet served takes ``idle`` instead
-    of ``transfer``. Later messages shift accordingly. All messages in ``t`` have been issued by now. A message that has
+    Up to ``awaited`` they run while nothing computes: the part that is not yet served takes ``idle`` instead of
+    ``transfer``. Later messages shift accordingly. All messages in ``t`` have been issued by now. A message that has
     not started waits only for messages that are done earlier.
     """
     n, sent = len(m.alpha), t.count[SENT]
@@ -172,10 +171,8 @@ def retire_completed(done: Numbers, freed: Numbers, count: Numbers, now: float) 
 
 
 def max_in_flight_bytes(transient: Numbers, in_prologue: Numbers, count: Numbers, depth: int, upcoming: int) -> int:
-    """Return the most bytes that ``depth`` consecutive messages can hold in flight.
-
-    Counts the messages that are not yet done, without those that the prologue passes over, and one more message with
-    ``upcoming`` bytes.
+    """Return the most bytes that ``depth`` consecutive messages can hold in flight: of those that are not yet done,
+    without those that the prologue passes over, and one more of ``upcoming`` bytes.
     """
     n, oldest, sent = len(transient), count[RETIRED], count[SENT]
     most = total = many = 0
@@ -199,9 +196,8 @@ def admit(
     done: Numbers, freed: Numbers, transient: Numbers, in_prologue: Numbers, count: Numbers, cap: int, depth: int,
     now: float, size: int, upcoming: int,
 ) -> float:  # fmt: skip
-    """Return when ``size`` bytes fit, in addition to all bytes held and in flight.
-
-    Return -1 and set ``count[NEEDED]`` if they never fit.
+    """Return when ``size`` bytes fit beside all bytes held and in flight; -1 if never, with the need in
+    ``count[NEEDED]``.
     """
     while True:
         retire_completed(done, freed, count, now)
@@ -220,12 +216,10 @@ def repeats(
     start: Numbers, finish: Numbers, done: Numbers, flight: Numbers, sent: int, now: float, base: int, before: int,
     tolerance: float,
 ) -> int:  # fmt: skip
-    """Compare the messages in flight at this turn with those at the last turn.
+    """Compare the messages in flight at this turn with those at the last. Return their number k if they are equal, else
+    -1 - k.
 
-    Return their number k if both are equal, otherwise -1 - k.
-
-    - ``base``: first message of the period.
-    - ``before``: number of messages in flight at the last turn.
+    - ``base``: first message of the period. ``before``: number of messages in flight at the last turn.
     - ``tolerance``: largest difference (seconds) of equal times.
     """
     room, many = len(flight) // 2, 0
@@ -242,9 +236,8 @@ def repeats(
 
 
 def run(c: PeriodArrays, s: Schedule, m: MessageSeconds, sizes: Folded, t: ReplayArrays) -> int:
-    """Replay until the period repeats. Return how the replay ended.
-
-    In ``t`` the last ``n`` messages and the last ``len(c.seconds)`` slots are the last period.
+    """Replay until the period repeats; return how it ended. In ``t`` the last ``n`` messages and the last
+    ``len(c.seconds)`` slots are the last period.
     """
     start, finish, landed, done, arrival = t.start, t.finish, t.landed, t.done, t.arrival
     begins, count, flight = t.begin, t.count, t.flight

@@ -6,10 +6,8 @@ data is ready and compute has arrived at its issue slot. Messages and slots are 
 admission never changes the order.
 
 Only compute issues messages, and it waits only for messages issued before. So every time follows from earlier times:
-the replay is one pass and needs no event queue.
-
-Periods are replayed from the prologue until they repeat, at most ``MAX_PERIODS``. Iteration 1 starts at the first
-forward slot.
+the replay is one pass without an event queue. Periods are replayed from the prologue until they repeat, at most
+``MAX_PERIODS``.
 """
 
 from __future__ import annotations
@@ -41,15 +39,13 @@ _NOTHING = Contention()
 
 
 class Replay:
-    """The result of a replay: times of all messages and slots, in seconds since the prologue began.
-
-    Messages are counted in FIFO order and slots in executed order, both from the prologue. The last slots and messages
-    are those of the last period. What takes time to compute is computed on demand: planners replay thousands of plans.
+    """The result of a replay: times of all messages and slots, in seconds since the prologue began, in FIFO and
+    executed order. The last ones are those of the last period. What takes time to compute is computed on demand.
 
     - ``spans``: (start, end) of each message on the link.
     - ``landed``: when each message is summed or unpacked. ``processed``: when it and all before are updated.
-    - ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
-    - ``begins``: when compute begins to run each slot.
+    - ``arrivals``: when compute arrives at each slot; the last entry is the end. ``begins``: when it begins to run
+      each.
     - ``began``: start of the last period. ``period_s``: its length.
     - ``settled``: whether the last period equals the one before, so that all later periods are equal.
     """
@@ -72,9 +68,8 @@ class Replay:
         return [(a - began, b - began) for a, b in zip(self.begins[-last:], self.arrivals[-last:], strict=True)]
 
     def seen(self, spans: list[Span]) -> dict[int, Span]:
-        """Return the spans of messages in the last period, by message index.
-
-        Spans are relative to the start of the period and cut off at its ends.
+        """Return the spans of messages in the last period, by message index, relative to its start and cut off at its
+        ends.
         """
         began, ended = self.began, self.arrivals[-1]
         oldest = max(0, len(spans) - 2 * len(self._plan.messages))  # those of the period before may still be in flight
@@ -124,9 +119,8 @@ class Replay:
 
 
 def replay(plan: Plan) -> Replay:
-    """Replay a plan until its period repeats. Messages are admitted by its bytes if it has a budget.
-
-    Raises PlanError, naming the slot, when admission deadlocks.
+    """Replay a plan until its period repeats. Messages are admitted by its bytes if it has a budget. Raises PlanError,
+    naming the slot, when admission deadlocks.
     """
     return run(plan, None if plan.admissible is None else Ledger(plan))
 
@@ -181,10 +175,8 @@ def empty_replay(messages: int, slots: int) -> ReplayArrays:
 class Steady(NamedTuple):
     """Times of the last replayed period, in seconds from its start.
 
-    - ``period_s``: length of the period.
     - ``slots``: (arrival, begin, end) of compute at each slot.
-    - ``bytes``: (begin, end) of the bytes on the link, for each message issued in the period. The end may lie after the
-      period.
+    - ``bytes``: (begin, end) of the bytes on the link, for each message issued in the period; may end after it.
     """
 
     period_s: float
@@ -236,9 +228,7 @@ _ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
 
 
 def _memory(plan: Plan, ledger: Ledger, trace: Replay) -> list[dict[str, int]]:
-    """Return for each slot of the last period the peak bytes of each category, and "total".
-
-    A slot includes the wait before it.
+    """Return for each slot of the last period, with the wait before it, the peak bytes of each category, and "total".
     """
     live, events = _events(plan, ledger, trace)
     known, rest = sum(live.values()), 0
@@ -340,7 +330,7 @@ class Loops(NamedTuple):
 def compiled_loops() -> Loops:
     """Return the loops, compiled for the rest of this process if numba is installed.
 
-    Plans are arranged and folded as Python, because copying the lists of one plan takes longer. Their replays are
+    Plans are arranged and folded as Python, because copying the lists of one plan takes longer; their replays are
     compiled from here on. The first compilation on a machine takes some ten seconds. Numba caches the code next to the
     modules, or in the user's cache; where neither can be written, every process compiles.
     """

@@ -1,17 +1,15 @@
 """Plans and bounds from the slot model: solve it whole, or relax and round it, and turn solutions into messages.
 
-Large models have the memory of the schedule in few slots: first in the one that needs most bytes, which decides the
-bound and the mix, then in slots at equal distances, which decide when buffers live.
+Large models have the memory of the schedule in few slots: first in the one that needs most bytes, which decides bound
+and mix, then in slots at equal distances, which decide when buffers live.
 
-Costs: the slot model sends operations in fractions, so it knows only seconds per byte. It plans with a profile in which
-three costs of a block are spread over its bytes: the gap (or the latency, with one message in flight at a time), the
-link occupancy while computing, and the lost compute time. Delays of contention that depend on when a message comes
-(skew, dispatch, turn) are left out: the replay of the plan includes them.
+Costs: the model sends operations in fractions, so it knows only seconds per byte. Three costs of a block are spread
+over its bytes: the gap (or the latency, with one message in flight), the link occupancy while computing, and the lost
+compute time. Delays that depend on when a message comes (skew, dispatch, turn) are left to the replay.
 
-Rounding: the relaxation mixes strategies within a unit, about alike in similar units. Rounded one by one, all such
-units would get the same strategy. Therefore the bytes by which rounding raises a strategy are subtracted from the
-strategy in the following units (Floyd, Steinberg, 1976, in one dimension), and so are the bytes that recomputation
-frees. A buffer is held from the slot by which a given fraction of its gather has been sent.
+Rounding: the relaxation mixes strategies within a unit, about alike in similar units. Rounded one by one, all of these
+would get the same strategy. So the bytes by which rounding raises a strategy are subtracted from it in the following
+units (Floyd, Steinberg, 1976, in one dimension), and so are the bytes that recomputation frees.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ from mdcs.sizes import MIB
 
 
 def linearize_costs(profile: Profile) -> Profile:
-    """Return the profile with all costs of a block in β, and lost compute time as interference.
-
-    β of a kind is the seconds of a block divided by its bytes. The profile itself is returned if its link has no gaps
-    and there is no contention.
+    """Return the profile with all costs of a block in β, its seconds by its bytes, and lost compute time as
+    interference; the profile itself if its link has no gaps and there is no contention.
     """
     link, cost = profile.link, CostModel(profile)
     if not any(link.gap) and profile.contention == Contention():
@@ -137,11 +133,9 @@ SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, a
 class SearchRequest:
     """A job and budget to plan for, and the time limit.
 
-    - ``name``: name of the planner.
-    - ``fixed``: strategies of the units. None: open.
+    - ``name``: name of the planner. ``fixed``: strategies of the units. None: open.
     - ``seconds``, ``began``: the time limit, and the clock when it began.
-    - ``block_bytes``: size of a block.
-    - ``coarser``: whether larger blocks may be tried.
+    - ``block_bytes``: size of a block. ``coarser``: whether larger blocks may be tried.
     """
 
     problem: PlanningProblem
@@ -185,12 +179,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class SolverResult:
-    """Result of a solve.
-
-    - ``status``: status of the solver.
-    - ``bound``: proven lower bound (seconds) of any plan's step time.
-    - ``plans``: plans with their step times.
-    """
+    """The solver's status, a proven lower ``bound`` (seconds) of any plan's step, and plans with their step times."""
 
     status: str
     bound: float | None
@@ -238,9 +227,8 @@ def solve_relaxed(request: SearchRequest, problem: PlanningProblem, solved: Call
 
 
 def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecision]:
-    """Yield decisions of mixes near a relaxation. Their windows come from the relaxation of each mix alone.
-
-    Buffers of fractional strategies say little about when whole ones fit. The models get finer while time allows.
+    """Yield decisions of mixes near a relaxation. Windows come from the relaxation of each mix alone: buffers of
+    fractional strategies say little about when whole ones fit. The models get finer while time allows.
     """
     realistic = request.realistic()
     for strategies, recompute in near:
@@ -255,10 +243,9 @@ def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecis
 
 
 def _finer(request: SearchRequest, problem: PlanningProblem) -> Iterator[tuple[int, set[int]]]:
-    """Yield the width of bins and the tight slots of a coarse model, then of finer ones.
-
-    First only the slot is tight in which the sequential schedule needs most bytes. The last has about _FINEST tight
-    slots, or all. Yield none whose relaxation would end too late: one takes three times as long as the one before.
+    """Yield the width of bins and the tight slots of a coarse model (that slot in which the sequential schedule needs
+    most bytes), then of finer ones, of about _FINEST tight slots at last, as long as their relaxations end in time: one
+    takes three times as long as the one before.
     """
     length = problem.job.period.length
     needs = problem.sequential_needs(request.fixed or [Strategy.fsdp] * len(problem.profile.units))
@@ -281,10 +268,10 @@ def _solved(
 
 
 def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[EvaluatedPlan]:
-    """Return the plans of these decisions, as far as time allows.
+    """Return the plans of these decisions, as far as time allows: they differ by some percent, so that many are tried.
 
-    Decisions differ by some percent, so that many are tried. The one with the best plan is also tried with finer blocks
-    (fewer bytes are then in flight), with coarser ones and with whole units.
+    The one with the best plan is also tried with finer blocks (fewer bytes are then in flight), coarser ones, whole
+    units.
     """
     until = max(time.monotonic() + DECODING * request.seconds, request.at(_DECODED))
     others = [*([COARSER * request.block_bytes] * request.coarser), 0]

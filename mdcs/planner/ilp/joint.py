@@ -1,17 +1,12 @@
 """Plans from the slot model: heuristics and solver find plans to start from, and a search by replays goes on from them.
 
-1. Heuristics give the first plans. If the plan decides what is recomputed, they take
-   the recomputation that the problem starts from.
-2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these
-   windows blocks are sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the
-   first plans.
-3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.search`).
+1. Heuristics give the first plans, with the recomputation that the problem starts from. 2. The solver decides
+strategies, recomputation and, under a budget, the slots in which buffers live. Within these windows blocks are sent
+nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the first plans. 3. The search
+continues from the best plan for the rest of the time (:mod:`mdcs.planner.search`).
 
-The result is never predicted slower than the best heuristic tried, except where messages are merged because this saves
-more than it costs. Among equally fast schedules the leanest one is returned.
-
-The joint planner decides strategies and schedule in one program. The memory-aware scheduler has fixed strategies: most
-overlap within the remaining bytes.
+The result is never predicted slower than the best heuristic tried, except where merging messages saves more than it
+costs. Among equally fast schedules the leanest one is returned.
 """
 
 from __future__ import annotations
@@ -71,8 +66,8 @@ class SlotPlanner(Solving):
     ) -> Plan:
         """Return the best plan found within ``seconds`` for ``problem.budget``, with its outcome and the proven bound.
 
-        - ``fixed``: strategies of the units. Only the schedule is then open.
-        - ``start``: a plan within the budget. The result is not slower.
+        - ``fixed``: strategies of the units; only the schedule is then open. ``start``: a plan that the result is not
+          slower than.
 
         The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may
         be slower. Raises PlanError if no plan was found.
@@ -116,11 +111,9 @@ def _solve_beside_race(
 ) -> tuple[SolverResult, list[EvaluatedPlan]]:
     """Run the solver, and beside it races from the plans ``known``. Return what both found.
 
-    - ``bounding``: the bound, which is being found already. None: the integer program gives it.
-
     Plans come from the integer program of a small problem, from relaxations of a large one, and from both of those
-    between. The bound comes from the problem as it is: from its integer program if this is small and gives plans as
-    well (messages have no price), otherwise from its relaxations.
+    between. The bound comes from the problem as it is: from its integer program if this is small and messages have no
+    price, otherwise from its relaxations, which ``bounding`` solves already.
     """
     slots, fixed = request.problem.job.period.length, request.fixed is not None
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
@@ -147,9 +140,8 @@ def _solve_beside_race(
 
 
 def heuristics(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
-    """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
-
-    Schedules with few messages come first, those that are made fastest before the others.
+    """Yield the plans of the best heuristics, few messages first: greedy mixes for several shares of the budget, or the
+    fixed mix.
     """
     mixes = list(dict.fromkeys(_mixes(problem, fixed)))
     coarse = Priority(COARSER * problem.profile.block / MIB)
@@ -233,10 +225,9 @@ class Joint(SlotPlanner):
     )
 
     def plan(self, problem: PlanningProblem) -> Plan:
-        """Return a plan within ``problem.budget``. Raises InfeasibleBudget.
-
-        Where recomputation is open but not needed, the plan without it comes first. The rest goes on from it, in half
-        as many seconds, so the result is never slower.
+        """Return a plan within ``problem.budget``. Raises InfeasibleBudget. Where recomputation is open but not needed,
+        the plan without it comes first, and the rest goes on from it, in half as many seconds: the result is never
+        slower.
         """
         problem.starts()
         kept = dataclasses.replace(problem, job=dataclasses.replace(problem.job, recompute=()), recomputes=False)
@@ -253,8 +244,7 @@ class MemoryAware(SlotPlanner):
     name: ClassVar[str] = "memory_aware"
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
-        """Return the best schedule found, the heuristics' included.
-
-        Raises PlanError if none is within the mix's budget.
+        """Return the best schedule found, the heuristics' included. Raises PlanError if none is within the mix's
+        budget.
         """
         return self.solved(PlanningProblem(mix.job, mix.budget), self.name, mix.strategies)

@@ -53,8 +53,7 @@ from mdcs.simulator.simulate import replay
 class SlotDecision:
     """A solution: a strategy per unit, and the slots (unrolled) that bound its operations.
 
-    - ``earliest``: first slot at which an operation is issued.
-    - ``latest``: slot at which it must be done.
+    - ``earliest``: first slot at which an operation is issued. ``latest``: slot at which it must be done.
     - ``recompute``: a choice per unit. Empty: none, or the problem does not decide it.
     """
 
@@ -72,9 +71,9 @@ class SlotDecision:
 
 
 class SlotModel(SlotSchedule):
-    """The integer program of one job under ``problem.budget``: the schedule, and a memory row for every slot.
+    """The integer program of one job under ``problem.budget``: the schedule
+    (:class:`~mdcs.planner.ilp.slot_schedule.SlotSchedule`), and a memory row for every slot.
 
-    - ``fixed``, ``width``: as in :class:`~mdcs.planner.ilp.slot_schedule.SlotSchedule`.
     - ``tight``: slots whose rows have the memory of the schedule, and that are bins of their own. In the others buffers
       live only while compute uses them: a relaxation, with far fewer binaries. None: all slots.
     """
@@ -98,10 +97,9 @@ class SlotModel(SlotSchedule):
     # ---- memory: sums over the table of lifetimes
 
     def _memory(self, cap: int) -> None:
-        """Add the memory row of every slot, scaled by the bytes left for units because of the solver's tolerances.
-
-        A row of the table is held in some slots whatever the schedule is. In others the schedule decides: from the
-        start of a gather until the slot that needs it, and until a reduction has landed.
+        """Add the memory row of every slot, scaled by the bytes left for units because of the solver's tolerances. A
+        row of the table is held in some slots whatever the schedule is; in others, from the start of a gather until the
+        slot that needs it, and until a reduction has landed, the schedule decides.
         """
         length = self.period.length
         held: list[Terms] = [[] for _ in range(length)]
@@ -189,9 +187,8 @@ class SlotModel(SlotSchedule):
         return (q for q in range(first, last) if q % self.period.length in self.tight)
 
     def _shared(self, sent: Terms, before: int | None) -> int:
-        """Return a binary column for a slot. It is never below the column ``before`` of the tight slot before it.
-
-        If the terms of both slots are the same, it is the same column.
+        """Return a binary column for a slot, never below that of the tight slot ``before``; the same one for the same
+        terms.
         """
         key = tuple(x for x, _ in sent)
         if before is not None and self._keys[before] == key:
@@ -208,19 +205,16 @@ class SlotModel(SlotSchedule):
         return [self.sendings[op] for op in possible if op in self.sendings]
 
     def _held_from(self, gather: TransferColumns, q: int) -> Terms:
-        """Return the terms of a gather that surely hold its buffer in slot q.
-
-        Terms of a bin count only in its last slot, because the model does not know in which slot of the bin they are
-        sent.
+        """Return the terms of a gather that surely hold its buffer in slot q. Terms of a bin count only in its last
+        slot: the model does not know in which slot of the bin they are sent.
         """
         b = self._bin(q)
         last_of_bin = q % self.period.length == self._slots(b)[-1]
         return gather.by(3 * b + 2 if last_of_bin else 3 * b - 1)
 
     def _freed_by(self, reductions: Sequence[TransferColumns], q: int) -> Terms:
-        """Return the terms of the reductions that may be done when slot q begins.
-
-        At the first slot of a bin, only its arrival stage counts. At later slots, all stages of the bin count.
+        """Return the terms of the reductions that may be done when slot q begins: at the first slot of a bin those of
+        its arrival stage, at later ones those of all stages.
         """
         b = self._bin(q)
         first_of_bin = q % self.period.length == self._slots(b)[0]
@@ -264,9 +258,8 @@ class SlotModel(SlotSchedule):
         return values if not self.program.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
-        """Yield (operation, stage, fraction of the operation) for the bytes on the link in the replay.
-
-        The stage is 2·slot, plus 1 while compute runs.
+        """Yield (operation, stage, fraction of the operation) for the bytes on the link in the replay; stage: 2·slot, +
+        1 while compute runs.
         """
         steady = replay(plan).steady()
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
@@ -296,8 +289,8 @@ class SlotModel(SlotSchedule):
         """Return the decision of a solution: strategies, and the slots in which memory allows each operation.
 
         - ``strategies``, ``recompute``: taken from the solution unless given.
-        - ``sent``: threshold for fractional solutions. A buffer is held from the slot by which this fraction of its
-          gather is sent.
+        - ``sent``: a buffer is held from the slot by which this fraction of its gather is sent, in fractional
+          solutions.
         """
         mix = self.problem.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.assign))
         opens, closes = {}, {}

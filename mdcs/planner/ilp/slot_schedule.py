@@ -1,6 +1,5 @@
-"""The schedule in the slot model: columns for what is sent in each stage, and rows for windows, order and link time.
-
-:mod:`mdcs.planner.ilp.slot_model` has the formulas.
+"""The schedule in the slot model (:mod:`mdcs.planner.ilp.slot_model` has the formulas): columns for what is sent in
+each stage, and rows for windows, order and link time.
 """
 
 from __future__ import annotations
@@ -98,13 +97,10 @@ class RecomputeColumns:
 
 @dataclass(frozen=True)
 class TransferColumns:
-    """Columns of one operation: the fraction sent by the end of each stage.
+    """Columns of one operation: the fraction sent by the end of each stage of its window. ``seconds``: of all of it.
 
-    - ``op``: the operation.
-    - ``seconds``: link time of the whole operation.
-    - ``stages``: the stages of its window. A stage is 3·bin (unrolled) when compute waits at the first slot of the bin,
-      3·bin + 1 while compute runs, 3·bin + 2 when compute waits at a later slot of the bin.
-    - ``columns``: one column per stage.
+    - ``stages``: 3·bin (unrolled) when compute waits at the first slot of the bin, + 1 while compute runs, + 2 when
+      compute waits at a later slot of the bin.
     """
 
     op: Op
@@ -126,9 +122,9 @@ class TransferColumns:
 class SlotSchedule:
     """Strategies and schedule of one job, without memory.
 
-    - ``fixed``: strategies of the units. Only the schedule is then open.
-    - ``width``: slots per bin. More than one makes a coarser model, a relaxation.
-    - ``apart``: slots that are bins of their own.
+    - ``fixed``: strategies of the units; only the schedule is then open.
+    - ``width``: slots per bin. More than one makes a coarser model, a relaxation. ``apart``: slots with bins of their
+      own.
     """
 
     def __init__(
@@ -177,8 +173,8 @@ class SlotSchedule:
     def _dominated(self, unit: int) -> bool:
         """Whether zero2 is no slower on the link than dp and holds no more bytes.
 
-        Not if gradients become ready early: an early all-reduce (dp) is then complete, but an early reduce-scatter
-        (zero2) is only half of the communication. Nor if the gather must wait for a barrier.
+        Not if gradients become ready early: an early all-reduce is then complete, an early reduce-scatter only half of
+        the communication. Nor if the gather must wait for a barrier.
         """
         opens, gather_opens = (self._window(Op(kind, unit, 0))[0] for kind in Strategy.zero2.kinds(True, True))
         if self._first_part(unit) < 1 or gather_opens > opens:
@@ -195,9 +191,8 @@ class SlotSchedule:
         return link.beta_of(op.kind) * wire + self._latency(op)
 
     def _latency(self, op: Op) -> float:
-        """Return the latency (seconds) of an operation: α per block with one message in flight.
-
-        0 with several messages in flight, because the latency overlaps with the bytes of others.
+        """Return the latency (seconds) of an operation: α per block with one message in flight, 0 with several, as it
+        overlaps with the bytes of others.
         """
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
         return link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
@@ -325,10 +320,8 @@ class SlotSchedule:
         return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
 
     def step_bound(self, bound: float) -> float:
-        """Return the step time (seconds) that follows from a bound of the problem's cost.
-
-        The problem charges a latency per block, but a plan may send larger messages. The latencies are therefore
-        subtracted.
+        """Return the step time (seconds) that follows from a bound of the problem's cost, without the latencies that it
+        charges per block: a plan may send larger messages.
         """
         latency = 0.0
         for u, z in enumerate(self.assign):
@@ -336,9 +329,8 @@ class SlotSchedule:
         return self.compute_s + max(0.0, bound - latency)
 
     def prefer_lean(self) -> None:
-        """Add a small cost to bytes that are held for long: of solutions as fast, the one that holds fewest is left.
-
-        Gathers are then late and reductions early, in slots without a row for them, too. The cost is no bound any more.
+        """Add a small cost to bytes that are held for long: of solutions as fast, the one that holds fewest is left,
+        with late gathers and early reductions. The cost is no bound any more.
         """
         held: dict[int, float] = {}  # column -> bytes times slots
         for op, sending in self.sendings.items():

@@ -1,8 +1,7 @@
 """Mixed-integer problems, solved by HiGHS through python-mip in a child process with a hard deadline.
 
-An :class:`IntegerProgram` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits
-and may crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status. The bound
-of the relaxation comes first: it is there if the solver of the integer program is killed.
+Solvers exceed their time limits and may crash: the child is killed at the deadline, and :class:`Answer` always has the
+status. The bound of the relaxation comes first: it is there if the solver of the integer program is killed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ Terms = list[tuple[int, float]]
 
 @dataclass
 class IntegerProgram:
-    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``.
-
-    Every x is in [0, 1], and some are integer.
+    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``. Every x is in [0, 1]; some are
+    integer.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -62,11 +60,9 @@ class IntegerProgram:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of the solver.
+    """The answer of the solver: ``values``, or None, and a proven lower ``bound`` of the cost, or None.
 
     - ``status``: ``optimal``, ``feasible``, ``infeasible``, or the reason why there is no solution.
-    - ``values``: the solution, or None.
-    - ``bound``: proven lower bound of the cost. None: nothing was proven.
     """
 
     status: str

@@ -1,19 +1,16 @@
 """Exact ILP for the mix with the least communication and update time whose sequential schedule fits the budget.
 
-If the plan decides what is recomputed, the time of recomputation counts, too.
-
-Binary z[u,k]: unit u uses strategy k, Σ_k z[u,k] = 1. Nothing overlaps in the sequential schedule, so a step takes
-compute plus Σ seconds[u,k]·z[u,k]. Units share only bytes. At every stage of the period (a message of the sequential
-schedule, or a slot) each unit holds its own bytes[stage,u,k]::
+Binary z[u,k]: unit u uses strategy k. Nothing overlaps in the sequential schedule, so a step takes compute plus Σ
+seconds[u,k]·z[u,k]. Units share only bytes: at every stage of the period (a message of the sequential schedule, or a
+slot) each unit holds its own bytes[stage,u,k]::
 
     minimize    Σ seconds[u,k] z[u,k]
     subject to  Σ_k z[u,k] = 1                                  every unit has one strategy
                 Σ_u,k bytes[stage,u,k] z[u,k] <= budget - rest  memory, for every stage
 
 Columns of recomputation (:class:`~mdcs.planner.ilp.slot_schedule.RecomputeColumns`) add their seconds to the cost, and
-change the rest.
-The solver starts from the mix of greedy. Its answer is judged like any other mix and compared with that of greedy. The
-outcome says which mix is returned, and why.
+change the rest. The solver starts from the mix of greedy. Its answer is judged like any other mix and compared with
+that of greedy.
 """
 
 from __future__ import annotations
@@ -43,9 +40,8 @@ class Ilp(Solving):
     name: ClassVar[str] = "ilp"
 
     def choose(self, problem: PlanningProblem) -> StrategyDecision:
-        """Return the better mix. Raises InfeasibleBudget.
-
-        The outcome is ``optimal``, ``feasible``, or ``greedy: <reason why the solver's mix was not taken>``.
+        """Return the better mix. Raises InfeasibleBudget. The outcome is ``optimal``, ``feasible``, or ``greedy:
+        <reason>``.
         """
         greedy = Greedy().choose(problem).strategies
         made, z, recompute = integer_program(problem)
@@ -70,9 +66,8 @@ class Ilp(Solving):
 
 
 def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict[Strategy, int]], RecomputeColumns]:
-    """Return the integer program, its column for every unit and strategy, and those of recomputation.
-
-    Costs and bytes are relative to the largest.
+    """Return the integer program (costs and bytes relative to the largest), its column for every unit and strategy, and
+    those of recomputation.
     """
     made, job = IntegerProgram(), problem.job
     costs = [
@@ -100,7 +95,6 @@ def memory_rows(
     problem: PlanningProblem, recompute: RecomputeColumns
 ) -> list[tuple[list[dict[Strategy, int]], int, Need]]:
     """Return for every stage of the period the bytes per unit and strategy, the bytes of all, and those of activations.
-
     A stage in which the peak is the largest of several terms has several rows.
     """
     cap, profile = problem.admissible, problem.profile
@@ -123,10 +117,10 @@ Walk = dict[Stage, tuple[int, int]]
 
 
 def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
-    """Return the bytes of one unit in the steady period of the sequential schedule.
+    """Return the bytes of one unit in the steady period of the sequential schedule, from the ledger of a plan for it
+    alone.
 
-    They come from the ledger of a plan for this unit alone. Exact, except with a barrier: the last reduction of all
-    units updates all units. The update is placed at the turn.
+    Exact, except with a barrier: the last reduction of all units updates all of them; the update is placed at the turn.
     """
     alone: Unit = problem.profile.units[unit]
     slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in problem.profile.slots)

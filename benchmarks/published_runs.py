@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.layers import Decoder, Layer, Precision, inception_v3, layers_profile, resnet, vgg16
-from benchmarks.rings import Cluster
+from benchmarks.layers import Decoder, Layer, Precision, inception_v3, resnet, vgg16
+from benchmarks.rings import Cluster, cluster_profile
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
@@ -26,7 +26,7 @@ from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE
-from mdcs.profile.schema import Optimizer, Profile
+from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB, MIB
 
 PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
@@ -45,7 +45,6 @@ NCCL_BYTES = 32 * 2 * (4 * MIB + 2 * MIB + MIB // 2)
 documented 4 MiB of NCCL_BUFFSIZE."""
 
 NCCL = Collectives.default("nccl")
-STATES = {"adam": 2, "momentum": 1}
 PRECISIONS = {
     "fp32": Precision(4, 4),
     "bf16": Precision(2, 2, 4),  # fp32 masters; gradients are reduced in bf16
@@ -125,15 +124,9 @@ class Case:
 
     def profile(self, rate: float) -> Profile:
         """Return the profile, if the device reaches ``rate`` operations per second."""
-        layers, precision, cluster = self.layers(), PRECISIONS[self.precision], self.cluster()
-        states = STATES[self.optimizer]
-        updated = precision.master or precision.parameter
-        traffic = updated * (2 * states + 2) + precision.gradient + precision.parameter  # read and written per element
-        optimizer = Optimizer(self.optimizer, states, seconds_per_element=traffic / (self.device.memory_gbyte * 1e9))
-        size = precision.parameter * sum(layer.parameters for layer in layers) // len(layers)
-        return layers_profile(
-            layers, rate, self.devices, cluster.link(size),
-            precision=precision, optimizer=optimizer, interference=self.interference,
+        return cluster_profile(
+            self.layers(), rate, self.cluster(), precision=PRECISIONS[self.precision], optimizer=self.optimizer,
+            memory_rate=self.device.memory_gbyte * 1e9, interference=self.interference,
         )  # fmt: skip
 
     def plan(self, rate: float) -> Plan:

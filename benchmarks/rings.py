@@ -18,10 +18,13 @@ Gbit/s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.layers import Layer, Precision, layers_profile
 from mdcs.profile.link import Collectives, Kind, Link
+from mdcs.profile.schema import Optimizer, Profile
 
 _COLLECTIVES = Collectives.default("nccl")
 _CARD_EFFICIENCY = 0.96
@@ -125,3 +128,25 @@ class Cluster:
         hop = protocol.nvlink if self.nvlink else protocol.pci
         hops = (steps - across) * hop + across * protocol.network
         return protocol.base + times * hops, 1 / (rate * protocol.rate)
+
+
+_STATES = {"adam": 2, "momentum": 1}
+"""Tensors of an optimizer's state."""
+
+
+def cluster_profile(
+    layers: Sequence[Layer], rate: float, cluster: Cluster, *, precision: Precision, optimizer: str = "adam",
+    memory_rate: float, interference: float = 0.0,
+) -> Profile:  # fmt: skip
+    """Return the profile of training a chain of layers on a cluster whose devices reach ``rate`` operations per second.
+
+    - ``optimizer``: adam or momentum. An update takes the time of its memory traffic, at ``memory_rate`` bytes/s.
+    - ``interference``: slowdown of compute while a message is in flight.
+    """
+    states, updated = _STATES[optimizer], precision.master or precision.parameter
+    traffic = updated * (2 * states + 2) + precision.gradient + precision.parameter  # read and written per element
+    size = precision.parameter * sum(layer.parameters for layer in layers) // len(layers)
+    return layers_profile(
+        layers, rate, cluster.world, cluster.link(size), precision=precision, interference=interference,
+        optimizer=Optimizer(optimizer, states, seconds_per_element=traffic / memory_rate),
+    )  # fmt: skip

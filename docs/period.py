@@ -18,17 +18,23 @@ import mdcs
 from analysis.pictures import save
 from analysis.pictures.gantt import Panel, draw
 from analysis.questions import count
-from experiments.job.analytic import Device, Network, Transformer, analytic_profile
+from benchmarks.layers import Decoder, Precision
+from benchmarks.rings import Cluster, cluster_profile
 from mdcs.planner.priority import Priority
 from mdcs.planner.strategies import Greedy
 from mdcs.sizes import GIB
 from mdcs.telemetry.timeline import PREDICTED_RANK, RankTimeline
 
-MODEL = Transformer(layers=8, width=4096, heads=32, sequence=2048, vocab=50257, batch=2)
-GPU = Device(peak_flops=312e12, efficiency=0.5, memory_rate=1.6e12)
-CLUSTER = Network(nodes=8, per_node=1, intra_alpha=2e-6, intra_beta=1 / 250e9, inter_alpha=5e-6, inter_beta=1 / 25e9)
+MODEL = Decoder(layers=8, width=4096, heads=32, kv_heads=32, hidden=16384, vocab=50257, gated=False, tied=True)
+CLUSTER = Cluster(nodes=8, per_node=1, inside_rate=250e9, card_rate=25e9)
 OVER_FLOOR = (0.02, 0.4)
 SHARES = (None, 0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def profile_on(cluster: Cluster) -> mdcs.Profile:
+    """The profile of two sequences of 2,048 tokens per GPU, each of which reaches 156 TFLOP/s."""
+    layers = MODEL.of_batch(2, 2048)
+    return cluster_profile(layers, 156e12, cluster, precision=Precision(2, 2, 4), memory_rate=1.6e12)
 
 
 def best_plan(job: mdcs.Job, budget: int) -> mdcs.Plan:
@@ -51,7 +57,7 @@ def panel(job: mdcs.Job, over_floor: float) -> Panel:
 
 def main() -> None:
     """Draw and write the picture."""
-    job = mdcs.Job(analytic_profile(MODEL, GPU, CLUSTER, depth=2))
+    job = mdcs.Job(profile_on(CLUSTER))
     size = count(sum(unit.numel for unit in job.profile.units))
     title = f"one period, predicted · transformer, {size} parameters · 8 GPUs · link of 200 Gbit/s"
     figure = draw([panel(job, over_floor) for over_floor in OVER_FLOOR], title)

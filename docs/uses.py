@@ -2,7 +2,7 @@
 
     python docs/uses.py
 
-Plans are made and replayed here, for the calculated model of docs/period.py, without checkpointing, on slower links.
+Plans are made and replayed here, for the calculated model of docs/period.py, on slower links.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ if __name__ == "__main__":  # from any folder and without being installed
 import matplotlib.pyplot as plt
 
 import mdcs
-from docs.period import CLUSTER, GPU, MODEL
-from experiments.job.analytic import analytic_profile
+from docs.period import CLUSTER, profile_on
 from mdcs.planner.feasibility import PlanningProblem, min_peak_strategies
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.planner.priority import Priority
@@ -26,7 +25,7 @@ from mdcs.planner.strategies import Greedy
 from mdcs.sizes import GIB
 
 TO = Path(__file__).with_name("uses.png")
-SLOW = dataclasses.replace(CLUSTER, inter_beta=1 / 10e9)  # per GPU, so that sharding costs more than computing hides
+SLOW = dataclasses.replace(CLUSTER, card_rate=10e9)  # per GPU, so that sharding costs more than computing hides
 POINTS = 12
 LOOKS = {  # from the ground up; hatches tell them apart without colours
     "least of any plan": ("#b8bfc9", ""),
@@ -46,7 +45,7 @@ def uses_of(plan: mdcs.Plan, floor: int) -> tuple[int, int, int, int]:
 
 def main() -> None:
     """Plan for budgets from the floor to what DDP needs, and draw."""
-    job = mdcs.Job(analytic_profile(dataclasses.replace(MODEL, checkpointing=False), GPU, SLOW, depth=2))
+    job = mdcs.Job(profile_on(SLOW))
     fastest = mdcs.make_plan(job, Greedy(), Priority(), budget=unsharded_bytes(job)).prediction
     assert fastest is not None
     floor, most = mdcs.floor_bytes(job, "planned"), int(1.05 * fastest.peak_bytes)

@@ -18,7 +18,7 @@ from mdcs.sizes import Budget
 
 PLANNED = ("strategy", "scheduler", "recompute", "collectives", "profile", "link", "budget", "run.cross_iteration")
 """Groups and a key of a plan: engines without one are composed without them."""
-USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=auto", "collectives=auto", "profile=measured", "link=real")
+USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=auto", "collectives=auto", "link=real")
 
 
 @dataclass(frozen=True)

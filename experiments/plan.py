@@ -2,7 +2,7 @@
 
     mdcs plan strategy=greedy scheduler=fusion budget=0.5GiB
     mdcs plan strategy=greedy scheduler=dear budget=0.5GiB profile.path=outputs/…/profile.json
-    mdcs plan strategy=fsdp scheduler=dear budget=72GiB profile=gpt3-1024 profile.group=node
+    mdcs plan strategy=fsdp scheduler=dear budget=72GiB profile.path=FILE
     mdcs plan plan.format=json strategy=greedy budget=0.5GiB
     mdcs plan -m strategy=greedy scheduler=priority,dear budget=floor+5%,floor+10%,floor+20%
     mdcs plan strategy=greedy scheduler=priority recompute=planned budget=0.1GiB batch.find=largest

@@ -21,7 +21,6 @@ from experiments.config.schema import (
     leaves,
 )
 from mdcs.options import OptionError, check_value, shown
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.recompute import AUTO, Planned
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
@@ -86,10 +85,6 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
      "{value} needs a budget in bytes, such as budget=40GiB; got budget={c.budget.limit}"),
     ("batch.profiles", lambda c: c.batch.profiles and not c.profile.measures,
      "are measured, and the profile is another one; got {value}"),
-    ("strategy.each",
-     lambda c: c.profile.name == "analytic" and isinstance(c.strategy, Uniform) and Strategy(c.strategy.each).in_node,
-     "{value} needs a profile of several hosts, measured; in calculated ones profile.group=node shards all units "
-     "within nodes"),
     ("profile.refresh", lambda c: c.profile.path is not None and c.profile.refresh,
      "measures a profile, and profile.path={c.profile.path} is one"),
     # other engines than mdcs

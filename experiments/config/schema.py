@@ -177,44 +177,18 @@ class ClusterConfig:
         return "" if self.rate_gbit is None else f"{self.rate_gbit:g} Gbit/s"
 
 
-def _analytic(about: str, **limits: Any) -> Any:
-    return option(None, about, used_by=("analytic",), needed_by=("analytic",), **{"above": 0, **limits})
-
-
 @dataclass
 class ProfileConfig:
-    """Source of the profile: measured by the job's own ranks and kept for later jobs, or calculated."""
+    """Source of the profile: measured by the job's own ranks and kept for later jobs, or a file."""
 
-    name: str = option(
-        "measured", "measured, or analytic: a transformer calculated for planning", choices=("measured", "analytic")
-    )
-    path: str | None = option(None, "a profile.json to plan with", used_by=("measured",))
-    cache: bool = option(True, "reuse what an equal job has measured, and keep it for others", used_by=("measured",))
-    refresh: bool = option(False, "measure anew, whatever is in the cache", used_by=("measured",))
-    group: str = option(
-        "world", "parameters are sharded over so many devices", choices=("node", "world"), used_by=("analytic",)
-    )
-    layers: int | None = _analytic("transformer blocks")
-    width: int | None = _analytic("hidden size")
-    heads: int | None = _analytic("attention heads")
-    sequence: int | None = _analytic("tokens in a sequence")
-    vocab: int | None = _analytic("tokens in the vocabulary")
-    batch: int | None = _analytic("sequences per device and micro-step")
-    checkpointing: bool = option(True, "recompute activations in backward", used_by=("analytic",))
-    tflops: float | None = _analytic("peak rate of a device")
-    efficiency: float | None = _analytic("share of the peak rate that is reached", at_most=1)
-    memory_gbyte: float | None = _analytic("rate of a device's memory, GB/s")
-    nodes: int | None = _analytic("nodes")
-    per_node: int | None = _analytic("devices of a node", at_least=2)
-    intra_gbyte: float | None = _analytic("rate of a device within its node, GB/s")
-    intra_us: float | None = _analytic("latency of a hop within a node")
-    inter_gbyte: float | None = _analytic("rate of a device across nodes, GB/s")
-    inter_us: float | None = _analytic("latency of a hop across nodes")
+    path: str | None = option(None, "a profile.json to plan with")
+    cache: bool = option(True, "reuse what an equal job has measured, and keep it for others")
+    refresh: bool = option(False, "measure anew, whatever is in the cache")
 
     @property
     def measures(self) -> bool:
         """Whether the job measures its profile, or reuses that of an equal job."""
-        return self.name == "measured" and self.path is None
+        return self.path is None
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Decide `batch.find`: the largest batch within the budget, or the one of most samples per second.
 
-Profiles of a few batches are measured, and those of the others calculated from them (:mod:`mdcs.planner.batch`); where
-the config calculates its profile, each batch has its own.
+Profiles of a few batches are measured, and those of the others calculated from them (:mod:`mdcs.planner.batch`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from experiments.job.profiles import Profiles
 from experiments.job.resolved import resolve
 from experiments.job.tracking import show_files
 from mdcs.plan.plan import Plan
-from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit, fastest_of
+from mdcs.planner.batch import BatchScaling, PlannedBatch, ScalingError, batches_that_fit, fastest_of
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.recompute import AUTO
-from mdcs.profile.schema import Profile
+from mdcs.profile.schema import INPUTS, Profile
 
 LARGEST, FASTEST = "largest", "fastest"
 
@@ -32,7 +31,7 @@ LARGEST, FASTEST = "largest", "fastest"
 class Found:
     """Batches that fit, smallest first.
 
-    - ``profiled``: batches whose profile was measured; empty if all are calculated from the config.
+    - ``profiled``: batches whose profile was measured.
     - ``errors``: of the calculated profiles of those that are not needed.
     """
 
@@ -66,47 +65,32 @@ def find(config: Config, folder: Path, console: Console, *, known: Profiles | No
         raise ConfigError(
             "hydra.run.dir", "batch.find would put another batch's profile over profile.path: give another folder"
         )
-    profiled, errors = tuple[int, ...](), dict[int, ScalingError]()
-    if config.profile.name == "analytic":
-        profile_of = _calculated(config)
-    else:
-        measured, reason = _measured(config, folder, console, known or Profiles())
-        if reason:
-            return Found(()), reason
-        try:
-            scaling = BatchScaling(measured)
-        except ValueError as error:
-            return Found(()), f"batch.profiles: {error}"
-        profile_of, profiled, errors = scaling.profile, tuple(sorted(measured)), scaling.errors()
+    measured, reason = _measured(config, folder, console, known or Profiles())
+    if reason:
+        return Found(()), reason
+    try:
+        scaling = BatchScaling(measured)
+    except ValueError as error:
+        return Found(()), f"batch.profiles: {error}"
 
     def plan(profile: Profile) -> Plan:
         return make_plan(config, job_of(config, profile), floor=0)  # no budget is over a floor here
 
     try:
-        found = Found(batches_that_fit(profile_of, plan, at_most=config.batch.at_most), profiled, errors)
+        batches = batches_that_fit(scaling.profile, plan, at_most=config.batch.at_most)
     except InfeasibleBudget as error:
         why = f"batch.find={config.batch.find}: no batch fits, not even of one sample: {error}"
         raise jobs.Infeasible(why) from error
     except ValueError as error:
         return Found(()), str(error)
-    _write(config, folder, found.wanted(config), profiled)
+    found = Found(batches, tuple(sorted(measured)), scaling.errors())
+    _write(config, folder, found.wanted(config), found.profiled)
     return found, ""
 
 
 def sized(config: Config, batch: int) -> Config:
     """The config of a job with this batch."""
-    if config.profile.name == "analytic":
-        return replace(config, batch=BatchConfig(), profile=replace(config.profile, batch=batch))
     return replace(config, batch=BatchConfig(), data=replace(config.data, batch_size=batch))
-
-
-def _calculated(config: Config) -> ProfileOf:
-    def profile_of(batch: int) -> Profile:
-        profile = profiles.known(sized(config, batch))
-        assert profile is not None
-        return profile
-
-    return profile_of
 
 
 def _measured(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[dict[int, Profile], str]:
@@ -125,13 +109,10 @@ def _measured(config: Config, folder: Path, console: Console, known: Profiles) -
 def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[int, ...]) -> None:
     """Write the config, the profile and the plan of a job with this batch."""
     job, plan = sized(config, planned.batch), planned.plan
-    if profiled:
-        from mdcs.profile.schema import INPUTS  # late: importing torch takes seconds
-
-        job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
-        about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}
-        about |= job_identity(job) | {"calculated": f"from batches of {' and '.join(map(str, profiled))}"}
-        plan = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, about=about)))
+    job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
+    about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}
+    about |= job_identity(job) | {"calculated": f"from batches of {' and '.join(map(str, profiled))}"}
+    plan = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, about=about)))
     with jobs.claimed(folder):
         jobs.begin(resolved := resolve(job), folder)
         (folder / "profile.json").write_text(plan.job.profile.to_json(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Profiles that a job need not measure: named by its config, calculated, or kept from an equal job."""
+"""Profiles that a job need not measure: named by its config, or kept from an equal job."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from experiments.config.identity import identity, measures_recomputation
-from experiments.config.schema import Config, ProfileConfig
-from experiments.job.analytic import Device, Network, Transformer, analytic_profile
+from experiments.config.schema import Config
 from experiments.job.planning import job_of
 from mdcs.planner.pipeline import lacks_recomputation
 from mdcs.planner.recompute import AUTO, Planned, is_measured
@@ -88,9 +87,7 @@ def with_recomputation(config: Config) -> Config:
 
 
 def known(config: Config) -> Profile | None:
-    """The profile that the config names or describes, with the config's link. None: it has to be measured."""
-    if config.profile.name == "analytic":
-        return _analytic(config.profile, config.link.depth)
+    """The profile that the config names, with the config's link. None: it has to be measured."""
     if config.profile.path is None:
         return None
     profile = Profile.from_json(Path(config.profile.path).read_text(encoding="utf-8"))
@@ -124,18 +121,6 @@ def calibration_errors(profile: Profile) -> str:
         f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.calibration_runs.items()
     )
     return "predicted against measured in calibration runs: " + ", ".join(off) if profile.calibration_runs else ""
-
-
-def _analytic(c: ProfileConfig, depth: int) -> Profile:
-    values = {key: value for key, value in dataclasses.asdict(c).items() if value is not None}
-    model = Transformer(**{f.name: values[f.name] for f in dataclasses.fields(Transformer)})
-    device = Device(values["tflops"] * 1e12, values["efficiency"], values["memory_gbyte"] * 1e9)
-    network = Network(
-        values["nodes"], values["per_node"],
-        values["intra_us"] * 1e-6, 1 / (values["intra_gbyte"] * 1e9),
-        values["inter_us"] * 1e-6, 1 / (values["inter_gbyte"] * 1e9),
-    )  # fmt: skip
-    return analytic_profile(model, device, network, group=c.group, depth=depth)
 
 
 def key_of(config: Config, *, elsewhere: bool = False) -> str:

@@ -252,8 +252,6 @@ def _state(outcome: Outcome) -> str:
 def _require_possible(config: Config, *, joined: bool) -> None:
     """Raise ConfigError for a job that cannot train here. joined: its ranks have been started."""
     cluster, strategy = config.cluster, config.strategy
-    if config.profile.name == "analytic":
-        raise ConfigError("profile.name", "analytic is for planning (mdcs plan): there are no ranks like these")
     if cluster.name == "joined" and not joined:
         nodes = "" if cluster.nodes is None else f" on {cluster.nodes} hosts"
         raise ConfigError("cluster.ranks", f"{cluster.ranks}{nodes} are for torchrun or srun to start, and nobody has")

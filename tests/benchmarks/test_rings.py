@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import calculated
 from benchmarks.rings import Cluster
 from mdcs.profile.link import Collectives, Kind
+from mdcs.profile.schema import Profile
 
 NCCL = Collectives.default("nccl")
 PASCAL = Cluster(4, 4, 10e9, 25e9 / 8, cards=1, nvlink=False)
@@ -61,3 +63,12 @@ def test_eight_h100_gather_nearly_as_fast_as_measured():
 def test_a_cluster_without_cards_is_refused():
     with pytest.raises(ValueError, match="cards must be > 0, got 0"):
         replace(DGX, cards=0)
+
+
+def test_a_cluster_that_one_does_not_have_is_planned_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["calculated", str(tmp_path / "it.json"), "--model", "Llama-3-8B", "--devices", "64"])
+    assert calculated.main() == 0
+    profile = Profile.from_json((tmp_path / "it.json").read_text())
+    assert (profile.world, len(profile.units), profile.about) == (64, 33, {"calculated": "Llama-3-8B on 64 h100-80"})
+    states = profile.world, profile.optimizer.state_tensors, {unit.master_dtype for unit in profile.units}
+    assert states == (64, 2, {"float32"}) and profile.optimizer.seconds_per_element > 0

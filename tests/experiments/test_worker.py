@@ -75,7 +75,6 @@ JOBS = [
 ]  # fmt: skip
 ELSEWHERE = {
     "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
-    "profile": {"gpt3-1024"},
     "strategy": {"hsdp_no_reshard", "hsdp"},  # test_shaped.py: they need nodes
     "tracker": {"wandb", "tensorboard"},
     "data": {"multi_nli", "text", "own"},  # on the hub; test_data.py; test_own_model.py
@@ -84,7 +83,7 @@ ELSEWHERE = {
               "resnet50", "resnet152",  # the small ones are of the same classes
               "timed", "own"},  # test_engines.py; test_own_model.py
 }
-DEFAULTS = {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none", "recompute=auto"}
+DEFAULTS = {"link=real", "collectives=auto", "cluster=local", "tracker=none", "recompute=auto"}
 HASTY = "tests.experiments.hasty_worker"
 REFUSED = {
     "infeasible": ("model=mlp", "data=digits", "budget=1e-6GiB"),

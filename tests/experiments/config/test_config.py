@@ -106,7 +106,7 @@ model=own model._target_= | model=own model._target_=torch.nn | optimizer._targe
 data=own data._target_=builtins.list data.collate=3 | model.layers=0 | model.depth=2 | model.checkpointing=auto
 batch.find=most | batch.find=largest | batch.find=largest budget=floor+10% -> batch.find | batch.at_most=8
 batch.find=fastest budget=1GiB batch.profiles=[0]
-batch.find=fastest budget=1GiB batch.profiles=[2] profile=gpt3-1024 -> batch.profiles
+batch.find=fastest budget=1GiB batch.profiles=[2] profile.path=x -> batch.profiles
 model.width=10 model.heads=3 | model.vocab=100 -> data | model.weights=/no/such/folder
 model=llama-tiny model.kv_heads=3 | model=vit-tiny model.patch=5 data=synthetic -> model.patch
 model=bert-tiny-pairs data=stdlib_bytes | data=nli | model=bert-tiny-pairs data=nli model.vocab=256 -> data
@@ -114,9 +114,8 @@ model=bert-tiny-pairs data=nli model.classes=2 -> data | model=bert-tiny-pairs d
 model=bert-tiny-pairs data=nli data.tokenizer=./none | model=gpt2-tiny data=text -> data.path
 model.norms_fp32=true | model.frozen=5 | model=mlp data=stdlib_bytes | model=timed data=stdlib_bytes
 data=digits | data.batch_size=0 | tracker.project=x | profile.path=/no/such/file
-profile.path=x profile.refresh=true | profile.layers=2 | profile.group=node
-profile=gpt3-1024 profile.group=rack | profile=gpt3-1024 profile.efficiency=2
-profile=gpt3-1024 profile.nodes=null | engine=horovod | engine=fairscale_fsdp | engine=dataparallel
+profile.path=x profile.refresh=true | profile.layers=2
+engine=horovod | engine=fairscale_fsdp | engine=dataparallel
 engine=dataparallel cluster.device=cuda -> cluster.ranks | engine=ddp engine.bucket_mib=0
 engine=ddp engine.bucket_mib=null | engine.bucket_mib=4 | engine=deepspeed engine.stage=4
 engine=fsdp2 engine.reshard=group -> engine.reshard_group | engine=fsdp2 engine.reshard_group=2

@@ -111,14 +111,6 @@ def test_the_profile_that_is_named_is_never_replaced(tmp_path):
     assert Profile.from_json(path.read_text()) == of_batch(4)
 
 
-def test_a_calculated_profile_is_calculated_for_every_batch(tmp_path):
-    job = ("profile=gpt3-1024", "strategy=fsdp", "scheduler=sequential", "profile.layers=4")
-    batches, reason, _ = found(tmp_path, 20 * 2**30, *job)
-    assert reason == "" and batches.profiled == () and batches.largest.batch > 1
-    decided = checks.load(tmp_path / "job/config.yaml")
-    assert decided.profile.batch == batches.largest.batch and decided.profile.path is None
-
-
 def test_a_budget_below_one_sample_is_one_error(tmp_path):
     with pytest.raises(jobs.Infeasible, match="^batch.find=largest: ") as error:
         found(tmp_path, 10**4, of_4=of_batch(4), of_16=of_batch(16))

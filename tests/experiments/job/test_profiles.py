@@ -14,9 +14,8 @@ from experiments import plan
 from experiments import profile as program
 from experiments.config import checks
 from experiments.config.identity import code_of
-from experiments.config.schema import Config, ConfigError
-from experiments.job import run as jobs
-from experiments.job.profiles import Profiles, emulated, known
+from experiments.config.schema import Config
+from experiments.job.profiles import Profiles, emulated
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.profile.cache import cache_folder
 from mdcs.profile.link import Contention
@@ -155,21 +154,6 @@ def test_where_the_cache_is(monkeypatch, environment, where):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(where).expanduser()
-
-
-def test_an_analytic_profile_is_made_of_its_options():
-    node = known(composed("profile=gpt3-1024", "profile.group=node", "profile.layers=2", "link.depth=3"))
-    assert node is not None
-    assert (node.world, len(node.units), node.link.depth) == (8, 3, 3)
-    assert node.units[1].numel == 12 * 12288**2 + 13 * 12288
-    slower = known(composed("profile=gpt3-1024", "profile.group=node", "profile.intra_gbyte=125"))
-    assert slower is not None
-    assert slower.link.beta[2] == pytest.approx(2 * node.link.beta[2])
-
-
-def test_nothing_runs_on_a_cluster_that_one_does_not_have(tmp_path):
-    with pytest.raises(ConfigError, match="^profile.name: analytic is for planning"):
-        jobs.run(composed("profile=gpt3-1024"), tmp_path, Console(file=io.StringIO()))
 
 
 def run(folder: Path, program: ModuleType, *overrides: str) -> "subprocess.CompletedProcess[str]":

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.job.analytic import Device, Network, Transformer, analytic_profile
+from benchmarks.layers import Decoder, Precision
+from benchmarks.rings import Cluster, cluster_profile
 from experiments.points import front
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
@@ -292,9 +293,9 @@ def test_two_solutions_take_the_seconds_of_one() -> None:
         assert seconds == wanted
 
 
-TRANSFORMER = analytic_profile(
-    Transformer(4, 768, 12, 1024, 8192, batch=2, checkpointing=False),
-    Device(312e12, 0.5, 1.6e12), Network(2, 4, 2e-6, 4e-12, 5e-6, 1.6e-10),
+TRANSFORMER = cluster_profile(
+    Decoder(4, 768, 12, 12, 3072, 8192, gated=False, tied=True).of_batch(2, 1024), 156e12, Cluster(2, 4, 250e9, 6e9),
+    precision=Precision(2, 2, 4), memory_rate=1.6e12,
 )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ PROGRAMS = {
     "compare": "experiments/compare.py",
     "jobs": "experiments/jobs.py",
     "export": "experiments/export.py",
-    "collectives": "experiments/collectives.py",
     "report": "analysis/__main__.py",
 }
 """File of each command, from the checkout's root."""

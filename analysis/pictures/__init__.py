@@ -5,13 +5,13 @@ engines are black or grey, colours survive colour-blindness. A series has one co
 workload (`looks`).
 """
 
-from analysis.pictures.comparisons import collectives, engine_comparison, predictions
+from analysis.pictures.comparisons import engine_comparison, predictions
 from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import save
 
 __all__ = [
-    "collectives", "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save",
+    "engine_comparison", "gantt", "memory_over_period", "overview", "predictions", "save",
     "step_time_over_memory", "step_time_over_setting", "tradeoff_curve",
 ]  # fmt: skip

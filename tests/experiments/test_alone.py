@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ACROSS_RANKS = {
-    "train.py", "profile.py", "plan.py", "curve.py", "compare.py", "collectives.py",
+    "train.py", "profile.py", "plan.py", "curve.py", "compare.py",
 }  # fmt: skip
 """They join the ranks that others have started."""
 HARMLESS = {"__main__.py"}  # starts another program

@@ -5,10 +5,9 @@
     mdcs curve … curve.measure=stop
     mdcs curve … recompute=planned curve.plane=9 curve.measure=plane
 
-With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point; a search finds the
-stop point with a part of the plans. `curve.plane` divides the budget in three, for schedule, activations and
-strategies. For `curve.budgets`, it makes the front of step time over memory. Times are predicted by replay.
-`curve.measure` also trains the jobs of some points.
+With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point. `curve.plane` divides
+the budget in three, for schedule, activations and strategies. For `curve.budgets`, it makes the front of step time over
+memory. Times are predicted by replay. `curve.measure` also trains the jobs of some points.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ class Entry:
     point: Point
     part: str  # "curve", "plane" or "front"
     is_stop: bool = False
-    found: str = ""  # for a stop point: the result of the search
     run: Path | None = None
 
     @property
@@ -196,19 +194,12 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
     budget = planning.budget_bytes(config, planner.floor, planner.planned_for) if divides else None
     out: list[Entry] = []
     if budget is not None:
-        searched = on.search(make, budget, of)
-        points = on.curve(make, budget, of) if asked.sweep else searched
-        stop, by_search = on.best(points), on.best(searched)
-        words = f"the search takes {len(searched)} of {len(of)} plans"
-        if by_search.step_s > stop.step_s:
-            words += f" and stops at {by_search.share:.3g}, {by_search.step_s / stop.step_s - 1:.1%} slower"
-        for p in points:
-            is_stop = p is stop and p.plan is not None
-            out.append(Entry(planner, p, "curve", is_stop, words if is_stop else ""))
+        parts = {"curve": on.curve(make, budget, of)}
         if asked.plane:
-            points = on.plane(make, budget, asked.plane)
+            parts["plane"] = on.plane(make, budget, asked.plane)
+        for part, points in parts.items():
             stop = on.best(points)
-            out += [Entry(planner, p, "plane", p is stop and p.plan is not None) for p in points]
+            out += [Entry(planner, p, part, p is stop and p.plan is not None) for p in points]
     whole = partial(unsharded_bytes, planner.planned_for)
     budgets = [Budget.of(budget).bytes(whole, lambda: planner.floor) for budget in asked.budgets]
     return out + [Entry(planner, p, "front") for p in on.front(make, filter(None, budgets), of)]
@@ -323,7 +314,7 @@ def show(entries: Sequence[Entry], console: Console) -> None:
             low, high = plateau(analysis.table_of(curve), "predicted_step_s")
             alike = f" ({low:.3g} to {high:.3g} are as fast)" if low < high else ""
             at = f"schedule_share {entry.point.share:.3g}{alike}, step {entry.point.step_s * 1e3:.1f} ms predicted"
-            console.print(f"stop point of {entry.planner.label}: {at}; {entry.found}", markup=False, highlight=False)
+            console.print(f"stop point of {entry.planner.label}: {at}", markup=False, highlight=False)
 
 
 def _table(entries: Sequence[Entry], title: str) -> Table:

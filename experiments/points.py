@@ -15,8 +15,6 @@ from functools import partial
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 
-_FIRST = 9  # indices that :func:`lowest` evaluates first
-
 Make = Callable[[int, float | None], Plan]
 """(budget in bytes, schedule_share) -> plan with its prediction.
 
@@ -95,46 +93,9 @@ def _divided(make: MakeDivided, activations: float, budget: int, share: float | 
     return make(budget, share, activations)
 
 
-def search(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
-    """Return the points, by share, that the search for the stop point evaluates.
-
-    :func:`best` of them is the stop point.
-    """
-    asked: dict[int, Point] = {}
-
-    def step_s(i: int) -> float:
-        asked[i] = point(make, budget, of[i])
-        return asked[i].step_s
-
-    lowest(step_s, len(of))
-    return [asked[i] for i in sorted(asked)]
-
-
 def best(points: Iterable[Point]) -> Point:
     """Return the point with the smallest predicted step time, the first of several. On a curve it is the stop point."""
     return min(points, key=lambda p: p.step_s)
-
-
-def lowest(cost: Callable[[int], float], count: int) -> int:
-    """Search range(count) for the index with the lowest cost, with few evaluations. Return the first of several.
-
-    The search evaluates about nine equally spaced indices. It then halves the distance again and again, and evaluates
-    the neighbours of the two lowest indices so far: the curve has plateaus, and more than one valley. The search misses
-    a minimum between the first indices that does not show at them.
-    """
-    stride = 1
-    while (count - 1) / stride > _FIRST - 1:
-        stride *= 2
-    costs: dict[int, float] = {}
-    ask = {*range(0, count, stride), count - 1}
-    while True:
-        costs |= {i: cost(i) for i in sorted(ask)}
-        best_two = sorted(costs, key=lambda i: (costs[i], i))[:2]
-        if stride == 1:
-            return best_two[0]
-        stride //= 2
-        near = {i + step for i in best_two for step in (-stride, stride)}
-        ask = {i for i in near if 0 <= i < count and i not in costs}
 
 
 def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[Point]:
@@ -145,7 +106,7 @@ def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[
     """
     found: list[Point] = []
     for budget in sorted(set(budgets)):
-        candidates = [point(make, budget, None), *(search(make, budget, of) if of else ())]
+        candidates = [point(make, budget, None), *curve(make, budget, of)]
         if found:
             before = found[-1]
             candidates.append(

@@ -14,7 +14,6 @@ class CurveConfig:
     strategies: list[str] = option([], "options of strategy to compare; none: the job's own")
     schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")
     shares: int = option(17, "values of budget.schedule_share on the curve, from 0 to 1", at_least=3)
-    sweep: bool = option(True, "plan the whole curve; false: only what the search for the stop point asks for")
     budgets: list[str] = option(
         [f"floor+{more}%" for more in (0, 5, 10, 20, 40, 80)], "budgets of the front: floor+10%, 75% of ddp, 300MiB"
     )

@@ -57,13 +57,6 @@ def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path, no_pictures):
 
 
 @pytest.mark.slow
-def test_only_what_the_search_asks_for_is_planned_without_the_sweep(tmp_path, no_pictures):
-    done = traded(tmp_path, "curve.sweep=false", "curve.shares=33", "curve.budgets=[]")
-    assert done.returncode == 0
-    assert 9 <= len(points(tmp_path, "curve")) < 33
-
-
-@pytest.mark.slow
 def test_the_stop_point_is_measured(tmp_path, no_pictures):
     done = traded(tmp_path, "curve.measure=stop")
     assert (done.returncode, done.stderr) == (0, "")
@@ -127,7 +120,7 @@ def test_of_a_plane_its_corners_middle_and_stop_point_are_measured(tmp_path):
     use = {"forward": 1, "backward": 0, "freed": 90, "seconds": 0.001, "peak": 190}
     profile["recompute"] = [{"unit": 1, "choice": "full", "uses": [use]}]
     (tmp_path / "recomputing.json").write_text(json.dumps(profile))
-    asked = ("recompute=planned", "curve.plane=4", "curve.measure=plane", "curve.budgets=[]", "curve.sweep=false")
+    asked = ("recompute=planned", "curve.plane=4", "curve.measure=plane", "curve.budgets=[]")
     done = traded(tmp_path, *asked, "profile.path=recomputing.json")
     assert (done.returncode, done.stderr) == (0, "")
     plane = points(tmp_path, "plane")

@@ -1,13 +1,12 @@
-"""The trade-off: its curve, the search for its stop point against the whole curve, and the front over budgets."""
+"""The trade-off: its curve, its stop point, and the front over budgets."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
-from experiments.points import Make, Point, best, curve, front, lowest, plane, point, search, shares
+from experiments.points import Make, best, front, plane, point, shares
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
@@ -24,69 +23,6 @@ def maker(seed: int, strategy: StrategyPlanner, scheduler: Scheduler) -> tuple[M
     return lambda budget, share: make_plan(
         profile, strategy, scheduler, budget=budget, schedule_share=share
     ), floor_bytes(profile)
-
-
-def counted(costs: list[float]) -> tuple[Callable[[int], float], list[int]]:
-    asked: list[int] = []
-
-    def cost(i: int) -> float:
-        asked.append(i)
-        return costs[i]
-
-    return cost, asked
-
-
-# ---- the search
-
-
-@pytest.mark.parametrize(
-    ("costs", "index"),
-    [
-        ([5, 4, 3, 2, 1, 2, 3, 4, 5], 4),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 0),
-        ([9, 8, 7, 6, 5, 4, 3, 2, 1], 8),
-        ([3, 3, 3, 2, 3, 3, 3, 3, 3], 3),
-        ([4, 4, 4, 4, 4, 4, 3, 4, 4], 6),
-        ([2, 2, 2, 2, 2, 2, 2, 2, 2], 0),  # of equal ones the first
-        ([3, 1, 1, 1, 2, 4, 4, 4, 4], 1),
-        ([float("inf")] * 8 + [1], 8),
-        ([2, 1], 1),
-    ],
-)
-def test_the_lowest_is_found(costs: list[float], index: int) -> None:
-    cost, asked = counted(costs)
-    assert lowest(cost, len(costs)) == index
-    assert len(asked) == len(set(asked)), "nothing is asked twice"
-
-
-def test_a_valley_is_found_with_few_questions() -> None:
-    for bottom in range(129):
-        cost, asked = counted([abs(i - bottom) for i in range(129)])
-        assert lowest(cost, 129) == bottom
-        assert len(asked) <= 9 + 4 * 4
-
-
-def test_of_two_valleys_the_deeper_is_found() -> None:
-    costs = [min(10 + abs(i - 10), 6 + 2 * abs(i - 50)) for i in range(65)]
-    assert lowest(counted([float(c) for c in costs])[0], 65) == 50
-
-
-@pytest.mark.slow
-def test_the_search_finds_nearly_every_stop_point_with_fewer_plans_than_the_curve() -> None:
-    of, hits, plans = shares(17), 0, 0
-    for seed in range(30):
-        make, floor = maker(seed, Greedy(), random.Random(seed).choice([Dear(), Priority(), Wfbp()]))
-        whole = curve(make, int(floor * 1.2), of)
-        found = search(lambda _, share, whole=whole: made(whole, share), int(floor * 1.2), of)  # type: ignore[misc]
-        assert best(found).step_s <= 1.05 * best(whole).step_s
-        plans, hits = plans + len(found), hits + (best(found).step_s == best(whole).step_s)
-    assert hits >= 0.9 * 30
-    assert plans <= 0.75 * len(of) * 30
-
-
-def made(points: list[Point], share: float | None) -> Plan:
-    plan: Plan = next(p.plan for p in points if p.share == share)
-    return plan
 
 
 def test_a_share_that_nothing_fits_is_a_point_with_a_reason() -> None:

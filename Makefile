@@ -40,9 +40,9 @@ results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, an
 	$(RUN) -m benchmarks.results
 
 published scale shares planners replays: $(STAMP)
-published: ## predict runs that others have published, and write docs/published.md (seconds)
-scale: ## predict what mdcs gains for Llama 3 on large clusters, and write docs/scale.md (minutes)
-shares: ## predict where memory is best divided between strategies and schedule, and write docs/shares.md (minutes)
+published: ## predict runs that others have published, and write docs/predictions.md (seconds)
+scale: ## predict what mdcs gains for Llama 3 on large clusters, and write docs/predictions.md (minutes)
+shares: ## predict where memory is best divided between strategies and schedule, and write docs/predictions.md (minutes)
 planners: ## compare joint with heuristics and its proven bound on seeded instances (minutes)
 replays: ## measure how many plans the simulator replays in a second
 published scale shares planners:

@@ -37,6 +37,20 @@ def write(folder: Path, pages: dict[str, str]) -> None:
         print(f"wrote {path}")
 
 
+def part(folder: Path, name: str) -> str:
+    """Return the part of predictions.md that a script writes, without the comment that begins it. Empty without one."""
+    path = folder / "predictions.md"
+    _, *parts = path.read_text(encoding="utf-8").split("\n<!-- make ") if path.exists() else [""]
+    return {begins: text for begins, _, text in (each.partition(" -->\n\n") for each in parts)}.get(name, "")
+
+
+def write_part(folder: Path, name: str, text: str) -> None:
+    """Replace a script's part of predictions.md. Append it where there is none."""
+    path, before = folder / "predictions.md", part(folder, name)
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    write(folder, {path.name: page.replace(before, text) if before else f"{page}\n<!-- make {name} -->\n\n{text}"})
+
+
 def resumed(
     path: Path, settings: dict[str, Any], points: Iterable[dict[str, Any]], compute: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:

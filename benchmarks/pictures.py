@@ -1,4 +1,4 @@
-"""Pictures of docs/results.md, docs/scale.md and docs/shares.md: step time over memory, and maps of cells."""
+"""Pictures of docs/results.md and docs/predictions.md: step time over memory, and maps of cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict runs that others have published, and write the pages that show both: docs/published.md,
+"""Predict runs that others have published, and write the pages that show both: a part of docs/predictions.md, and
 docs/dev/published-runs.md.
 
     python -m benchmarks.published                  # make published
@@ -29,26 +29,29 @@ Predictions = list[tuple[Group, list[Predicted]]]
 
 def main() -> int:
     """Write the pages. Return the exit code."""
-    benchmarks.write(benchmarks.parser(__doc__).parse_args().out, pages())
+    out, (part, runs) = benchmarks.parser(__doc__).parse_args().out, pages()
+    benchmarks.write_part(out, "published", part)
+    benchmarks.write(out, {"dev/published-runs.md": runs})
     return 0
 
 
-def pages() -> dict[str, str]:
-    """Return the pages as Markdown, by their file below docs/."""
+def pages() -> tuple[str, str]:
+    """Return the part of predictions.md, and the page of all runs, as Markdown."""
     groups = [(group, group.predictions()) for group in read()]
     undisturbed = [(group, group.predictions()) for group in (each.without_interference() for each, _ in groups)]
     timed = [(group, told) for group, told in groups if group.runs[0].seconds]
     sections = (_steps(title, list(members)) for title, members in itertools.groupby(timed, lambda pair: pair[0].title))
     why = [many.case.why for few, many in _pairs(groups) if abs(_difference(few, many)[2]) > MEMORY_MARK]
-    return {
-        "published.md": benchmarks.page(
-            "published", interference=100 * INTERFERENCE, summary=summary(groups, undisturbed), worst=_worst(groups),
+    return (
+        benchmarks.page(
+            "published", interference=100 * INTERFERENCE, summary=summary(groups, undisturbed),
+            beyond=len(_beyond(groups)),
         ),
-        "dev/published-runs.md": benchmarks.page(
-            "published-runs", steps="\n\n".join(sections), memory=_memory(groups), why="\n".join(why),
-            runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups),
+        benchmarks.page(
+            "published-runs", steps="\n\n".join(sections), worst=_worst(groups), memory=_memory(groups),
+            why="\n".join(why), runs=sum(len(told) for _, told in groups), verdicts=_verdicts(groups),
         ),
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def steps_of(groups: Predictions) -> Iterator[tuple[Predicted, float]]:
@@ -82,9 +85,14 @@ def summary(groups: Predictions, undisturbed: Predictions) -> str:
     return table(["what", "wanted", "runs", "within", "median error", *crude], rows)
 
 
-def _worst(groups: Predictions) -> str:
+def _beyond(groups: Predictions) -> list[Predicted]:
+    """The steps whose predictions are beyond the marks, the worst first."""
     some = [each for each, _ in steps_of(groups) if abs(each.error) > each.case.mark]
-    beyond = sorted(some, key=lambda each: -abs(each.error))
+    return sorted(some, key=lambda each: -abs(each.error))
+
+
+def _worst(groups: Predictions) -> str:
+    beyond = _beyond(groups)
     lines = [f"- {_name(each.case)}, {percent(each.error)}: {each.case.why}" for each in beyond]
     return "\n".join([f"The {len(beyond)} steps beyond the marks, the worst first:", "", *lines])
 

@@ -284,10 +284,11 @@ def _flags(results: Sequence[Result]) -> str:
 
 
 def _left_out(results: Sequence[Result]) -> str:
-    left: dict[str, list[str]] = {}
-    for name, why in dict(pair for result in results for pair in result["comparison"]["left_out"].items()).items():
-        left.setdefault(why, []).append(name)
-    return "".join(f"\nNot measured: {', '.join(names)} ({why}).\n" for why, names in left.items())
+    left: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for name, why in result["comparison"]["left_out"].items():
+            left.setdefault((result["name"], why), []).append(name)
+    return "".join(f"\nNot measured in {of}: {', '.join(names)} ({why}).\n" for (of, why), names in left.items())
 
 
 def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:

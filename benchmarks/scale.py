@@ -1,9 +1,9 @@
-"""Predict what mdcs gains for large models on large clusters, and write the page (docs/scale.md).
+"""Predict what mdcs gains for large models on large clusters, and write a part of docs/predictions.md.
 
     python -m benchmarks.scale                      # make scale
     python -m benchmarks.scale --out outputs/scale --models Llama-3-8B --node-gbit 800
 
-Nothing is measured. A job is calculated from its model, devices and network, as for docs/published.md, planned and
+Nothing is measured. A job is calculated from its model, devices and network, as for published runs, planned and
 replayed. Within each budget the best plan that is the same for all blocks is compared with plans that decide block by
 block: the sharding, the schedule, what is recomputed, or all of them. scale.json has every plan's step and memory,
 scale.md and the pictures are made of it.
@@ -272,7 +272,7 @@ def _model(document: dict[str, Any], model: str) -> str:
     curves = [curve for curve in document["curves"] if curve["model"] == model]
     about = f"{curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters. Without communication, and keeping all activations,"
     about += f" a step takes {curves[0]['compute_s']:.2f} s."
-    return f"## {model}\n\n{about}\n\n![Step time over memory](scale-{model}.png)"
+    return f"### {model}\n\n{about}\n\n![Step time over memory](scale-{model}.png)"
 
 
 def _range(values: list[float]) -> str:
@@ -300,7 +300,8 @@ def main() -> int:
         made.append(told := curve.document(settings.budgets_gib))
         print(f"{told['model']} on {told['devices']} devices, {told['gbit']:g} Gbit/s: {told['seconds']} s", flush=True)
     document = {"schema": SCHEMA, "settings": dataclasses.asdict(settings), "curves": made}
-    benchmarks.write(out, {"scale.json": json.dumps(document, indent=1) + "\n", "scale.md": page(document)})
+    benchmarks.write(out, {"scale.json": json.dumps(document, indent=1) + "\n"})
+    benchmarks.write_part(out, "scale", page(document))
     save(pictures.scale_map(document, decides), out / "scale.png")
     for model in settings.models:
         save(pictures.scale_curves(document, model), out / f"scale-{model}.png")

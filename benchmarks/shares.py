@@ -1,4 +1,4 @@
-"""Predict where memory is best divided between strategies and schedule, and write docs/shares.md with its map.
+"""Predict where memory is best divided between strategies and schedule, and write its part of docs/predictions.md.
 
     python -m benchmarks.shares                     # make shares (an hour of one core); goes on where it was ended
     python -m benchmarks.shares --out FOLDER
@@ -154,7 +154,7 @@ def main() -> int:
     out = benchmarks.parser(__doc__).parse_args().out
     document = benchmarks.resumed(out / "shares.json", SETTINGS, points(), curve)
     draw(document, out)
-    benchmarks.write(out, {"shares.md": page(document)})
+    benchmarks.write_part(out, "shares", page(document))
     return 0
 
 

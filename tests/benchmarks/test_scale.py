@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 from benchmarks import scale
 from benchmarks.published_runs import calibrated, read
 from benchmarks.scale import LEVERS, decides, feasible, page
@@ -20,7 +21,7 @@ def document():
 
 
 def test_the_page_is_made_of_its_data(document):
-    assert page(document) == (DOCS / "scale.md").read_text(encoding="utf-8"), "make scale writes another page"
+    assert page(document) == benchmarks.part(DOCS, "scale"), "make scale writes another page"
     assert document["settings"] == json.loads(json.dumps(dataclasses.asdict(scale.Settings())))
     assert len(document["curves"]) == len(scale.curves(scale.Settings()))
 

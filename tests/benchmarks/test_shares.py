@@ -17,7 +17,7 @@ def document():
 
 
 def test_the_page_is_made_of_its_data(document):
-    assert shares.page(document) == (DOCS / "shares.md").read_text(encoding="utf-8"), "make shares writes another page"
+    assert shares.page(document) == benchmarks.part(DOCS, "shares"), "make shares writes another page"
     assert document["settings"] == json.loads(json.dumps(shares.SETTINGS))
     assert [each["point"] for each in document["points"]] == shares.points()
 

@@ -1,6 +1,6 @@
 """Qualifies a machine with a GPU: steps beside a plain loop's, DDP's and FSDP2's, overlap, the allocator.
 
-`make gpu` runs it on one, and shows the figures, in seconds and bytes; docs/gpu.md describes them. On the CPU the same code
+`make gpu` runs it on one, and shows the figures, in seconds and bytes; docs/results.md describes them. On the CPU the same code
 runs on a small scale, and what depends on the device's speed is not judged. Candidates take turns. A step's time includes all
 work that it gave to the device.
 """

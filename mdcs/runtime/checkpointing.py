@@ -40,9 +40,8 @@ _LEAVING_S = 5.0
 
 @dataclass(frozen=True)
 class ResumeInfo:
-    """The place where a run resumes: after ``step`` steps, with this rank's ``extra``.
-
-    If another number of ranks than ``world`` resumes, ``extra`` is rank 0's, and random states are not restored.
+    """The place where a run resumes: after ``step`` steps, with this rank's ``extra``. If another number of ranks than
+    ``world`` resumes, ``extra`` is rank 0's, and random states are not restored.
     """
 
     folder: Path
@@ -86,10 +85,8 @@ class Checkpoints:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def save(self, root: Path, step: int, extra: Any, *, keep: int | None, wait: bool) -> SaveHandle:
-        """Write a checkpoint. Collective; nothing may be in flight.
-
-        Without ``wait`` this rank's part is copied to the host and written while training goes on, if the budget has
-        room for the copy.
+        """Write a checkpoint. Collective; nothing may be in flight. Without ``wait`` this rank's part is copied to the
+        host and written while training goes on, if the budget has room for the copy.
         """
         begin = time.monotonic()
         self.finish()

@@ -1,10 +1,9 @@
 """The process groups of a run, and the collectives of messages on them: neither mixes with others of the ranks.
 
-The native family is the backend's own collectives; the other is rings of sends to the next rank, on gloo. A collective
-is a generator: it starts some works, yields them, and is resumed when they are done.
-
-All steps of a ring are point-to-point sends under the message's own tag. Ranks may interleave the later steps of one
-message with the first step of the next in any order; collectives of a process group would not allow this.
+The native family is the backend's own collectives; the other is rings of sends to the next rank, on gloo, under the
+message's own tag: ranks may interleave the later steps of one message with the first step of the next in any order, as
+collectives of a process group may not. A collective is a generator: it starts some works, yields them, and is resumed
+when they are done.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Communicator:
     """The collectives of one process group (None: the default one). Every rank must call them in the same order.
 
     Buffers are flat [world · part]; rank r's part is the r-th. Communicators of one group whose messages are in flight
-    together share ``tags``. ``synchronous``: NCCL's collectives run on the caller's stream, in its order, with no
-    stream of their own and no events between (torch since 2.8).
+    together share ``tags``. ``synchronous``: NCCL's collectives run on the caller's stream (torch since 2.8).
     """
 
     def __init__(
@@ -75,14 +73,12 @@ class Communicator:
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
     ) -> PendingCollective:
-        """Start the collective of a message of this kind.
+        """Start the collective of a message of this kind. A ring needs ``scratch`` [part] for sums.
 
         - AR: sum ``buffer`` over ranks, in place.
-        - RS: write the sum over ranks of this rank's part to ``out`` [part]. Overwrites ``buffer``; ``out`` may be a
-          part of it.
+        - RS: write the sum over ranks of this rank's part to ``out`` [part], which may be a part of ``buffer``;
+          overwrites that.
         - AG_F, AG_B: send every rank's part of ``buffer`` to all, in place.
-
-        A ring needs ``scratch`` [part] for sums.
         """
         parts = buffer.chunk(self.world)
         result = parts[self._rank] if kind is not Kind.RS or out is None else out
@@ -126,9 +122,7 @@ class Communicator:
 
 
 class NodeCommunicator:
-    """Collectives of strategies that shard within a node: ``inside`` is this node, ``across`` the same shard of all
-    nodes.
-    """
+    """Collectives of strategies that shard within a node, ``inside`` it; ``across``: the same shard of all nodes."""
 
     def __init__(self, inside: Communicator, across: Communicator) -> None:
         self._inside, self._across = inside, across
@@ -142,10 +136,8 @@ class NodeCommunicator:
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
     ) -> PendingCollective:
-        """Start the collective of a message of this kind, with tensors as in :meth:`Communicator.launch` [flat].
-
-        - RS_N: reduce-scatter within the node, then all-reduce of ``out`` across nodes.
-        - AG_F_N, AG_B_N: all-gather within the node.
+        """Start the collective of a message of this kind, with tensors as in :meth:`Communicator.launch` [flat]: an
+        all-gather within the node, or (RS_N) a reduce-scatter within it, then an all-reduce of ``out`` across nodes.
         """
         if kind.is_gather:
             return self._inside.launch(kind.plain, buffer)
@@ -194,16 +186,14 @@ _ABORT_SECONDS = 3.0
 
 
 class ProcessGroups:
-    """New process groups of the ranks of ``group``; all None where there is one process.
+    """New process groups of the ranks of ``group``, which time out after ``timeout_s``; all None with one process.
 
     - ``message_group``: the plan's messages.
-    - ``norm_group``: the finisher thread's collectives, if ``needs_control``. On NCCL it is ``message_group``: the
-      collectives are on the device, between messages.
+    - ``norm_group``: the finisher thread's collectives, if ``needs_control``; on NCCL ``message_group``, between
+      messages.
     - ``host_group``: the training thread's collectives, on gloo.
-    - ``node_group``, ``replica_group``: this rank's node, and the ranks with its place in all nodes, once
-      :meth:`connect_nodes` has made them.
-
-    Collectives time out after ``timeout_s``.
+    - ``node_group``, ``replica_group``: this rank's node, and the ranks with its place in all, after
+      :meth:`connect_nodes`.
     """
 
     def __init__(
@@ -273,9 +263,9 @@ class ProcessGroups:
     def agree_on_call(self, call: str, *numbers: int) -> list[tuple[int, ...]]:
         """Return every rank's (at most three) numbers for the same call, by rank. Collective.
 
-        Every collective of the training threads begins with it, with the same number of bytes. Ranks that make
-        different calls therefore get an error; mismatched collectives would end the process. Raises RuntimeError then,
-        and when a rank is gone or does not call in time.
+        Every collective of the training threads begins with it, with the same number of bytes: ranks that make
+        different calls get an error, where mismatched collectives would end the process. Raises RuntimeError then, and
+        when a rank is gone or does not call in time.
         """
         if self.world == 1:
             return [numbers]
@@ -329,9 +319,8 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def why_ranks_cannot_continue(states: Sequence[tuple[int, ...]]) -> str | None:
-    """Return why ranks with these states cannot continue together; None if they can.
-
-    ``states``: by rank (step, progress, whether updates have begun), or (step,).
+    """Return why ranks with these states, (step, progress, whether updates have begun) or (step,), cannot continue
+    together; None if they can.
     """
     for rank, (step, *more) in enumerate(states):
         if any(more[1:]):

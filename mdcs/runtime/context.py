@@ -25,11 +25,9 @@ from mdcs.telemetry.timeline import Interval, Lane, PeriodTrace, Span, intersect
 class ByteAccount:
     """Live and peak bytes of this rank by the categories of the ledger. Call with ``lock`` (reentrant) held.
 
-    Every allocation and release of a registered buffer is booked under one lock together with the real one. The
-    account's categories therefore equal the allocator's to the byte. Admission counts promised bytes
-    (:mod:`mdcs.runtime.wire`).
-
-    ``outside``: bytes of units that are whole outside of the plan.
+    Every allocation and release of a registered buffer is booked together with the real one, so the categories equal
+    the allocator's to the byte. Admission counts promised bytes (:mod:`mdcs.runtime.wire`). ``outside``: bytes of units
+    that are whole outside of the plan.
     """
 
     def __init__(self, lock: threading.RLock, at_rest: dict[str, int]) -> None:
@@ -90,8 +88,8 @@ class StepRecord:
     - ``bytes``, ``messages``: wire bytes and number of messages, by kind, of the period that begins with its backward.
       :meth:`Session.drain` cuts the last period short: its gathers for the next forward are not included.
     - ``slots_over_budget``: slots whose measured peak exceeded the budget; ``over_budget``: by at most so many bytes.
-    - ``departures``: what the step did otherwise than the plan, in words ("left out layers.3"), and how often;
-      ``departed_s``: the seconds that this took.
+    - ``departures``: what the step did otherwise than the plan, in words ("left out layers.3"), and how often, in
+      ``departed_s`` seconds.
     - ``handover_s``: seconds of the change to this step's plan, before the step, if there was one.
     - ``grad_norm``: global norm of the gradient before it was clipped; None without clipping.
     """
@@ -153,9 +151,9 @@ class StepRecorder:
     # Threads append to a deque without a lock: only indices and stamps. Names are looked up when somebody reads.
 
     def ran(self, lane: Lane, index: int, begin: Any, end: Any, period: int = 0) -> None:
-        """Record that compute was in slot ``index`` of the plan from ``begin`` to ``end`` (stamps); that message
-        ``index`` was on the wire, in period number ``period`` (0: the prologue); or that the updates that it completes
-        ran."""
+        """Record that compute was in slot ``index`` from ``begin`` to ``end`` (stamps); that message ``index`` was on
+        the wire, in period number ``period`` (0: the prologue); or that the updates that it completes ran.
+        """
         if begin is not UNTIMED or lane == "message":
             self._raw.append((self._under_way, lane, index, begin, end, period))
 
@@ -201,9 +199,8 @@ class StepRecorder:
             self._pauses.append((self._under_way, begin, self.executor.record_timestamp()))
 
     def _without_pauses(self, begin: float, end: float, upto: int) -> tuple[float, list[Interval]]:
-        """Return the end of a span from ``begin``, and its intervals, on a clock that stands still in pauses.
-
-        ``upto``: last iteration whose pauses the span may have.
+        """Return the end of a span from ``begin``, and its intervals, on a clock that stands still in pauses up to an
+        iteration.
         """
         inside = [each for *_, each in self._intervals if each.end > begin and each.start < end]
         seconds = self.executor.seconds
@@ -263,9 +260,8 @@ class StepRecorder:
         self._raw.extendleft(reversed(later))
 
     def traces(self) -> dict[int, PeriodTrace]:
-        """Return what ran when in the last periods, by the step whose backward begins the period.
-
-        Steps count from the first :meth:`finished` that has returned them on. Periods with a pause are left out.
+        """Return what ran when in the last periods, those with a pause left out, by the step whose backward begins the
+        period. Steps count from the first :meth:`finished` that has returned them on.
         """
         length, n, out = self.plan.period.length, len(self.plan.messages), dict[int, PeriodTrace]()
         paused = {iteration for iteration, *_ in self._pauses}
@@ -287,9 +283,8 @@ class StepRecorder:
         return out
 
     def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:
-        """Return records of the iterations up to step ``upto``; each is returned once.
-
-        Where the host runs ahead, iterations whose end the device has not reached are returned later.
+        """Return records of the iterations up to step ``upto``, once each; where the host runs ahead, later for
+        iterations whose end the device has not reached.
         """
         self.begin_timing()
         if self.executor.runs_ahead and not is_last:

@@ -1,13 +1,11 @@
 """Departures: what a step does otherwise than the plan foresees, and the units that are whole for it.
 
 Messages go in the plan's order whatever compute does, so that ranks may take different branches. A unit that is used
-where the plan has freed it is made whole again, alone, from the shards of the other ranks, which need not come to the
-same place. From then on it stays whole from its planned gather to its last use.
-
-A collective would need all ranks at the same place, and ranks may take different branches. So the rank asks through the
-store of the process group, and the presence thread of each other rank answers, whatever its training thread does. A
-shard cannot change meanwhile: the unit's next update needs a reduction that the asking rank has not taken part in.
-Slow (a quarter of a second, and the store's bandwidth), and needed once per unit.
+where the plan has freed it is made whole again, alone, from the shards of the other ranks, and from then on stays whole
+from its planned gather to its last use. A collective would need all ranks at the same place; so the rank asks through
+the store of the process group, and the presence thread of each other rank answers, whatever its training thread does. A
+shard cannot change meanwhile: the unit's next update needs a reduction that the asking rank has not taken part in. Slow
+(a quarter of a second, and the store's bandwidth), and needed once per unit.
 
 In side passes (:class:`mdcs.model.hooks.Listener`), which bring no gradients that are the step's, the plan waits. All
 ranks come to the same place of it, finish the messages that they have issued, and make the units whole by collectives.
@@ -55,8 +53,7 @@ class Departures:
     """Units that leave the plan in one pass, and the departures of a step in words.
 
     - ``held_until_last_use``: units that were once used after the plan had freed them, which from then on it does not.
-    - ``skipped_forward``: units of which a forward slot was passed over in this pass.
-    - ``skipped_backward``: units of which a backward slot was passed over in this pass.
+    - ``skipped_forward``, ``skipped_backward``: units of which such a slot was passed over in this pass.
     - ``open_calls``: by unit, calls of its modules that have not returned.
     - ``counts``, ``seconds``: departures of this step, in words.
     """
@@ -101,9 +98,8 @@ class Departures:
     # -- units that stay whole ------------------------------------------------------------------------------------
 
     def must_hold(self, unit: int, phase: str) -> bool:
-        """Return whether a unit stays whole at the end of a slot after which the plan frees it.
-
-        After backward a trainable unit never does: its update may begin.
+        """Return whether a unit stays whole at the end of a slot after which the plan frees it. After backward a
+        trainable unit never does: its update may begin.
         """
         if phase == "B":
             return unit in self.held_until_last_use and not self._storages[unit].trainable
@@ -114,9 +110,8 @@ class Departures:
         )
 
     def make_whole(self, unit: int, slot: PeriodSlot | None, periods: int) -> None:
-        """Make a freed unit whole, and keep it so from the next pass on.
-
-        ``slot``: where compute is, in the period with this number; None behind the unit's last planned use.
+        """Make a freed unit whole, and keep it so from the next pass on. ``slot``: where compute is, in the period with
+        this number; None behind the unit's last planned use.
         """
         storage, queue = self._storages[unit], self._wire.queue
         self.held_until_last_use.add(unit)
@@ -141,8 +136,8 @@ class Departures:
             self._wire.wait_for(count, "a unit that is used again")
 
     def _gathered(self, unit: int, slot: PeriodSlot, periods: int) -> int | None:
-        """Return the number of messages with the last one that gathers the unit for backward; None if one of them is
-        not issued, or there is none.
+        """Return the number of messages up to the last one that gathers the unit for backward; None if not all are
+        issued.
         """
         queue, last = self._wire.queue, slot.micro == self._plan.micro_steps - 1
         # The last micro-step's backward is in the next period, which has begun once compute is in it.
@@ -180,9 +175,8 @@ class Lending:
         self._context, self._storages = context, storages
 
     def borrow(self, unit: int) -> None:
-        """Fill the full parameters of a unit with this rank's part and those of the other ranks.
-
-        Raises RunError if a rank does not answer in time, or has left.
+        """Fill the full parameters of a unit with this rank's part and those of the other ranks. Raises RunError if a
+        rank does not answer in time, or has left.
         """
         storage, store, place = self._storages[unit], self._words.store, self._context.place
         storage.copy_shard_into_flat()
@@ -244,8 +238,8 @@ class SidePasses:
 
     - ``in_block``: the loop is in ``no_sync()``. ``is_open``: the plan waits.
     - ``had_backward``: a backward pass of this step was a side pass.
-    - ``counts``: all passes are side passes, because nobody knows yet how many a step has. ``ended`` is called at the
-      end of each backward.
+    - ``counts``: all passes are side passes, because nobody knows yet how many a step has; ``ended`` is called after
+      each.
     """
 
     def __init__(
@@ -264,9 +258,8 @@ class SidePasses:
         return self.in_block or self.counts
 
     def begin(self, progress: int, period: int | None) -> None:
-        """Make units whole at this place of the step, all ranks together.
-
-        ``period``: number of the period whose reductions are not issued yet; None inside of an iteration.
+        """Make units whole at this place of the step, all ranks together. ``period``: number of the period whose
+        reductions are not issued yet; None inside of an iteration.
         """
         with self.departures.timed(), self._place.during(SIDE_PASS), without_autograd():
             answers = self._groups.agree_on_call(SIDE_PASS, self._place.step, progress)
@@ -290,9 +283,8 @@ class SidePasses:
         self._makes_graphs |= in_backward and torch.is_grad_enabled()
 
     def end(self) -> None:
-        """Let the plan go on: free what it has not gathered.
-
-        After a backward that made a graph units stay whole until the pass of the plan that comes next has ended.
+        """Let the plan go on: free what it has not gathered. After a backward that made a graph units stay whole until
+        the pass of the plan that comes next has ended.
         """
         self.is_open = False
         with self.departures.timed():

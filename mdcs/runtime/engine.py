@@ -59,7 +59,7 @@ class Trained:
 class Engine:
     """The parts of a run. Hooks tell the sequencer of slots; it issues messages to the queue and waits for them.
 
-    ``group``: the ranks; None: all. ``before``: the run of another plan, which :meth:`retire` has stopped. It gives its
+    ``group``: the ranks; None: all. ``before``: the run of another plan, which :meth:`retire` has stopped: it gives its
     units, process groups and failure channel, and ends. None: units are plain and whole.
     """
 
@@ -356,7 +356,6 @@ class Engine:
 
     def end(self, why: str, *, failed: bool = False, is_over: bool = True) -> None:
         """Stop the threads and remove the hooks, without the other ranks. ``why``: why parameters are not whole.
-
         ``is_over``: no other plan goes on with the process groups.
         """
         if self.is_closed:

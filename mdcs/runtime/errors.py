@@ -1,11 +1,11 @@
 """Errors while a plan runs, and the rank and step that they name; the reason why a rank has left, for the other ranks.
 
-The reason is published through the store of the process group, because the rank's own connections end when it leaves.
-Otherwise the other ranks would only wait for it or lose it. A killed rank publishes nothing: where a collective fails
-without a reason, the ranks are called, and ranks that do not answer are gone.
+The reason is published through the store of the process group, because the rank's own connections end when it leaves. A
+killed rank publishes nothing: where a collective fails without a reason, the ranks are called, and ranks that do not
+answer are gone.
 
-A process that is forked from a rank has none of its threads and shares its connections: there a run is over. The
-process may leave the ``with`` block and end as it likes: nothing is sent, and nothing is waited for.
+A process that is forked from a rank has none of its threads and shares its connections: there a run is over, and leaves
+and ends without sending or waiting.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class ErrorContext:
 class FailureChannel:
     """The failure channel of one run of ``ranks``; a thread answers calls until :meth:`end`.
 
-    - ``run``: a name that only these ranks have; None where there is no other rank.
+    - ``run``: a name that only these ranks have; None where there is no other rank. ``store``: that of these ranks, or
+      None.
     - ``doing``: says what a rank leaves; None: the run, in its step.
-    - ``store``: the store of these ranks, or None.
     - ``duties``: methods that the thread calls at every turn, with its own connection to the store. It holds their
       objects weakly: a run's memory is freed with the run.
     """

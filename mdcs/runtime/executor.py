@@ -1,9 +1,8 @@
 """All device code: the runtime's interface to a CPU or a CUDA device.
 
-On a CPU, compute is done when a call returns, and a message is done when a host thread has waited for it. On CUDA the
-host only enqueues, and runs ahead. Messages are on one communication stream, their updates on another. Events order the
-streams: streams wait for events, the host does not. ``docs/dev/gpu.md`` has the rules by which memory is freed without
-``record_stream``.
+On a CPU, compute is done when a call returns, and a message when a host thread has waited for it. On CUDA the host only
+enqueues, and runs ahead: messages on one communication stream, their updates on another. Events order the streams; the
+host does not wait. ``docs/dev/gpu.md`` has the rules by which memory is freed without ``record_stream``.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Waitable(Protocol):
 
 
 class Executor:
-    """Device operations of the runtime, on a CPU: compute is done when a call returns, and threads communicate at the
-    same time. There are no streams, and compute is always at its point.
+    """Device operations of the runtime, on a CPU: without streams, and compute is always at its point.
 
     - ``runs_ahead``: the host only enqueues, and the device executes in order.
     - ``execution``: how messages are executed, for the simulator.
@@ -77,8 +75,9 @@ class Executor:
         return time.perf_counter()
 
     def seconds(self, stamp: Any) -> float:
-        """Return a stamp in seconds on the rank's clock; may wait until the device reaches it. Raises RunError if the
-        device does not reach it in time."""
+        """Return a stamp in seconds on the rank's clock, once the device has reached it. Raises RunError if it does not
+        in time.
+        """
         return float(stamp)
 
     def limit(self, size: int | None) -> None:

@@ -34,9 +34,7 @@ _FACTOR = 2.0
 @dataclass
 class LossScale:
     """``value``: factor on the loss; it doubles after ``growth_interval`` updates in a row without overflow.
-
-    ``skipped``: number of updates left out. Raises ValueError for a scale that is not positive and finite, and for an
-    interval below 1.
+    ``skipped``: number of updates left out. Raises ValueError unless positive and finite, and for an interval below 1.
     """
 
     value: float = 2.0**16
@@ -62,9 +60,8 @@ class LossScale:
 
 
 class Scaler:
-    """torch.amp.GradScaler's calls, for a loop that keeps its lines; not enabled without a ``loss_scale``.
-
-    Its state is interchangeable with torch's.
+    """torch.amp.GradScaler's calls, with its state, for a loop that keeps its lines; not enabled without a
+    ``loss_scale``.
     """
 
     def __init__(self, scale: LossScale | None, step: Callable[[torch.optim.Optimizer], object]) -> None:
@@ -136,8 +133,8 @@ class UpdateScale:
     def factor(self, gradients: Mapping[tuple[int, int], Tensor], work: Tensor) -> tuple[bool, Tensor | None]:
         """Return (all gradients are finite, factor on the gradients). A GPU's norm is read only for a loss scale.
 
-        ``gradients``: (unit, block) -> this rank's part, flat. Of the ranks that have the same part only the first
-        counts it (rank 0 for a whole dp gradient). ``work``: of :meth:`workspace`.
+        ``gradients``: (unit, block) -> this rank's part, flat; of the ranks that have the same part only the first
+        counts it. ``work``: of :meth:`workspace`.
         """
         counted = self._counted(gradients)
         least, total, largest = with_bounds(self._reduced(sum_squares(counted, work)), self._dtype)
@@ -185,9 +182,8 @@ def workspace(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
-    """Return [sum of squares, number of partial sums] in float64. Reduce with SUM over ranks.
-
-    The squares themselves are exact, but for those of float64.
+    """Return [sum of squares, number of partial sums] in float64; the squares are exact, but for those of float64.
+    Reduce with SUM over ranks.
     """
     if not gradients:
         return work.new_zeros(2)
@@ -211,9 +207,8 @@ def with_bounds(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
-    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM.
-
-    Frees ``work``, and takes no more memory than that.
+    """Return int64 [2, exponents]: by exponent the sums of the squares' upper and lower bits. Reduce with SUM. Frees
+    ``work``, and takes no more memory than that.
     """
     counts = torch.zeros(2, 2 * _SHIFT, dtype=torch.int64, device=work.device)
     elements = work.numel() // 8 or _ELEMENTS // 8
@@ -228,8 +223,8 @@ def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
 
 
 def exact_norm(counts: Tensor) -> float:
-    """Return the root of the exact sum of squares. Its last bit is set where bits are cut off: rounded to float32, it
-    is the rounded norm.
+    """Return the root of the exact sum of squares, with its last bit set where bits are cut off: float32 of it is
+    rounded right.
     """
     total = sum(((high << _LOW) + low) << place for place, (high, low) in enumerate(zip(*counts.tolist(), strict=True)))
     total <<= 128  # a root of at least 64 bits

@@ -1,10 +1,9 @@
 """Values that all ranks have: those that a run begins with, and the model's buffers while it trains.
 
-The start takes the model over unit by unit, so that at most one more unit is whole at a time.
-
-Parameters on the meta device get memory then, and values from their modules' own initialisation. Every rank
-initialises, so that random states stay alike; then rank 0's values are broadcast. Units with parameters of one module
-(tied ones, frozen ones) are taken over together, because the module initialises all of them.
+The start takes the model over unit by unit, so that at most one more unit is whole at a time. Parameters on the meta
+device get memory then, and values from their modules' own initialisation: every rank initialises, so that random states
+stay alike, and rank 0's values are broadcast. Units with parameters of one module (tied ones, frozen ones) are taken
+over together, because the module initialises all of them.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _LEFT = 0x5A  # every byte of a buffer that is not initialised yet; parameters a
 class Initializer:
     """Initialises what a model has on the meta device, with ``init`` or, if it is None, ``reset_parameters()``.
 
-    ``together``: lists of indices into ``units``, in the order of initialisation; a list is initialised at once. Raises
-    UnsupportedModel for a module that has something on the meta device and no initialisation.
+    ``together``: lists of indices into ``units`` that are initialised at once, in order. Raises UnsupportedModel for a
+    module that has something on the meta device and no initialisation.
     """
 
     def __init__(
@@ -62,9 +61,7 @@ class Initializer:
         self.together = [[u for u, f in enumerate(first) if f == leader] for leader in sorted(set(first))]
 
     def units(self, members: Sequence[int]) -> bool:
-        """Initialise the units of one list of ``together``, whose parameters have memory. Return whether there was any
-        work.
-        """
+        """Initialise one list of ``together``, whose parameters have memory. Return whether there was any work."""
         return self._run(self._modules.get(members[0], ()))
 
     def the_rest(self) -> None:
@@ -101,9 +98,8 @@ def shard_units(
     model: nn.Module, initialisation: Initializer, make: Callable[[int], UnitStorage],
     group: dist.ProcessGroup | None, place: ErrorContext,
 ) -> list[UnitStorage]:
-    """Return the units' storages, settled, with rank 0's values; buffers have rank 0's, too.
-
-    Raises UnsupportedModel for parameters or buffers that the initialisation of their module does not set.
+    """Return the units' storages, settled, with rank 0's values; buffers have rank 0's, too. Raises UnsupportedModel
+    for parameters or buffers that the initialisation of their module does not set.
     """
     storages: dict[int, UnitStorage] = {}
     for members in initialisation.together:
@@ -142,9 +138,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_left(tensor: Tensor, made: tuple[Tensor, int] | None) -> bool:
-    """Return whether a parameter has elements without values, or nothing was written into a buffer that was ``made``.
-
-    Sums and extremes need no memory of the tensor's size.
+    """Return whether a parameter has elements without values, or nothing was written into a buffer that was ``made``,
+    by sums and extremes, which need no memory of the tensor's size.
     """
     if isinstance(tensor, nn.Parameter):
         return bool(tensor.detach().sum().isnan())
@@ -171,11 +166,8 @@ def check_buffers(model: nn.Module) -> None:
 
 
 class Buffers:
-    """Buffers of a model, broadcast from rank 0 as ``option`` says.
-
-    - True: after every step, as DDP's broadcast_buffers does.
-    - False: never; each rank has its own.
-    - None: when training pauses; correct as long as forward does not read buffers that it changes.
+    """Buffers of a model, broadcast from rank 0 as ``option`` says: True, after every step, as DDP does; False, never:
+    each rank has its own; None, when training pauses: correct if forward does not read buffers that it changes.
     """
 
     def __init__(self, model: nn.Module, option: bool | None) -> None:
@@ -207,7 +199,7 @@ class Buffers:
 
     def changed(self) -> str | None:
         """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may
-        read; None if none did.
+        read, or None.
         """
         for (name, held, local), version in zip(self._watched, self._seen, strict=True):
             if local in held and _version(held[local]) != version:
@@ -226,8 +218,8 @@ class Buffers:
     def broadcast_created(self, groups: ProcessGroups, place: ErrorContext) -> None:
         """Broadcast rank 0's values of buffers that the first forward created, as DDP does before its second one.
 
-        A rank that created none does not take part: models that create none send nothing. Raises RunError where the
-        ranks' new buffers differ in name, shape or type.
+        A rank that created none does not take part. Raises RunError where the ranks' new buffers differ in name, shape
+        or type.
         """
         made = self._made()
         if made and groups.world > 1:
@@ -250,8 +242,8 @@ class Buffers:
 
 
 def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return a checksum of names, shapes, types and parameters' strides: ranks with different checksums cannot exchange
-    these tensors.
+    """Return a checksum of names, shapes, types and parameters' strides: ranks must have the same to exchange these
+    tensors.
     """
     facts = [(n, tuple(t.shape), t.dtype, dense_order(t) if isinstance(t, nn.Parameter) else ()) for n, t in tensors]
     return zlib.crc32(repr(facts).encode())

@@ -125,10 +125,8 @@ class OptimizerCalls:
     """Sends ``step``, ``zero_grad``, ``state_dict``, ``load_state_dict`` of optimizers to ``run`` until :meth:`end`.
 
     All ranks must make each of these calls. The other members, such as ``param_groups``, are the optimizer's own, so
-    schedules of the learning rate work, whether they are made before or after. Where there are several optimizers, the
-    first ``step`` ends the iteration, for all of them; each must be called once an iteration, in any order.
-
-    ``stepped``: the optimizers whose ``step`` has been called in this iteration.
+    schedules of the learning rate work. Of several optimizers the first ``step`` ends the iteration, for all of them;
+    each must be called once an iteration, in any order: ``stepped`` are those that have been.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: _Run) -> None:

@@ -51,11 +51,8 @@ _NO_RANGE = nullcontext()
 
 
 class _Sizes(NamedTuple):
-    """Element counts of a message.
-
-    - ``ranks``: of the message's group. ``whole``: payload, padding included.
-    - ``columns``: elements per rank of each part.
-    - ``buffer``: scratch of the algorithm.
+    """Element counts of a message: ``whole`` with padding, by rank of its group the ``columns`` of each part, and
+    scratch.
     """
 
     ranks: int
@@ -69,12 +66,9 @@ class Transfer:
     """A message that is sent, its buffers and works.
 
     - ``number``: messages before it since the start of training. ``index``: its place in the plan.
-    - ``step``: the iteration that the prologue or period belongs to. ``bytes``: what it allocates and frees.
-    - ``began``: stamp of the collective's start.
-    - ``packed``: the packed message [whole], if it is packed.
-    - ``scratch``: scratch of the algorithm, if it has any.
-    - ``reduced``: this rank's reduced gradients [sum of columns], of a reduce-scatter.
-    - ``shards``: (unit, block) -> its piece of ``reduced``.
+    - ``step``: the iteration that the prologue or period belongs to. ``began``: stamp of the collective's start.
+    - ``packed``: the packed message [whole], if it is packed. ``scratch``: of the algorithm, if it has any.
+    - ``reduced``: this rank's reduced gradients [sum of columns], of a reduce-scatter; ``shards``: its pieces by part.
     """
 
     number: int
@@ -94,10 +88,9 @@ class Transfer:
 class Update:
     """The update that a message completes.
 
-    - ``transfer``: the message. ``gradients``: (unit, block) -> this rank's reduced gradient, flat.
-    - ``shards``: gradient shards to free when the update is done.
-    - ``is_due``: False if a gradient is not finite. ``scale``: factor on the gradients; None: 1.
-    - ``scratch``: booked bytes.
+    - ``gradients``: (unit, block) -> this rank's reduced gradient, flat. ``shards``: to free when the update is done.
+    - ``is_due``: False if a gradient is not finite. ``scale``: factor on the gradients; None: 1. ``scratch``: booked
+      bytes.
     """
 
     transfer: Transfer

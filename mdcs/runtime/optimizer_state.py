@@ -31,9 +31,8 @@ History = dict[str, Any]
 def histories(
     units: Sequence[Sequence[tuple[str, nn.Parameter]]], updates: Updates, state: State
 ) -> dict[tuple[int, int], History]:
-    """Return the history of each parameter that has state, by unit and place in the unit.
-
-    Raises ValueError where the shape of a state per element is not its parameter's.
+    """Return the history of each parameter that has state, by unit and place in the unit. Raises ValueError where the
+    shape of a state per element is not its parameter's.
     """
     by_place: dict[tuple[int, int], History] = {}
     for u, parameters in enumerate(units):
@@ -63,10 +62,8 @@ def _number(value: Any) -> Any:
 
 
 class OptimizerState:
-    """State on shards. ``exchange`` returns every rank's value
-    (:meth:`mdcs.runtime.communicator.ProcessGroups.exchange`).
-
-    ``kept``: whole state of parameters that are frozen now.
+    """State on shards. ``exchange`` returns every rank's value. ``kept``: whole state of parameters that are frozen
+    now.
     """
 
     def __init__(
@@ -81,10 +78,9 @@ class OptimizerState:
     # -- in
 
     def begin(self, state: State) -> None:
-        """Allocate zeros on shards for all state per element in the whole ``state``, and take over the other state.
-
-        Tensors of state per element may be on the meta device. The state before is dropped. Raises ValueError as
-        :func:`histories` does.
+        """Allocate zeros on shards for all state per element in the whole ``state`` (tensors may be on the meta
+        device), and take over the other state. The state before is dropped. Raises ValueError as :func:`histories`
+        does.
         """
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
         wanted = histories(named, self._updates.updates, state)
@@ -132,9 +128,9 @@ class OptimizerState:
     def take_over(self, before: OptimizerState) -> None:
         """Take over another plan's units and their state, unit by unit; that plan loses them. Collective.
 
-        A rank keeps what it has updated if it goes on to update that, and gets what it updates from now on. Of units
-        that change the parameters, then one key of the state after the other, take as many bytes as if they were whole,
-        or all at once where the budget has room for that. Units that need fewer bytes than before come first.
+        A rank keeps what it goes on to update, and gets what it updates from now on. Of units that change the
+        parameters, then one key of the state after the other, take as many bytes as if they were whole, or all at once
+        where the budget has room for that. Units that need fewer bytes than before come first.
         """
         self.kept = before.kept
         pairs = [*zip(before._storages, self._storages, strict=True)]
@@ -221,9 +217,8 @@ class OptimizerState:
     def fragments(
         self, within: Callable[[UnitStorage, int], slice] | None = None, unit: int | None = None
     ) -> Iterator[tuple[str, Fragment]]:
-        """Yield (key, fragment) of this rank's state per element, of one ``unit`` or of all.
-
-        ``within``: (unit, block) -> the slice of the flat buffer outside of which fragments are left out.
+        """Yield (key, fragment) of this rank's state per element, of one ``unit`` or of all, inside of the slice of the
+        flat buffer that ``within`` returns for a (unit, block).
         """
         for u, b, run in self._runs(unit):
             storage = self._storages[u]
@@ -237,7 +232,6 @@ class OptimizerState:
 
     def started(self, units: Collection[int] | None = None) -> Started:
         """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective.
-
         ``units``: of these, None: of all. Of units that every rank updates no rank is asked.
         """
         here: list[tuple[dict[str, Any], list[str], list[tuple[int, int]]]] = []
@@ -261,8 +255,8 @@ class OptimizerState:
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return whole state by parameter, in the shards' precision, where ``keep``. Collective; nothing in flight.
 
-        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered.
-        ``only``: of these parameters, None: of all.
+        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit then. ``only``: of
+        these parameters, None: of all.
         """
         frozen = self.kept.items() if keep else ()
         state = {p: {key: copy_of(value, cpu) for key, value in values.items()} for p, values in frozen}

@@ -2,9 +2,9 @@
 
 A run (:meth:`mdcs.plan.plan.Plan.runs`) is a view of the rank's part of a block, with one parameter group's options. It
 is updated as one tensor: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise,
-with the state that torch's optimizer would keep for it. Elementwise optimizers give the same bits on any cut.
-Where the histories of neighbours differ, such as their step counts, runs are cut further. Where the optimizer needs
-whole parameters, each parameter that the rank owns is a run.
+with the state that torch's optimizer would keep for it. Elementwise optimizers give the same bits on any cut. Where the
+histories of neighbours differ, such as their step counts, runs are cut further. Where the optimizer needs whole
+parameters, each one that the rank owns is a run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ _OF_ADAM = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capt
 class UpdateRun:
     """A piece of a block that is updated as one tensor.
 
-    - ``group``: number of its parameter group (:class:`mdcs.model.optimizers.Optimizers`).
-    - ``place``: its slice in this rank's part of the block.
+    - ``group``: number of its parameter group. ``place``: its slice in this rank's part of the block.
     - ``parameter``: what is updated [elements of the run, or ``whole`` in its shape].
-    - ``state``: as in ``optimizer.state[parameter]``. Empty until it is made.
-    - ``started``: whether the state comes from an update; if not, it is not saved.
+    - ``state``: as in ``optimizer.state[parameter]``. ``started``: it comes from an update; if not, it is not saved.
     """
 
     __slots__ = ("group", "parameter", "place", "started", "state", "whole")
@@ -160,9 +158,8 @@ class Functional:
 
 
 class OwnClass:
-    """The optimizer's own class, run by run. It makes a run's state in its first step, as only the class knows how.
-
-    Until then the bytes of the state are reserved: state that is made later would lie between buffers that come and go.
+    """The optimizer's own class, run by run. Only the class knows how to make a run's state, in its first step; until
+    then its bytes are reserved: state that is made later would lie between buffers that come and go.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layout: StateLayout, meter: Meter) -> None:
@@ -286,9 +283,8 @@ class ShardedOptimizer:
         self._has_updated = False
 
     def changed_option(self, optimizer: torch.optim.Optimizer | None = None) -> tuple[int, str] | None:
-        """Return (parameter group, name) of an option that changed since the snapshot; None if none did.
-
-        ``optimizer``: one of the optimizers, None: all.
+        """Return (parameter group, name) of an option that changed since the snapshot, of one optimizer or of all; or
+        None.
         """
         groups = self.optimizers.param_groups
         for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
@@ -303,10 +299,8 @@ class ShardedOptimizer:
         return None
 
     def step(self, gradients: Mapping[Part, Tensor], scale: float | Tensor | None = None) -> None:
-        """Update blocks with their reduced gradients times ``scale`` (None: 1).
-
-        ``gradients``: (unit, block) -> this rank's part, flat [elements of the part]. They are scaled in place, unless
-        the optimizer updates a copy in another precision.
+        """Update blocks with their reduced gradients times ``scale`` (None: 1), by (unit, block): this rank's part,
+        flat. They are scaled in place, unless the optimizer updates a copy in another precision.
         """
         self._has_updated, together = True, dict[Any, list[tuple[UpdateRun, Tensor]]]()
         with nothing_compiles(), self.meter.tag("update_scratch"):

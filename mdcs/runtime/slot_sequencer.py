@@ -203,7 +203,6 @@ class SlotSequencer(SlotPosition):
 
     def _pass_over(self, ended: bool = False) -> bool:
         """Go through a slot without compute; return False, staying before it, while autograd may bring its gradients.
-
         This waits for the messages of the slot: what they gather is freed at its end.
         """
         if not self.arrived:
@@ -217,9 +216,8 @@ class SlotSequencer(SlotPosition):
         return True
 
     def _complete(self, ended: bool = False) -> bool:
-        """Complete the gradients whose last slot compute is about to leave; return False if autograd will bring more.
-
-        ``ended``: the backward pass is over.
+        """Complete the gradients whose last slot compute is about to leave; return False if autograd, unless the pass
+        has ``ended``, will bring more.
         """
         last = self._tables.last[self.next_slot - 1]
         if not last or self.entered is None:

@@ -35,8 +35,8 @@ class SlotPosition:
 
     - ``periods``: periods begun; the first is the prologue.
     - ``step_pending``: the last micro-step's backward has begun, and step() has not ended the iteration.
-    - ``next_slot``: the slot to enter next. ``arrived``: whether compute is at the boundary before it.
-    - ``entered``: stamp of the slot under way; None between passes.
+    - ``next_slot``: the slot to enter next. ``arrived``: whether compute is at the boundary before it. ``entered``:
+      stamp of the slot under way; None between passes.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -138,9 +138,8 @@ def _leaving_early(plan: Plan) -> dict[int, list[dict[int, range]]]:
 
 
 class PassGradients:
-    """Gradients of a pass, which units take (:meth:`UnitStorage.take_gradient`) until all have come.
-
-    ``scale``: the factor that averages over ranks, in the last micro-step.
+    """Gradients of a pass, which units take (:meth:`UnitStorage.take_gradient`) until all have come. ``scale``: the
+    factor that averages over ranks, in the last micro-step.
     """
 
     def __init__(self, plan: Plan, storages: Sequence[UnitStorage], reentrant: ReentrantPasses) -> None:
@@ -148,7 +147,7 @@ class PassGradients:
 
     def complete(self, units: Sequence[int], is_last: bool, ended: bool) -> bool:
         """Complete the gradients of units in this micro-step, the ``is_last`` or not. Return False, with nothing
-        changed, if autograd will bring more. ``ended``: it will not.
+        changed, if autograd will bring more, which it will not if the pass has ``ended``.
         """
         storages, has_inner = [self._storages[u] for u in units], self._reentrant.has_inner
         if not ended and any(
@@ -194,9 +193,8 @@ Sizes = tuple[int, ...]
 class BatchSizes:
     """Listens to modules; :attr:`sizes` is the shape of the step's input, None before the first call.
 
-    The input is the first tensor among the arguments of the first module that runs; of several calls of this module,
-    the largest input counts. Of a nested tensor only the number of elements is known. Passes without gradients, such as
-    evaluations, are not heard.
+    The input is the first tensor among the arguments of the first module that runs; of several calls the largest
+    counts. Of a nested tensor only the number of elements is known. Passes without gradients are not heard.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -238,12 +236,10 @@ def from_words(words: str) -> Sizes | None:
 class ActivationExcess:
     """Excess seen so far, slot by slot, and the bytes that admission adds. All 0 where the plan has no budget.
 
-    Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by
-    slot, its excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in
-    flight the slot runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the
-    first one is warned about, or raises.
-
-    ``place``: this rank, in the plan's first step. ``raises``: a step above the budget is an error.
+    Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by slot,
+    its excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in flight the
+    slot runs all the same: its own bytes cannot be delayed. Such a step is counted, and the first one is warned about,
+    or ``raises``.
     """
 
     def __init__(
@@ -287,9 +283,8 @@ class ActivationExcess:
             self._above.append((above, slot, -1 if activations is None else activations))
 
     def read(self, step: int, meter: Meter) -> None:
-        """Record the peak of a step whose slots are not read: one of the first steps, or one with a larger batch.
-
-        Call at the end of the step.
+        """Record, at its end, the peak of a step whose slots are not read: one of the first, or one with a larger
+        batch.
         """
         if self.budget is None or not (step < self._first + _FIRST or self.is_larger):
             return

@@ -1,16 +1,15 @@
-"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Their memory is given and taken here,
-and booked with it.
+"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Memory is given and taken here, and
+booked.
 
 A sharded unit's full parameters come with the plan's first gather of it, and go at the end of the slot that the plan
-says. A unit is *outside* of the plan while its full parameters are held although the plan has freed them: it was
-used again, or may be (:mod:`mdcs.runtime.departures`). Gradients come with the unit's first backward slot, or before it
-with the first gradient, and go with the message that has reduced them.
+says. A unit is *outside* of the plan while its full parameters are held although the plan has freed them: it was used
+again, or may be (:mod:`mdcs.runtime.departures`). Gradients come with the unit's first backward slot, or before it with
+the first gradient, and go with the message that has reduced them.
 
-Parameters are views of the full buffer (``p.data = view``); the views stay valid for autograd while the storage is
-resized to nothing and back. Parameters are in flat order (:func:`mdcs.model.optimizers.in_flat_order`), or by owner
-where they are updated as wholes. They begin at 16 bytes (:func:`mdcs.sizes.aligned`), and keep their strides: a
-``channels_last`` weight stays one. Rank r, of the world or of a node, owns the r-th part of every *block*: a block is
-contiguous on the wire, and a shard is the concatenation of its parts.
+Parameters are views of the full buffer (``p.data = view``), which stay valid for autograd while the storage is resized
+to nothing and back. They are in flat order (:func:`mdcs.model.optimizers.in_flat_order`), or by owner where they are
+updated as wholes, begin at 16 bytes (:func:`mdcs.sizes.aligned`), and keep their strides. Rank r, of the world or of a
+node, owns the r-th part of every *block*: a block is contiguous on the wire, a shard is the concatenation of its parts.
 """
 
 from __future__ import annotations
@@ -32,19 +31,17 @@ from mdcs.torch_compat import without_torch_function
 
 class UnitStorage:
     """Flat tensors: ``flat_param`` [elements with padding], ``shard`` [elements / parts] and ``gradient`` as
-    ``flat_param``, both None where there is none.
+    ``flat_param``, both None where there is none. All are on one device.
 
-    All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
-    the meta device get memory on the device of ``context``, filled with NaN. :meth:`init_shards` then keeps only what
-    the strategy keeps at rest.
-
-    ``before``: the storage that another plan has of the unit. Its full buffer is used on; :meth:`take_over` follows.
+    At first the unit is whole and its parameters are views with their values; parameters from the meta device get
+    memory on the device of ``context``, filled with NaN. :meth:`init_shards` then keeps only what the strategy keeps at
+    rest. ``before``: the storage that another plan has of the unit. Its full buffer is used on; :meth:`take_over`
+    follows.
 
     - ``parts``: ranks among which updates are divided. Ranks with the same part are replicas.
     - ``replica``: (number of this rank among the replicas of its part, number of replicas).
     - ``full_bytes``: bytes of the full parameters, with padding. ``bytes_at_rest``: of the ledger.
     - ``block_slices``, ``owned``: slices of the blocks in the flat buffers, and of the parts that this rank updates.
-    - ``is_outside``: whether it is whole outside of the plan.
     """
 
     def __init__(
@@ -149,9 +146,8 @@ class UnitStorage:
 
     @property
     def is_open_between_steps(self) -> bool:
-        """Whether the unit can be read and changed through its parameters between updates.
-
-        They are all there is of it, and no use of them begins a slot, which only a closed guard would tell.
+        """Whether the unit can be read and changed through its parameters between updates: they are all there is of it,
+        and no use of them begins a slot, which only a closed guard would tell.
         """
         return not (self.strategy.sharded or self.is_aliased) and self.shard is None
 

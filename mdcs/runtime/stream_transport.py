@@ -1,4 +1,4 @@
-"""Sends messages on streams of a device that executes in order what the host enqueues: no threads, and no waits on the
+"""Sends messages on streams of a device that executes in order what the host enqueues: no threads, no waits on the
 host.
 
 When the training thread issues a message, it enqueues all of it behind compute's present point:
@@ -6,9 +6,9 @@ When the training thread issues a message, it enqueues all of it behind compute'
     communication stream    pack, collective, unpack, norm    one message after the other
     update stream           update                            behind the message's end on the communication stream
 
-Events order the streams. An update is not on the path between two collectives: only a message that gathers what was
-updated waits for it, and a message waits for the updates of those ``depth`` before it, which bounds their memory
-(:meth:`MessageQueue.starts_after`). Compute waits for a message's end where a slot needs it, or its bytes.
+Events order the streams. Only a message that gathers what was updated waits for an update, and a message waits for the
+updates of those ``depth`` before it, which bounds their memory (:meth:`MessageQueue.starts_after`). Compute waits for a
+message's end where a slot needs it, or its bytes.
 
 The queue's states are reached in the order of the streams: a message has started and landed once it is enqueued, is
 updated once the communication stream waits for its update, and done once compute waits for its end.
@@ -124,9 +124,8 @@ class StreamTransport(Wire):
         return super().restart()
 
     def end_step(self) -> None:
-        """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before the one that ends, if necessary.
-
-        Raises RunError when it does not come within ``timeout_s``, and when another rank has left.
+        """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before the one that ends, if necessary. Raises
+        RunError when it does not come within ``timeout_s``, and when another rank has left.
         """
         self._ends.append(self.executor.record_event())
         if len(self._ends) <= _STEPS_AHEAD:

@@ -1,10 +1,9 @@
 """Sends messages with host threads, several in flight, and finishes them in the plan's order.
 
-A message starts when :class:`MessageQueue` allows it. The thread that meets the last condition starts the message: the
-training thread when it issues the message, else the *finisher*. The finisher waits for the oldest message, unpacks it,
-runs the updates that it completes, and frees its buffers. A third thread, the *starter*, starts large messages: gloo
-copies the payload on the calling thread, which would block compute. Threads wake each other only if another thread
-waits for the event.
+The thread that meets the last condition of :class:`MessageQueue` starts a message: the training thread when it issues
+it, else the *finisher*, which waits for the oldest message, unpacks it, runs the updates that it completes, and frees
+its buffers. A third thread, the *starter*, starts large messages: gloo copies the payload on the calling thread, which
+would block compute. Threads wake each other only if another thread waits for the event.
 """
 
 from __future__ import annotations
@@ -83,9 +82,8 @@ class ThreadTransport(Wire):
         self._work.notify()
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready``. Call with the lock held exactly once.
-
-        Raises RunError after the context's ``timeout_s``, when a thread has failed, and when another rank has left.
+        """Wait until ``ready``. Call with the lock held exactly once. Raises RunError after the context's
+        ``timeout_s``, when a thread has failed, and when another rank has left.
         """
         queue, timeout_s = self.queue, self.context.timeout_s
         deadline = time.monotonic() + timeout_s
@@ -130,9 +128,8 @@ class ThreadTransport(Wire):
     # -- starting -----------------------------------------------------------------------------------------------
 
     def _start_ready(self, as_starter: bool = False) -> None:
-        """Start the messages that can start now, one at a time and in order; leave large ones to the starter.
-
-        Call without the lock.
+        """Start the messages that can start now, one at a time and in order; leave large ones to the starter. Without
+        the lock.
         """
         while True:
             with self.lock:

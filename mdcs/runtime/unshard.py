@@ -87,9 +87,8 @@ class Unsharder:
         return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
 
     def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> Tensor:
-        """Return a whole flat tensor, gathered from this rank's part of each block.
-
-        ``blocks``: block -> this rank's part, flat [elements of the block / parts]. All are of one type.
+        """Return a whole flat tensor, gathered from this rank's part of each block, flat [elements of the block /
+        parts].
         """
         return self.start_gather(unit, blocks, what)()
 
@@ -121,7 +120,7 @@ class Evaluation:
     """Gathers units that are sharded at rest: once if the budget has room for all of them, else for each forward.
 
     A unit whose memory other modules use through views is always gathered once. If units are gathered for each forward,
-    a rank that has finished its batches joins the gathers of the other ranks. No message of the plan may be in flight.
+    a rank that has finished its batches joins the gathers of the others. No message of the plan may be in flight.
     """
 
     def __init__(
@@ -135,9 +134,8 @@ class Evaluation:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Have units whole inside the block, or those that are in use (:meth:`enter`). Collective.
-
-        In an evaluation any number of forward passes of the model may run inside.
+        """Have units whole inside the block, for any number of forward passes, or those that are in use
+        (:meth:`enter`). Collective.
         """
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._unsharder.fits(missing + self._slot_bytes)
@@ -201,9 +199,8 @@ class Evaluation:
 
 
 class Fragment(NamedTuple):
-    """Neighbouring elements of a parameter that this rank has: ``values`` [flat] from element ``start`` in memory on.
-
-    ``order``: the parameter's dimensions in memory (:class:`mdcs.model.optimizers.ParameterPlace`).
+    """Neighbouring elements of a parameter that this rank has: ``values`` [flat] from element ``start`` in memory on,
+    whose dimensions are in this ``order`` (:class:`mdcs.model.optimizers.ParameterPlace`).
     """
 
     parameter: nn.Parameter
@@ -218,9 +215,8 @@ class Fragment(NamedTuple):
 
 
 def fragments(storage: UnitStorage, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
-    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the flat buffer.
-
-    Padding is left out, and so is everything outside of ``within``, a slice of that buffer.
+    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the flat buffer, without padding,
+    and inside of the slice ``within`` of that buffer.
     """
     stop = start + values.numel()
     first, last = (start, stop) if within is None else (max(start, within.start), min(stop, within.stop))
@@ -262,9 +258,8 @@ def full_parameters(
     storages: Sequence[UnitStorage], unsharder: Unsharder, units: Sequence[int], *, keep: bool, cpu: bool,
     writeback: bool, group: dist.ProcessGroup | None,
 ) -> Iterator[None]:  # fmt: skip
-    """Hold whole parameters of these ``units`` on the ranks that ``keep`` them.
-
-    With ``writeback`` rank 0's changes are broadcast over ``group`` at the end; otherwise changes are lost.
+    """Hold whole parameters of these ``units`` on the ranks that ``keep`` them. With ``writeback`` rank 0's changes are
+    broadcast over ``group`` at the end; otherwise changes are lost.
     """
     chosen = [storages[u] for u in units]
     target = torch.device("cpu") if cpu else storages[0].device
@@ -298,7 +293,7 @@ def full_parameters(
 
 def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int | None) -> str:
     """Return in words why the whole model, with the optimizer's state and one unit more, does not fit in ``room``
-    (bytes); "" if it does. None: no limit.
+    (bytes; None: no limit); "" if it does.
     """
     size, trained = 0.0, [p for storage in storages if storage.trainable for p in storage.parameters]
     size += sum(storage.full_bytes for storage in storages) + max(storage.full_bytes for storage in storages)

@@ -60,12 +60,11 @@ class RunOptions:
 class ValidationResult:
     """Results of the checks, and the ``problem`` if there is one, which no rank raises before all ranks know of it.
 
-    - ``units``: those of the plan (:func:`mdcs.model.optimizers.by_optimizer`).
-    - ``ordered``: by unit, its (name, parameter) pairs in flat order.
+    - ``units``: those of the plan. ``ordered``: by unit, its (name, parameter) pairs in flat order.
     - ``group_of``: by unit, the optimizer's parameter group of each segment.
     - ``untrained``: names of trainable parameters that are in no optimizer.
-    - ``updates``: how parameters are updated; None if that is the problem. ``state``: the histories of parameters that
-      have some.
+    - ``updates``: how parameters are updated; None if that is the problem. ``state``: histories of parameters that have
+      some.
     """
 
     problem: Exception | None = None
@@ -82,10 +81,8 @@ def validate(
     model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit], options: RunOptions,
     *, processes: int, backend: str, device: torch.device, updates: Updates | None = None,
 ) -> ValidationResult:  # fmt: skip
-    """Check plan, job and model on this rank.
-
-    ``device`` is where parameters are, or will be made. ``updates``: those of a run before, which may have left counts
-    in the optimizers; None: they are tried.
+    """Check plan, job and model on this rank. ``device``: where parameters are, or will be made. ``updates``: those of
+    a run before, which may have left counts in the optimizers; None: they are tried.
     """
     result = ValidationResult()
     try:
@@ -239,7 +236,6 @@ def _match(
     plan: Plan, units: list[ModelUnit], updates: Updates
 ) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
     """Return, for every unit, its (name, parameter) pairs in flat order, and the parameter group of each segment.
-
     Raises ValueError where plan and model differ.
     """
     if len(units) != len(plan.profile.units):
@@ -269,9 +265,7 @@ def _match(
 def agree_on_validation(
     result: ValidationResult, model: nn.Module, plan: Plan, place: ErrorContext, groups: ProcessGroups
 ) -> None:
-    """Raise this rank's problem, or an error that names ranks with a problem, another plan, model or optimizer state.
-
-    Collective.
+    """Raise this rank's problem, or name the ranks with a problem, another plan, model or optimizer state. Collective.
     """
     rank, named = place.rank, [*model.named_parameters(), *model.named_buffers()]
     text = None if result.problem is None else str(result.problem) or type(result.problem).__name__

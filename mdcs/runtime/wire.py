@@ -13,12 +13,9 @@ Each state is reached in the plan's order, so one count per state is the whole s
 it happens; updating and finishing are one there. On streams a state is reached when what is enqueued next comes behind
 it: on the link for ``landed`` and ``updated``, in compute for ``done``.
 
-A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message
-``number % n`` of the plan, in period ``number // n``. Period 0 is the prologue: it only gathers what the first forward
-needs, and passes over its other messages.
-
-A message starts after the message ``depth`` before it is updated, and after the message that it waits for is
-(:meth:`MessageQueue.starts_after`). Tests replay plans with this queue and compare with the simulator.
+A count, and the ``number`` of a message, is one of messages since the start of training: ``number`` is message ``number
+% n`` of the plan, in period ``number // n``. Period 0 is the prologue: it only gathers what the first forward needs,
+and passes over its other messages. Tests replay plans with this queue and compare with the simulator.
 """
 
 from __future__ import annotations
@@ -42,14 +39,7 @@ from mdcs.torch_compat import named_range
 
 
 class QueuedMessage(NamedTuple):
-    """A message of the plan as the queue sees it.
-
-    - ``waits_for``: index in the plan of the message that must be updated before this one starts, or -1.
-    - ``in_prologue``: whether the prologue sends it.
-    - ``held``: bytes that it allocates and that stay after it.
-    - ``freed``: bytes of slots and earlier messages that it frees when it is done.
-    - ``transient``: bytes that it needs only while it is in flight.
-    """
+    """A message of the plan as the queue sees it, as in :class:`~mdcs.plan.schedule.Schedule` and ``Folded``."""
 
     waits_for: int
     in_prologue: bool
@@ -59,13 +49,11 @@ class QueuedMessage(NamedTuple):
 
 
 class MessageQueue:
-    """Order and admission of the messages of a plan. Not thread-safe.
+    """Order and admission of the messages of a plan, one period in wire order. Not thread-safe.
 
-    - ``messages``: one period, in wire order. ``admission``: what is reserved and in flight.
     - ``has_own_updates``: updates run beside the link, which then carries one message at a time: a message starts when
       the one before it has landed.
-    - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far, since the start of
-      training.
+    - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far.
     - ``first_period``: number of the prologue.
     """
 
@@ -75,9 +63,8 @@ class MessageQueue:
         self._begin(0)
 
     def restart(self) -> int:
-        """Forget the position in the plan: the next period is a prologue. Return its number.
-
-        Nothing may be in flight. Only the bytes at rest stay reserved.
+        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number.
+        Only the bytes at rest stay reserved.
         """
         self._begin(self.issued // max(1, self.n) + 1)
         self.admission.restart()
@@ -190,8 +177,8 @@ def queue_for(plan: Plan, ledger: Ledger, execution: ExecutionModel, on_streams:
     """Return the queue of a plan, with the bytes of its ledger.
 
     ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
-    own buffers. Without a budget the predicted peak is waited for. Without any limit compute would wait only where a
-    slot needs a message, and gradients would pile up.
+    own buffers; without a budget the predicted peak is waited for: compute would else wait only where a slot needs a
+    message, and gradients would pile up.
     """
     order, sizes, soft_cap = plan.schedule, ledger.folded, None
     if on_streams:
@@ -326,9 +313,8 @@ class Wire:
     def start_gather(
         self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None
     ) -> Callable[[], None]:
-        """Begin to gather a flat tensor [elements of the unit] of which every rank has its parts, as :meth:`gather`.
-
-        Return what waits for it.
+        """Begin to gather a flat tensor [elements of the unit] of which every rank has its parts; return what waits for
+        it.
         """
         call, executor, messages = f"gather of {what}", self.context.executor, self.messages
         with self.context.place.during(call), run_on_comm_stream(executor):

@@ -2,7 +2,7 @@
 
 Hydra's own sweeper refuses the whole sweep when one job cannot be composed, with many lines of output. This sweeper
 calls `judge` for each job before any job starts. It launches the jobs that `judge` accepts, in the folders that
-`judge` names. A repeated sweep continues in the folder that `begin` finds. `also` adds single jobs to the grid, each a
+`judge` names. `also` adds single jobs to the grid, each a
 string of overrides: baselines that need not be crossed with every axis.
 
 Hydra finds this module by itself, and executes it again if it was imported before. So a program gets the class from the
@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
 
 @dataclass
@@ -38,8 +38,8 @@ class MdcsSweeperConf:
 ConfigStore.instance().store(group="hydra/sweeper", name="mdcs", node=MdcsSweeperConf, provider="mdcs")
 
 
-Begin = Callable[[DictConfig], str | None]
-"""(config of the sweep, not of its jobs) → folder in which the sweep continues; None: the folder of the config."""
+Begin = Callable[[DictConfig], None]
+"""Called with the config of the sweep, not of its jobs, before all jobs."""
 
 Judge = Callable[[Callable[[], DictConfig], Sequence[str]], str | None]
 """(function that composes a job, overrides of the job) → the job's folder inside the sweep's folder.
@@ -72,10 +72,7 @@ class MdcsSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         config: Any = self.config
-        if (folder := type(self).begin(config)) is not None:
-            with read_write(config), open_dict(config):
-                config.hydra.sweep.dir = folder
-                config.hydra.overrides.hydra.append(_override("hydra.sweep.dir", folder))  # each job is composed again
+        type(self).begin(config)
         asked = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         jobs = self._with_others(_grid(OverridesParser.create(config_loader=self.loader).parse_overrides(asked)))
         out = Path(config.hydra.sweep.dir)

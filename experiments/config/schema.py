@@ -235,7 +235,7 @@ class RunConfig:
 class SweepConfig:
     """How a repeated sweep treats the runs in its folder. A single job may not set these keys."""
 
-    force: bool = option(False, "run every job, in a new folder if hydra.sweep.dir has the time in it")
+    force: bool = option(False, "run every job, also those that the folder has runs of")
     retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")
     fail_fast: bool = option(False, "run no more jobs once one has failed")
     warm: bool = option(

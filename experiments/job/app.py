@@ -122,7 +122,9 @@ class _Call:
             with self.session.claimed:
                 return self._compose() or self._end()
         except KeyboardInterrupt:
-            print("interrupted: all ranks were ended", file=sys.stderr)
+            sweep = self.session.sweep
+            how = "" if sweep is None else f"; hydra.sweep.dir={sweep} goes on with the sweep"
+            print(f"interrupted: all ranks were ended{how}", file=sys.stderr)
             return 130
 
     def _compose(self) -> int:
@@ -168,12 +170,12 @@ class _Call:
                 os.environ.pop(_FULL, None)
         return 0
 
-    def _begin(self, config: DictConfig) -> str | None:
+    def _begin(self, config: DictConfig) -> None:
         if self.program.on_sweep_end is None and launcher_of(config.hydra) is None:
             raise ConfigError("--multirun", "this program takes one job")
         if config.plan.format == "json":
             logging.getLogger("hydra").setLevel(logging.WARNING)  # its lines on stdout would stand in the document
-        return self.session.begin(config, continues=self.program.on_earlier is not None)
+        self.session.begin(config, continues=self.program.on_earlier is not None)
 
     def _judge(self, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> str | None:
         try:

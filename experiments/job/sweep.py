@@ -5,7 +5,6 @@ A repeated sweep goes on in its folder, and runs only the jobs that have not end
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import analysis
 from analysis.questions import short
@@ -28,18 +26,12 @@ from experiments.job import record
 from experiments.job.record import Record
 from experiments.job.tracking import show_sweep
 from hydra_plugins import _mdcs_jobs
-from hydra_plugins.mdcs_slurm import MEASURED
 from launch.claim import Occupied, claim
 from mdcs.planner.registry import decides_schedule
 
-_ASKED = "multirun.yaml"  # Hydra writes it for every sweep
 ID = "sweep.id"
-_TIME = re.compile(r"\$\{now:[^}]*\}")
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
 _ENDED = (record.OK, record.FAILED, record.INFEASIBLE)
-_OF_THE_QUESTION = ("hydra.sweeper", "hydra/launcher", *(f"hydra.launcher.{name}" for name in MEASURED))
-"""Hydra's own keys that make a sweep another one."""
-
 
 @dataclass(frozen=True)
 class JobResult:
@@ -87,29 +79,27 @@ class Session:
     _taken: set[str] = field(default_factory=set)
     """Folders of jobs, in the sweep's folder."""
 
-    def begin(self, config: DictConfig, *, continues: bool) -> str | None:
-        """Begin a sweep. Return the folder in which it continues, None for the one that its config gives.
+    def begin(self, config: DictConfig, *, continues: bool) -> None:
+        """Begin a sweep, or go on with the one in its folder.
 
         continues: jobs that the folder already has runs of may be left out.
         """
-        found = earlier_folder(config) if continues else None
-        self.sweep = (found or Path(str(config.hydra.sweep.dir))).resolve()
+        self.sweep = Path(str(config.hydra.sweep.dir)).resolve()
         try:
             self.claimed.enter_context(claim(self.sweep))
         except Occupied as error:
             raise ConfigError("hydra.sweep.dir", str(error)) from error
         if continues:
-            self._subdir = _patterns(config)["subdir"]
+            named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+            self._subdir = str(named["subdir"])
             made = {path: record.read(path) for path in _runs_in(self.sweep)}
             self.earlier = {
                 said.identity: (str(path.relative_to(self.sweep)), said) for path, said in made.items() if said
             }
             self._taken = {name for name, _ in self.earlier.values()}
             self._parts = {name: record.read_parts(self.sweep / name) for name in self._taken}
-        if found is None:
-            return None
-        print(f"going on in {found} (sweep.force=true begins anew)", flush=True)
-        return str(found)
+        if self.earlier and not config.sweep.force:
+            print(f"going on in {self.sweep} (sweep.force=true runs every job)", flush=True)
 
     def refuse(self, reason: str, overrides: Sequence[str]) -> None:
         """Report a job whose config is wrong. Equal reasons are printed once, not for every job of an axis."""
@@ -213,48 +203,6 @@ def sweep_name(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(digits, encoding="utf-8")
     return f"{folder.name}-{digits}"
-
-
-def earlier_folder(config: DictConfig) -> Path | None:
-    """The folder in which a sweep continues; None for `hydra.sweep.dir`.
-
-    A `hydra.sweep.dir` that contains the time gives every sweep a new folder. There, the newest folder counts whose
-    sweep had the same overrides and has runs.
-    """
-    pattern = _patterns(config)["dir"].replace("${paths.root}", str(config.paths.root))
-    if config.sweep.force is True or not _TIME.search(pattern):
-        return None
-    found = map(Path, glob.glob("*".join(map(glob.escape, _TIME.split(pattern)))))
-    asked, question = {path: path / _ASKED for path in found if (path / _ASKED).is_file()}, _question(config)
-    for folder in sorted(asked, key=lambda path: -asked[path].stat().st_mtime):
-        try:
-            same = _question(OmegaConf.load(asked[folder])) == question
-        except (OSError, OmegaConfBaseException, AttributeError):
-            continue
-        if same and _runs_in(folder):
-            return folder.resolve()
-    return None
-
-
-def _patterns(config: DictConfig) -> dict[str, str]:
-    """`dir` and `subdir` of hydra.sweep as they are in the config, before the time and the job's number are put in."""
-    named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    return {key: str(value) for key, value in named.items()}
-
-
-def _question(config: Any) -> tuple[str, set[str]]:
-    """The request of a sweep: the name of its config, and the overrides that its jobs depend on."""
-    task, hydras = (
-        [str(each) for each in said] for said in (config.hydra.overrides.task, config.hydra.overrides.hydra)
-    )
-    said = [*task, *(each for each in hydras if _is_of(each, _OF_THE_QUESTION))]
-    return str(config.hydra.job.config_name), {each for each in said if not each.lstrip("+").startswith("sweep.")}
-
-
-def _is_of(override: str, keys: Sequence[str]) -> bool:
-    """Whether an override sets one of the keys, or a key below one of them."""
-    key = override.partition("=")[0].lstrip("+~")
-    return any(key == each or key.startswith(f"{each}.") for each in keys)
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -17,9 +17,8 @@ from analysis.executed import run_notebooks
 from analysis.layers import write_layers
 from analysis.page import write_page
 from analysis.report import FORMATS, write_report
-from analysis.sources import WANDB, runs
+from analysis.sources import WANDB, runs, write_wandb_report
 from analysis.table import print_comparison, print_table, write_csv
-from analysis.wandb_report import write_report as write_wandb_report
 
 _SOURCE = "a sweep's or a run's folder (runs are found at any depth), or wandb:ENTITY/PROJECT[/GROUP]"
 _COMMANDS = {

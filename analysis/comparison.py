@@ -31,19 +31,19 @@ def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
 
     Raises ValueError if no plan is in both.
     """
-    times, rows = [_times(frame) for frame in (one, other)], []
-    for key, (workload, plan, own) in times[0].items():
-        if key in times[1]:
-            theirs, ends = times[1][key][2], (np.nan, np.nan)
-            if min(len(own), len(theirs)) > 1:
-                ends = ask.bootstrap(lambda a, b, axis: np.median(b, axis) / np.median(a, axis), own, theirs)
-            steps = np.median(own), np.median(theirs)
-            rows.append([workload, plan, len(own), len(theirs), *steps, steps[1] / steps[0], *ends])
-    if not rows:
+    both = _steps(one).join(_steps(other), how="inner", lsuffix="_one", rsuffix="_other")
+    if not len(both):
         raise ValueError("the sweeps have no measured plan in common: model, ranks, link, strategy, scheduler, budget, "
                          "share and what was swept must be alike")  # fmt: skip
-    columns = ["workload", "plan", "runs", "other_runs", "step_s", "other_step_s", "ratio", "low", "high"]
+    rows = []
+    for row in both.itertuples():
+        own, theirs, ends = row.step_s_one, row.step_s_other, (np.nan, np.nan)
+        if min(len(own), len(theirs)) > 1:
+            ends = ask.bootstrap(lambda a, b, axis: np.median(b, axis) / np.median(a, axis), own, theirs)
+        rows.append((row.title_one, row.Index[-1], len(own), len(theirs), np.median(own), np.median(theirs), *ends))
+    columns = ["workload", "plan", "runs", "other_runs", "step_s", "other_step_s", "low", "high"]
     table = pd.DataFrame(rows, columns=columns)
+    table.insert(6, "ratio", table["other_step_s"] / table["step_s"])
     logs = np.log(table["ratio"])
     ends = tuple(np.exp(ask.bootstrap(np.mean, logs))) if len(logs) > 1 else (np.nan, np.nan)
     last = ["", "all", table["runs"].sum(), table["other_runs"].sum(), np.nan, np.nan, np.exp(logs.mean()), *ends]
@@ -51,14 +51,16 @@ def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _times(frame: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, str, np.ndarray]]:
-    """Workload and plan in words and step times of the measured runs, by what must be alike."""
-    found = {}
-    for title, rows in ask.workloads(ask.measured(frame)):
-        alike = tuple(map(str, rows[list(WORKLOAD)].iloc[0]))
-        for plan, runs in rows.groupby(ask.settings(rows), sort=False):
-            found[*alike, str(plan)] = title, str(plan), runs["step_s"].to_numpy()
-    return found
+def _steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Workload in words and step times of the measured runs, by what must be alike: workload and plan."""
+    told = [
+        rows[list(WORKLOAD)].astype(str).assign(plan=ask.settings(rows), title=title, step_s=rows["step_s"])
+        for title, rows in ask.workloads(ask.measured(frame))
+    ]
+    if not told:
+        return pd.DataFrame(columns=["title", "step_s"])
+    groups = pd.concat(told).groupby([*WORKLOAD, "plan"], sort=False, dropna=False)
+    return groups.agg({"title": "first", "step_s": list})
 
 
 Row = Mapping[str, Any]

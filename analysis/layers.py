@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from analysis import questions as ask
 from analysis.load import load_run
@@ -27,7 +26,9 @@ def write_layers(folder: Path) -> list[Path]:
     frame, table = by_layer(found), folder / "memory_by_layer.csv"
     title = " · ".join(["memory by layer", *(workload for workload, _ in ask.workloads(runs(folder))[:1])])
     frame.to_csv(table)
-    show(frame)
+    rows = [(str(unit), *map("{:.1f}".format, row)) for unit, row in [*frame.iterrows(), ("peak", frame.max())]]
+    printed = new_table("memory by layer, MiB per rank", ("unit", *map(str, frame.columns)), ("unit",), rows=rows)
+    new_console(highlight=False, markup=False).print(printed)
     return [table, style.save(picture(frame, title), table.with_suffix(".png"))]
 
 
@@ -38,42 +39,31 @@ def by_layer(folders: list[Path]) -> pd.DataFrame:
         run = load_run(folder)
         timeline = run.timeline() or run.predicted_timeline()
         assert timeline is not None
-        held: dict[str, float] = {}
-        slots = timeline.memory
-        for slot in sorted(slots, key=lambda slot: not slot.slot.startswith("F")):  # forward first
-            bytes_ = slot.measured or slot.predicted
-            unit = slot.slot.partition(":")[2]
-            held[unit] = max(held.get(unit, 0.0), bytes_.get("total", sum(bytes_.values())) / MIB)
-        said = "measured" if slots and slots[0].measured else "predicted"
+        slots = [(slot.slot.partition(":"), slot.measured or slot.predicted) for slot in timeline.memory]
+        held = pd.DataFrame(
+            {"unit": unit, "phase": phase, "MiB": sizes.get("total", sum(sizes.values())) / MIB}
+            for (phase, _, unit), sizes in slots
+        )
+        said = "measured" if timeline.memory and timeline.memory[0].measured else "predicted"
         name = f"{run.start['strategy']} {run.settings.get('run.precision', 'fp32')}, {said}"
-        columns[name if name not in columns else f"{name}, {folder.name}"] = pd.Series(held)
-    return pd.DataFrame(columns).rename_axis("unit")
+        by_unit = held.sort_values("phase", ascending=False, kind="stable").groupby("unit", sort=False)  # forward first
+        columns[name if name not in columns else f"{name}, {folder.name}"] = by_unit["MiB"].max()
+    return pd.DataFrame(columns)
 
 
 @style.styled
 def picture(frame: pd.DataFrame, title: str = "memory by layer") -> Figure:
     """A line per run over the units."""
     figure = style.new_figure(8.2, 4.4, title)
-    axes = figure.subplots()
-    looks = style.palette(map(str, frame.columns))
-    for name, column in frame.items():
-        axes.step(range(len(column)), column, where="mid", color=looks[str(name)]["color"])
+    axes, looks = figure.subplots(), style.palette(map(str, frame.columns))
     short = style.shortened(map(str, frame.index))
+    drawn = frame.rename(index=short).plot(
+        ax=axes, drawstyle="steps-mid", color=[look["color"] for look in looks.values()], legend=False, rot=90,
+        xlabel="units, in the order of forward", ylabel="MiB per rank",
+        title="at most while the unit is computed, forward or backward",
+    )  # fmt: skip
     ticks = range(0, len(frame), -(-len(frame) // 24))
-    axes.set_xticks(list(ticks), [short[str(frame.index[i])] for i in ticks], rotation=90)
-    axes.set_ylim(0, None)
-    axes.set_title("at most while the unit is computed, forward or backward")
-    axes.set_ylabel("MiB per rank")
-    axes.set_xlabel("units, in the order of forward")
-    style.legend_below(figure, [Line2D([], [], color=look["color"], label=name) for name, look in looks.items()])
+    drawn.set_xticks(list(ticks), [short[str(frame.index[i])] for i in ticks])
+    drawn.set_ylim(0, None)
+    style.legend_below(figure, axes.get_lines())
     return figure
-
-
-def show(frame: pd.DataFrame) -> None:
-    """Print the table, and the peak of each run."""
-    lines = [*frame.iterrows(), ("peak", frame.max())]
-    rows = [(str(unit), *(f"{value:.1f}" for value in row)) for unit, row in lines]
-    headings = ("unit", *map(str, frame.columns))
-    new_console(highlight=False, markup=False).print(
-        new_table("memory by layer, MiB per rank", headings, ("unit",), rows=rows)
-    )

@@ -85,11 +85,8 @@ class Run:
     @property
     def settings(self) -> Mapping[str, Any]:
         """Settings of the run, by the full keys of its config: numbers, flags and words, null and lists in words."""
-        told = self.start.get("settings") or {}
-        return {
-            key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
-            for key, value in told.items()
-        }
+        told = (self.start.get("settings") or {}).items()
+        return {key: of if isinstance(of, (bool, int, float, str)) else json.dumps(of) for key, of in told}
 
     @property
     def measured_steps(self) -> pd.DataFrame:
@@ -118,15 +115,11 @@ class Run:
         row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
         row |= {"folder": str(self.folder), "steps": len(self.steps)}
-
-        predicted = self.start.get("predicted") or {}
+        predicted, memory = self.start.get("predicted") or {}, self.summary.get("memory") or {}
         row |= {f"predicted_{key}": predicted.get(key) for key in PREDICTED}
-        row |= self._measured()
-        memory = self.summary.get("memory") or {}
-        for source in ("predicted", "measured"):
-            by_category = memory.get(source) or (predicted.get("memory") if source == "predicted" else None) or {}
-            row |= {f"{source}_memory_{category}": by_category.get(category) for category in CATEGORIES}
-        return row
+        for source, sizes in (("predicted", predicted.get("memory")), *memory.items()):
+            row |= {f"{source}_memory_{category}": (sizes or {}).get(category) for category in CATEGORIES if sizes}
+        return row | self._measured()
 
     def _measured(self) -> dict[str, Any]:
         """Medians over the measured steps; from the summary what it knows of all ranks, or better."""
@@ -168,11 +161,8 @@ def load_run(folder: str | Path) -> Run:
     # a killed run may not have told of its last one; a folder may be moved
     own = told | {folder.resolve() / "checkpoints"}
     done = max((e["step"] for e in by_event.get("resumed", []) if Path(e["folder"]).parent in own), default=0)
-    former = {
-        event["step"]: event | {"warmup": True}
-        for event in before
-        if event["event"] == "step" and event["step"] <= done
-    }
+    steps = (event | {"warmup": True} for event in before if event["event"] == "step" and event["step"] <= done)
+    former = {event["step"]: event for event in steps}
     last = {name: found[-1] for name, found in by_event.items()}
     return Run(
         folder=folder,
@@ -211,10 +201,10 @@ def load_runs(folder: str | Path) -> list[Run]:
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """A dataframe of rows with `COLUMNS`, all but text and flags as numbers, and a column for each setting that was
     swept."""
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *_swept(rows)])
-    for column in COLUMNS:
-        if column not in _TEXT and column not in _FLAGS:
-            frame[column] = pd.to_numeric(frame[column])
+    frame = pd.DataFrame(rows)
+    frame = frame.reindex(columns=[*COLUMNS, *(key for key in frame if "." in key and _is_swept(frame, key))])
+    numbers = [column for column in COLUMNS if column not in (*_TEXT, *_FLAGS)]
+    frame[numbers] = frame[numbers].apply(pd.to_numeric)
     return frame
 
 
@@ -223,15 +213,11 @@ _CHOSEN = {"model": "model", "strategy": "strategy", "scheduler": "scheduler", "
 """Keys that name the option of a group; the group's settings are compared among runs that have the same one."""
 
 
-def _swept(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings in which runs of one workload differ, in the order of the config."""
-    values: dict[str, dict[Any, set[str]]] = {}
-    for row in rows:
-        for key in (key for key in row if "." in key):
-            chosen = _CHOSEN.get(key.partition(".")[0], key)
-            among = (*(str(row.get(each)) for each in WORKLOAD), None if chosen == key else row.get(chosen))
-            values.setdefault(key, {}).setdefault(among, set()).add(repr(row[key]))
-    return [key for key, by in values.items() if any(len(different) > 1 for different in by.values())]
+def _is_swept(frame: pd.DataFrame, key: str) -> bool:
+    """Whether runs of one workload, which chose the same option of the setting's group, differ in a setting."""
+    chosen = _CHOSEN.get(key.partition(".")[0], key)
+    by = [frame[each].map(str) for each in (*WORKLOAD, *({chosen} - {key})) if each in frame]
+    return bool(frame[key].dropna().map(repr).groupby(by).nunique().gt(1).any())
 
 
 def _read_timeline(path: Path) -> Timeline | None:

@@ -1,4 +1,4 @@
-"""Runs as one table, wherever they are: folders, or W&B's projects through its API.
+"""Runs as one table, wherever they are: folders, or W&B's projects through its API; and reports on W&B's server.
 
 `experiments/job/tracking.py` says what W&B is sent: the job and start events as config, a row of history per step, and
 the rest as summary, nested keys joined by "/". Steps' keys may begin with `train/`.
@@ -6,11 +6,14 @@ the rest as summary, nested keys joined by "/". Steps' keys may begin with `trai
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pandas as pd
+import yaml
 
 from analysis.load import Run, load_runs, table_of
 
@@ -42,14 +45,12 @@ def steps(source: str | Path) -> pd.DataFrame:
     """
     found = _found(source)
     table = table_of([run.row() for run in found])
-    about = [*_OF_RUN, *(key for key in table if "." in str(key))]
-    made = [
-        pd.json_normalize(run.steps.to_dict("records"), sep="_").drop(columns="event", errors="ignore")
-        .assign(run=number) for number, run in enumerate(found) if len(run.steps)
-    ]  # fmt: skip
+    about = table[[*_OF_RUN, *(key for key in table if "." in key)]]
+    made = [step | {"run": number} for number, run in enumerate(found) for step in run.steps.to_dict("records")]
     if not made:
-        return table[about].head(0)
-    return table[about].merge(pd.concat(made, ignore_index=True), left_index=True, right_on="run", suffixes=("", "_"))
+        return about.head(0)
+    steps = pd.json_normalize(made, sep="_").drop(columns="event", errors="ignore")
+    return about.merge(steps, left_index=True, right_on="run", suffixes=("", "_"))
 
 
 _OF_RUN = ("name", "folder", "model", "strategy", "scheduler", "engine", "budget_bytes", "schedule_share")
@@ -116,3 +117,96 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             at[part] = at = inner if isinstance(inner, dict) else {}
         at[name] = value
     return made
+
+
+# ---- reports, which only W&B's server keeps
+
+
+class Group(NamedTuple):
+    """A sweep's runs on W&B's server. entity None: the account's own."""
+
+    entity: str | None
+    project: str
+    group: str
+
+
+def group_of(source: str, *, api: Any = None) -> Group:
+    """The group that a source names: a sweep's folder, the address of a group or a run, or wandb:ENTITY/PROJECT/GROUP.
+
+    api: a `wandb.Api`, by default that of this machine's account; asked only for the group of a run. Raises ValueError.
+    """
+    if source.startswith(("http:", "https:", WANDB)):
+        match urlsplit(source).path.strip("/").split("/"):
+            case [entity, project, "groups", group, *_] if not source.startswith(WANDB):
+                return Group(entity, project, group)
+            case [entity, project, "runs", run, *_] if not source.startswith(WANDB):
+                if found := (api or _api()).run(f"{entity}/{project}/{run}").group:
+                    return Group(entity, project, found)
+                raise ValueError(f"{source} belongs to no sweep")
+            case [entity, project, group] if source.startswith(WANDB) and all((entity, project, group)):
+                return Group(entity, project, group)
+        address = "https://HOST/ENTITY/PROJECT/groups/GROUP, or the address of a sweep's run"
+        raise ValueError(f"{source}: expected {WANDB}ENTITY/PROJECT/GROUP, {address}")
+    try:
+        own = json.loads((Path(source) / "tracked_as.json").read_text(encoding="utf-8"))["sweep"]
+        files = sorted(Path(source).glob("*/config.yaml"))
+        trackers = (yaml.safe_load(file.read_text(encoding="utf-8")).get("tracker") or {} for file in files)
+        config = next(each for each in trackers if "project" in each)
+    except (OSError, ValueError, KeyError, StopIteration) as error:
+        raise ValueError(f"{source} is not the folder of a sweep with tracker=wandb that has ended") from error
+    own_group = str(own).removeprefix("sweep-").rpartition("-")[0]
+    return Group(config["entity"], config["project"], config["group"] or own_group)
+
+
+def write_wandb_report(source: str, *, api: Any = None) -> str:
+    """Write a report of a sweep's online runs: step time over budget, curves beside predictions, the table. Return its
+    address.
+
+    Needs an account, wandb-workspaces, and a network. Raises ValueError, also with what W&B says if it refuses.
+    """
+    import wandb
+
+    try:
+        api = api or _api()
+        entity, project, group = group_of(source, api=api)
+        entity = entity or api.default_entity
+        if not len(api.runs(f"{entity}/{project}", filters={"group": group})):
+            send = "wandb sync FOLDER/*/wandb/offline-run-*"
+            raise ValueError(f"{entity}/{project} has no runs of {group}; offline runs are sent by {send}")
+        return _write_report(entity, project, group)
+    except wandb.Error as error:
+        raise ValueError(f"W&B: {error}") from error
+
+
+def _api() -> Any:
+    import wandb
+
+    return wandb.Api()
+
+
+def _write_report(entity: str, project: str, group: str) -> str:
+    import wandb_workspaces.reports.v2 as reports
+
+    def runs(kind: str) -> Any:
+        chosen = f"Group == '{group}' and JobType == '{kind}'"
+        return reports.Runset(entity=entity, project=project, name=kind, filters=chosen)
+
+    def lines(title: str, name: str) -> Any:
+        return reports.LinePlot(title=title, x="train/step", y=[f"train/{name}", f"predicted/{name}"])
+
+    def points(title: str, over: str, name: str) -> Any:
+        return reports.ScatterPlot(title=title, x=reports.Config(over), y=reports.SummaryMetric(name))
+
+    panels = [
+        points("step time over budget", "start.budget_bytes", "step_s/median"),
+        points("step time over predicted", "start.predicted.step_s", "step_s/median"),
+        points("overlap over share of the schedule", "job.schedule_share", "overlap_ratio"),
+        lines("step time", "step_s"), lines("exposed communication", "exposed_s"),
+        lines("overlap ratio", "overlap_ratio"),
+    ]  # fmt: skip
+    table = reports.WeavePanelSummaryTable(table_name="runs")
+    blocks = [reports.PanelGrid(runsets=[runs("train")], panels=panels),
+              reports.PanelGrid(runsets=[runs("sweep")], panels=[table])]  # fmt: skip
+    made = reports.Report(entity=entity, project=project, title=group, blocks=blocks)
+    made.save()
+    return str(made.url)

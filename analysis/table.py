@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import pandas as pd
 from rich import box
@@ -54,17 +54,24 @@ def print_table(frame: pd.DataFrame, file: IO[str] | None = None) -> None:
     marked, the reasons of failed and incomplete runs, and of doubts of predictions, stand below. Without colours
     when `file` (default stdout) is no terminal; within `WIDTH` columns.
     """
-    file = file or sys.stdout
-    console = new_console(file=file, highlight=False, emoji=False, markup=False)
+    console = new_console(file=file or sys.stdout, highlight=False, emoji=False, markup=False)
     console.width = min(console.width, WIDTH)
     for title, rows in titled(frame):
-        _print_group(console, title, rows)
+        cells = cells_of(rows)
+        for count in range(len(_LEFT_OUT_FIRST) + 1):  # else rich would squeeze columns, down to nothing
+            table = _table(title, cells.drop(columns=list(_LEFT_OUT_FIRST[:count]), errors="ignore"))
+            if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
+                break
+        console.print(table)
+        for note in _notes(rows.loc[cells.index]):
+            console.print(Padding(Text(note), (0, 0, 0, 1)))
+        console.print()
 
 
 def titled(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """The runs of each workload with its title, and last those of which none is known."""
     groups = ask.workloads(frame)
-    left_out = frame.loc[~frame.index.isin([i for _, rows in groups for i in rows.index])]
+    left_out = frame.drop(index=[i for _, rows in groups for i in rows.index])
     return [*groups, ("workload not known", left_out)] if len(left_out) else groups
 
 
@@ -88,13 +95,14 @@ def write_latex(rows: pd.DataFrame, path: str | Path) -> Path:
     """
     drawn = ask.drawn(rows)
     points = ask.median_by(drawn.assign(plan=ask.labels(drawn)), "plan", "budget_bytes", "schedule_share")
-    cells = pd.DataFrame(
-        {"plan": row["plan"], **figures_of(row), "runs": str(row["runs"])} for _, row in points.iterrows()
-    )
+    cells = points.apply(figures_of, axis=1, result_type="expand").assign(runs=points["runs"].astype(str))
     cells = cells.loc[:, cells.ne("").any()].rename(columns=lambda heading: " ".join(heading.split()))
-    cells = cells.rename(columns={"[p10–p90]": "[p10–p90; of runs 95 %]"} if points["runs"].gt(1).any() else {})
-    path, alignment = Path(path), "l" + "r" * (len(cells.columns) - 1)
-    path.write_text(cells.to_latex(index=False, escape=True, column_format=alignment), encoding="utf-8")
+    if points["runs"].gt(1).any():
+        cells = cells.rename(columns={"[p10–p90]": "[p10–p90; of runs 95 %]"})
+    cells.insert(0, "plan", points["plan"])
+    text = cells.to_latex(index=False, escape=True, column_format="l" + "r" * (len(cells.columns) - 1))
+    path = Path(path)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -107,8 +115,7 @@ def markdown(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> st
 
 def print_comparison(table: pd.DataFrame, names: Sequence[str]) -> None:
     """Print what :func:`analysis.comparison.compare` has found, a table per workload."""
-    one, other = names
-    headings = ("plan", f"{one}\nms", f"{other}\nms", "runs", "ratio", "95 %", "")
+    headings = ("plan", *(f"{name}\nms" for name in names), "runs", "ratio", "95 %", "")
     console = new_console(highlight=False, markup=False)
     for workload, rows in table.groupby("workload", sort=False):
         made = new_table(str(workload) or "all plans", headings, left=("plan", ""))
@@ -123,19 +130,31 @@ def print_comparison(table: pd.DataFrame, names: Sequence[str]) -> None:
 def cells_of(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of a workload's runs, sorted, in words: a column per heading and swept setting, without those that are
     empty."""
-    rows = _sorted(rows)
-    cells = pd.DataFrame([_names(row) | figures_of(row) for _, row in rows.iterrows()], index=rows.index)
-    for place, (heading, values) in enumerate(_settings(rows).items(), start=len(_NAMES)):
-        cells.insert(place, heading, values.map(lambda of: "" if pd.isna(of) else value(of)))
+    for key in reversed(ask.swept(rows)):
+        by = pd.DataFrame({"number": ask.numbers(rows[key]), "word": rows[key].astype(str)})
+        rows = rows.loc[by.sort_values(["number", "word"], kind="stable").index]
+    rows = rows.sort_values(["strategy", "scheduler", "budget_bytes", "schedule_share"], kind="stable")
+    settings = {key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows)}
+    barrier = rows["cross_iteration"].eq(False).map({True: " (barrier)", False: ""})
+    cells = pd.concat([
+        pd.DataFrame({key: rows[key].fillna("?").astype(str) for key in _NAMES}),
+        pd.DataFrame({key: of.map(lambda each: "" if pd.isna(each) else value(each)) for key, of in settings.items()}),
+        pd.DataFrame([figures_of(row) for _, row in rows.iterrows()], index=rows.index),
+    ], axis=1)  # fmt: skip
+    cells["scheduler"] += barrier
     cells["status"] = _status(rows)
     return cells.loc[:, cells.ne("").any()]
 
 
-def _settings(rows: pd.DataFrame) -> dict[str, pd.Series]:
-    """Values of the swept settings, by heading."""
-    return {
-        key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows) if rows[key].notna().any()
-    }
+def _status(rows: pd.DataFrame) -> pd.Series:
+    """Status of each row, with the number of its note where something is said of it below the table."""
+    words, best = rows["status"].copy(), ask.best_run(rows) if len(rows) > 1 else None
+    if best is not None:
+        several = any(best.name in runs.index for _, runs in ask.repeated(rows))
+        words[best.name] += ", fastest median" if several else ", fastest"
+    for number, index in enumerate(_noted(rows).index, start=1):
+        words[index] += f"{', off' if words[index].startswith('ok') else ''} [{number}]"
+    return words
 
 
 def _noted(rows: pd.DataFrame) -> pd.DataFrame:
@@ -143,92 +162,52 @@ def _noted(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["status"].ne("ok") | rows["reason"].fillna("").ne("")]
 
 
-def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
-    cells, swept = cells_of(rows), _settings(rows)
-    rows = rows.loc[cells.index]
-    for count in range(len(_LEFT_OUT_FIRST) + 1):  # else rich would squeeze columns, down to nothing
-        table = _table(console, title, cells.drop(columns=list(_LEFT_OUT_FIRST[:count]), errors="ignore"), swept)
-        if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
-            break
-    console.print(table)
-    for name, runs in ask.repeated(rows):
-        steps = runs["step_s"]
-        times = f"median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}"
-        _note(console, f"{len(runs)} runs of {name}: {times}")
+def _notes(rows: pd.DataFrame) -> Iterator[str]:
+    """What is said below the table of these runs: spreads of repetitions and of runs of one plan, and reasons."""
+    several = [(f"runs of {name}", "", runs) for name, runs in ask.repeated(rows)]
     for runs in ask.alike(rows):
-        steps, told = runs["step_s"], ", ".join(dict.fromkeys(ask.settings(runs)))
-        if ask.settings(runs).nunique() > 1:  # else they are repetitions, which have a line
-            times = f"median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}"
-            _note(console, f"{len(runs)} runs of one plan, so their difference is noise: {times}: {told}")
+        if (settings := ask.settings(runs)).nunique() > 1:  # else they are repetitions
+            told = f": {', '.join(settings.unique())}"
+            several.append(("runs of one plan, so their difference is noise", told, runs))
+    for what, which, runs in several:
+        steps = runs["step_s"]
+        yield f"{len(runs)} {what}: median {_ms(steps.median())} ms, {_ms(steps.min())} to {_ms(steps.max())}{which}"
     for number, (_, row) in enumerate(_noted(rows).iterrows(), start=1):
-        _note(console, f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}")
-    console.print()
+        yield f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}"
 
 
-def _note(console: Console, words: str) -> None:
-    console.print(Padding(Text(words), (0, 0, 0, 1)))
-
-
-def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
-    order = ["strategy", "scheduler", "budget_bytes", "schedule_share"]
-    for key in reversed(ask.swept(rows)):
-        by = pd.DataFrame({"number": ask.numbers(rows[key]), "word": rows[key].astype(str)})
-        rows = rows.loc[by.sort_values(["number", "word"], kind="stable").index]
-    return rows.sort_values(order, na_position="last", kind="stable")
-
-
-def _status(rows: pd.DataFrame) -> list[str]:
-    """Status of each row, with the number of its note where something is said of it below the table."""
-    best, noted = ask.best_run(rows) if len(rows) > 1 else None, list(_noted(rows).index)
-    several = {index for _, runs in ask.repeated(rows) for index in runs.index}
-    words = []
-    for index, status in rows["status"].items():
-        if status == "ok" and best is not None and index == best.name:
-            status += ", fastest median" if index in several else ", fastest"
-        if index in noted:
-            status += f"{', off' if status.startswith('ok') else ''} [{noted.index(index) + 1}]"
-        words.append(status)
-    return words
-
-
-def _table(console: Console, title: str, cells: pd.DataFrame, swept: Mapping[str, pd.Series]) -> Table:
-    bold = "bold" if console.is_terminal else ""
-    table = Table(title=title, title_justify="left", title_style=bold, header_style=bold, box=box.SIMPLE_HEAD,
-                  show_edge=False, padding=(0, 1), collapse_padding=True, pad_edge=False)  # fmt: skip
+def _table(title: str, cells: pd.DataFrame) -> Table:
+    """The cells, close together. Names and settings fold where there is no room, figures do not."""
+    table = new_table(title, ())
+    table.show_edge, table.pad_edge, table.collapse_padding = False, False, True
     for heading, column in cells.items():
-        if heading in _NAMES:  # usual names do not fold, however many columns a sweep has
-            table.add_column(heading, min_width=min(14, max(8, column.str.len().max())), overflow="fold")
-        elif heading in swept:
-            numeric = ask.numbers(swept[str(heading)]).notna().any()
-            table.add_column(heading, justify="right" if numeric else "left", min_width=4, overflow="fold")
-        else:
-            table.add_column(str(heading), justify="left" if heading == "status" else "right", no_wrap=True)
+        folds = heading not in (*_FIGURES, "status")
+        least = min(14 if heading in _NAMES else 4, column.str.len().max()) if folds else None
+        justify: Literal["left", "right"] = "left" if heading in (*_NAMES, "status") else "right"
+        table.add_column(str(heading), justify=justify, no_wrap=not folds, overflow="fold", min_width=least)
     for *words, status in cells.itertuples(index=False):
         table.add_row(*words, Text(status, style=_STATUS_STYLES.get(status.split()[0].rstrip(","), "")))
     return table
 
 
-def _names(row: pd.Series) -> dict[str, str]:
-    strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in _NAMES)
-    barrier = pd.notna(row["cross_iteration"]) and not row["cross_iteration"]
-    return {"strategy": strategy, "scheduler": scheduler + (" (barrier)" if barrier else "")}
+_FIGURES: dict[str, Callable[[pd.Series], str]] = {
+    "budget\nMiB": lambda row: "none" if pd.isna(row["budget_bytes"]) else _mib(row["budget_bytes"]),
+    "share": lambda row: _number(row["schedule_share"], "{:.2f}"),
+    "step\nms": lambda row: _ms(row["step_s"]),
+    "\n[p10–p90]": lambda row: _number(row["step_s_p10"], f"[{_ms(row['step_s_p10'])}–{_ms(row['step_s_p90'])}]"),
+    "pred.\nms": lambda row: _ms(row["predicted_step_s"]),
+    "overlap\nratio": lambda row: _number(row["overlap_ratio"], "{:.2f}"),
+    "exposed\nms": lambda row: _ms(row["exposed_s"]),
+    "sent\nMB": lambda row: _number(row["bytes_total"] / 1e6, "{:.1f}"),
+    "peak MiB\nmeas. / pred.": lambda row: f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
+    "tokens\n/s": lambda row: _number(row["throughput_tokens_s"], "{:,.0f}"),
+    "MFU": lambda row: _number(row["mfu"], "{:.1%}"),
+}
 
 
 def figures_of(row: pd.Series) -> dict[str, str]:
     """The figures of a run, or of the median of several, in words by heading."""
-    return {
-        "budget\nMiB": "none" if pd.isna(row["budget_bytes"]) else _mib(row["budget_bytes"]),
-        "share": _number(row["schedule_share"], "{:.2f}"),
-        "step\nms": _ms(row["step_s"]),
-        "\n[p10–p90]": "" if pd.isna(row["step_s_p10"]) else f"[{_ms(row['step_s_p10'])}–{_ms(row['step_s_p90'])}]",
-        "pred.\nms": _ms(row["predicted_step_s"]),
-        "overlap\nratio": _number(row["overlap_ratio"], "{:.2f}"),
-        "exposed\nms": _ms(row["exposed_s"]),
-        "sent\nMB": _number(row["bytes_total"] / 1e6, "{:.1f}"),
-        "peak MiB\nmeas. / pred.": f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
-        "tokens\n/s": _number(row["throughput_tokens_s"], "{:,.0f}"),
-        "MFU": _number(row["mfu"], "{:.1%}"),
-    }
+    return {heading: words(row) for heading, words in _FIGURES.items()}
 
 
 def _number(number: float, form: str) -> str:

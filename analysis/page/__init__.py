@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from string import Template
@@ -47,10 +46,8 @@ def write_page(frame: pd.DataFrame, path: str | Path, title: str = "sweep") -> P
 
 def provenance(frame: pd.DataFrame) -> dict[str, str]:
     """When, where and of what the runs are: all different values."""
-    times = [
-        datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC") for time in sorted(frame["time"].dropna())
-    ]
-    told = {"date": " to ".join(dict.fromkeys((*times[:1], *times[-1:])))}
+    times = pd.to_datetime(frame["time"].agg(["min", "max"]).dropna(), unit="s").dt.strftime("%Y-%m-%d %H:%M UTC")
+    told = {"date": " to ".join(times.unique())}
     told |= {key: ", ".join(map(str, frame[key].dropna().unique())) for key in PROVENANCE[1:]}
     return {key: value or "not recorded" for key, value in told.items()}
 
@@ -59,16 +56,15 @@ def commands(frame: pd.DataFrame) -> list[str | None]:
     """Return the command that runs each job again: from the sweep.json above its folder, else its own; None without
     any."""
     known: dict[Path, str] = {}
-    for above in {
-        parent for folder in frame["folder"] for parent in Path(folder).parents if (parent / "sweep.json").is_file()
-    }:
-        for job in json.loads((above / "sweep.json").read_text(encoding="utf-8"))["jobs"]:
+    for sweep in {above for folder in frame["folder"] for above in Path(folder).parents}:
+        file = sweep / "sweep.json"
+        for job in json.loads(file.read_text(encoding="utf-8"))["jobs"] if file.is_file() else ():
             if job["folder"] is not None:
                 # An experiment may itself be a sweep; this is one job of it.
                 sweeps = any(each.startswith(("experiment=", "+experiment=")) for each in job["overrides"])
-                words = [*job["overrides"], "hydra.mode=RUN"] if sweeps else job["overrides"]
-                known[above / job["folder"]] = f"{PROGRAM} {shlex.join(words)}"
-    own = [None if pd.isna(command) else command for command in frame["command"]]
+                words = [*job["overrides"], *(["hydra.mode=RUN"] if sweeps else [])]
+                known[sweep / job["folder"]] = f"{PROGRAM} {shlex.join(words)}"
+    own = frame["command"].where(frame["command"].notna(), None)
     return [known.get(Path(folder), command) for folder, command in zip(frame["folder"], own, strict=True)]
 
 
@@ -82,20 +78,16 @@ def best_plans(rows: pd.DataFrame) -> pd.DataFrame:
 
 def engines(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest plan of mdcs within each budget, then each other engine; empty without another engine."""
-    points = ask.best_points(rows, "budget_bytes")
+    points = ask.best_points(rows, "budget_bytes").sort_values("step_s")
     peers = points["label"].isin(ask.peers(rows))
     if not peers.any() or ask.time_of(ask.drawn(rows)) != "step_s":
         return pd.DataFrame()
-    own = points[~peers].sort_values("step_s").drop_duplicates("budget_bytes")
-    shown = pd.concat([own.assign(label="mdcs, " + own["label"]), points[peers].sort_values("step_s")])
-    base = own["step_s"].min()
-    cells = pd.DataFrame(
-        {
-            "engine": row["label"], "× fastest\nof mdcs": "" if pd.isna(base) else f"{row['step_s'] / base:.2f}",
-            **figures_of(row), "runs": str(row["runs"]),
-        }
-        for _, row in shown.iterrows()
-    )  # fmt: skip
+    own = points[~peers].drop_duplicates("budget_bytes").sort_values("budget_bytes")
+    shown = pd.concat([own.assign(label="mdcs, " + own["label"]), points[peers]], ignore_index=True)
+    cells = shown.apply(figures_of, axis=1, result_type="expand").assign(runs=shown["runs"].astype(str))
+    ratio = (shown["step_s"] / own["step_s"].min()).map("{:.2f}".format)
+    cells.insert(0, "× fastest\nof mdcs", ratio if len(own) else "")
+    cells.insert(0, "engine", shown["label"])
     return cells.loc[:, cells.ne("").any()]
 
 
@@ -139,23 +131,18 @@ def _picture(figure: Figure) -> str:
 
 def _table(cells: pd.DataFrame, runs: pd.DataFrame | None = None, kind: str = "") -> str:
     """A table of texts; with `runs`, which have its index, the last column has each run's name and how to repeat it."""
-    left = {"within", "strategy", "scheduler", "engine", "status"}
-    classes = [' class="text"' if heading in left else "" for heading in cells]
-    heads = [
-        f"<th{of}>{escape(str(heading)).replace(chr(10), '<br>')}</th>"
-        for of, heading in zip(classes, cells, strict=True)
-    ]
-    lines = []
-    for index, *row in cells.itertuples():
-        line = [f"<td{of}>{escape(word)}</td>" for of, word in zip(classes, row, strict=True)]
-        lines.append("".join([*line, "" if runs is None else _repeat(runs.loc[index])]))
-    head = "".join([*heads, "" if runs is None else '<th class="text">run</th>'])
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    table = f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    cells = cells.map(escape)
+    for heading in cells.columns.intersection(["within", "strategy", "scheduler", "engine", "status"]):
+        cells[heading] = '<div class="text">' + cells[heading] + "</div>"
+    if runs is not None:
+        cells["run"] = [_repeat(runs.loc[index]) for index in cells.index]
+    cells = cells.rename(columns=lambda heading: escape(str(heading)).replace("\n", "<br>"))
+    with pd.option_context("display.max_colwidth", None):
+        table = cells.to_html(escape=False, index=False, border=0, classes=kind, justify="unset")
     return f'<div class="scroll">{table}</div>'
 
 
 def _repeat(run: pd.Series) -> str:
     command = "its settings are in config.yaml" if pd.isna(run["command"]) else f"<code>{escape(run['command'])}</code>"
     told = f"<p>{escape(run['reason'] or '')}</p><p>{command}</p><p>in {escape(run['folder'])}</p>"
-    return f'<td class="text"><details><summary>{escape(run["name"])}</summary>{told}</details></td>'
+    return f'<details class="text"><summary>{escape(run["name"])}</summary>{told}</details>'

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from analysis import wandb_report
+from analysis import sources
 from analysis.__main__ import main
-from analysis.wandb_report import Group, group_of
+from analysis.sources import Group, group_of
 
 API = SimpleNamespace(
     run=lambda path: SimpleNamespace(group="today-1f3a9c0d" if path == "us/mdcs/abc" else None), default_entity="us",
@@ -49,7 +49,7 @@ def test_a_report_shows_the_sweep_s_runs_predictions_and_table(folder, monkeypat
             saved.append(self)
 
     monkeypatch.setattr(reports, "Report", Report)
-    monkeypatch.setattr(wandb_report, "_api", lambda: API)
+    monkeypatch.setattr(sources, "_api", lambda: API)
     assert main(["wandb", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == Report.url
     [[runs, table]] = [made.blocks for made in saved]

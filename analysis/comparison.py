@@ -31,16 +31,16 @@ def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
 
     Raises ValueError if no plan is in both.
     """
-    both = _steps(one).join(_steps(other), how="inner", lsuffix="_one", rsuffix="_other")
+    both = _steps(one).join(_steps(other)["step_s"].rename("theirs"), how="inner")
     if not len(both):
         raise ValueError("the sweeps have no measured plan in common: model, ranks, link, strategy, scheduler, budget, "
                          "share and what was swept must be alike")  # fmt: skip
     rows = []
     for row in both.itertuples():
-        own, theirs, ends = row.step_s_one, row.step_s_other, (np.nan, np.nan)
+        own, theirs, ends = row.step_s, row.theirs, (np.nan, np.nan)
         if min(len(own), len(theirs)) > 1:
             ends = ask.bootstrap(lambda a, b, axis: np.median(b, axis) / np.median(a, axis), own, theirs)
-        rows.append((row.title_one, row.Index[-1], len(own), len(theirs), np.median(own), np.median(theirs), *ends))
+        rows.append((row.title, row.Index[-1], len(own), len(theirs), np.median(own), np.median(theirs), *ends))
     columns = ["workload", "plan", "runs", "other_runs", "step_s", "other_step_s", "low", "high"]
     table = pd.DataFrame(rows, columns=columns)
     table.insert(6, "ratio", table["other_step_s"] / table["step_s"])

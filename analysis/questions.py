@@ -168,12 +168,12 @@ def median_by(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
     return points.reset_index()
 
 
-def best_points(frame: pd.DataFrame, *axes: str, without: str = "") -> pd.DataFrame:
-    """One row per series (`label`) and value of these columns: the share, or no share, of least step time, as
-    `median_by`."""
+def best_points(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
+    """One row per series (a column `label`, or `label`) and value of these columns: the share, or no share, of least
+    step time, as `median_by`."""
     rows = drawn(frame)
-    keys = ["label", *axes]
-    points = median_by(rows.assign(label=labels(rows, without=without)), *dict.fromkeys((*keys, "schedule_share")))
+    rows, keys = rows if "label" in rows else rows.assign(label=labels(rows)), ["label", *axes]
+    points = median_by(rows, *dict.fromkeys((*keys, "schedule_share")))
     return points.sort_values(time_of(rows), kind="stable").drop_duplicates(keys).sort_values(keys, ignore_index=True)
 
 

@@ -197,7 +197,7 @@ def _write_report(entity: str, project: str, group: str) -> str:
     def points(title: str, over: str, name: str) -> Any:
         return reports.ScatterPlot(title=title, x=reports.Config(over), y=reports.SummaryMetric(name))
 
-    panels = [
+    panels: list[Any] = [
         points("step time over budget", "start.budget_bytes", "step_s/median"),
         points("step time over predicted", "start.predicted.step_s", "step_s/median"),
         points("overlap over share of the schedule", "job.schedule_share", "overlap_ratio"),
@@ -205,8 +205,8 @@ def _write_report(entity: str, project: str, group: str) -> str:
         lines("overlap ratio", "overlap_ratio"),
     ]  # fmt: skip
     table = reports.WeavePanelSummaryTable(table_name="runs")
-    blocks = [reports.PanelGrid(runsets=[runs("train")], panels=panels),
-              reports.PanelGrid(runsets=[runs("sweep")], panels=[table])]  # fmt: skip
+    blocks: list[Any] = [reports.PanelGrid(runsets=[runs("train")], panels=panels),
+                         reports.PanelGrid(runsets=[runs("sweep")], panels=[table])]  # fmt: skip
     made = reports.Report(entity=entity, project=project, title=group, blocks=blocks)
     made.save()
     return str(made.url)

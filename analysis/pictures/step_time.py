@@ -26,8 +26,6 @@ PANELS = (
 _NOTES = 3
 _ALIKE = 0.01
 """Peaks that differ by this fraction of the greatest are one peak: no line joins them."""
-_LOG_FROM = 20
-"""Positive values are drawn on a logarithmic scale where the greatest is so many times the least."""
 _COMPUTE: dict[str, Any] = {"color": style.INK, "ls": ":", "lw": 1.2}
 _FRONT: dict[str, Any] = {"color": "#AAAAAA", "lw": 1, "drawstyle": "steps-post", "zorder": 1}
 _PLATEAU: dict[str, Any] = {"lw": 7, "alpha": 0.25, "zorder": 1}
@@ -52,24 +50,14 @@ def overview(frame: pd.DataFrame) -> Figure:
 
     looks, curve = _looks(rows, few=True), curves[0]
     figure = style.new_figure(12, 5.8, title)
-    grid = figure.add_gridspec(3, 2, height_ratios=(2.2, 1, 1))
-    left = figure.add_subplot(grid[0, 0])
-    panels = [left, *(figure.add_subplot(grid[i, 0], sharex=left) for i in (1, 2))]
-    for panel in panels[:-1]:
-        panel.tick_params(labelbottom=False)
+    left, right = figure.subfigures(1, 2, squeeze=False)[0]
+    panels = left.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
     _over_share(panels, curve, looks, 5.6, f", {ask.budget_words(curve['budget_bytes'].iloc[0])}")
-    points = over_memory(figure.add_subplot(grid[:, 1]), rows, looks, 5.6)
+    points = over_memory(right.subplots(), rows, looks, 5.6)
     named = style.series_handles(looks, [*points["label"], *ask.series(curve)])
-    named += [*handles(rows), *_curve_handles(curve), *_memory_handles()]
+    named += [*handles(rows), *_curve_handles(curve), *_MEMORY_HANDLES]
     style.legend_below(figure, named, notes=_missing_notes(rows, width=170))
     return figure
-
-
-def _looks(rows: pd.DataFrame, few: bool) -> style.Looks:
-    """Looks of all series; of a few, only those that an overview names have colours."""
-    named = ask.named(rows) if few else ()
-    looks = style.looks(rows)
-    return {name: of if not few or name in named else of | {"color": style.FAINT} for name, of in looks.items()}
 
 
 @style.styled
@@ -85,16 +73,16 @@ def step_time_over_memory(frame: pd.DataFrame, few: bool = False) -> Figure:
     looks = _looks(rows, few)
     figure = style.new_figure(8.2, 4.4, title)
     points = over_memory(figure.subplots(), rows, looks, 8.2)
-    named = [*style.series_handles(looks, points["label"]), *handles(rows), *_memory_handles()]
+    named = [*style.series_handles(looks, points["label"]), *handles(rows), *_MEMORY_HANDLES]
     style.legend_below(figure, named, notes=_missing_notes(rows))
     return figure
 
 
 @style.styled
 def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figure:
-    """Step time (ms) over a numeric setting, by its full key: by default the one with most values. A line per strategy
-    · scheduler and everything else that was swept: measured (median, p10–p90), predicted hollow, repetitions as dots.
-    Values that are no numbers (null) stand at the left, before the first number.
+    """Step time (ms) over a setting that has numbers, by its full key: by default the one with most values. They stand
+    side by side in order, values that are no numbers (null) first. A line per strategy · scheduler, everything else
+    that was swept and budget: measured (median, p10–p90), predicted hollow, repetitions as dots.
 
     Raises ValueError if there is nothing to draw, or no number was swept.
     """
@@ -103,31 +91,23 @@ def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figur
     if key is None or not ask.numbers(ask.drawn(rows)[key]).notna().any():
         raise ValueError("no swept number to draw step times over")
     shown = ask.drawn(rows)
-    shown = shown[shown[key].notna()].assign(at=ask.numbers(shown[key]))
-    words = sorted(set(shown[shown["at"].isna()][key].map(str)))
-    values = sorted(shown["at"].dropna().unique())
-    log = values[0] > 0 and values[-1] >= _LOG_FROM * values[0]
-    left = values[0] / (values[-1] / values[0]) ** 0.12 if log else values[0] - 0.12 * (values[-1] - values[0])
-    shown = shown.assign(at=shown["at"].fillna(left), label=ask.labels(shown, without=key))
-    points = ask.best_points(shown, "budget_bytes", "at", without=key)
-    all_looks = style.looks(rows)
-    looks = {label: all_looks[ask.label(of.iloc[0])] for label, of in shown.groupby("label")}
+    shown = shown[shown[key].notna()]
+    values = pd.DataFrame({"number": ask.numbers(shown[key]), "words": shown[key].map(ask.value)})
+    ordered = values.drop_duplicates().sort_values(["number", "words"], na_position="first")["words"].to_list()
+    shown = shown.assign(at=values["words"].map(ordered.index), label=ask.labels(shown, without=key))
+    if shown["budget_bytes"].nunique(dropna=False) > 1:
+        shown["label"] += ", " + shown["budget_bytes"].map(ask.budget_words)
+    points = ask.best_points(shown, "at")
+    looks = style.looks(shown)
 
     figure = style.new_figure(8.2, 4.4, _title(title, shown))
     axes = figure.subplots()
-    words_of_star = _draw(axes, shown, points.assign(predicted_at=points["at"]), looks, "at", by_budget=True)
+    words_of_star = _draw(axes, shown, points.assign(predicted_at=points["at"]), looks, "at")
     axes.margins(x=0.06, y=0.1)
-    if shown["budget_bytes"].nunique(dropna=False) > 1:
-        _name_budgets(axes, points, ask.time_of(shown))
-    if log:
-        axes.set_xscale("log")
-    ticks = [*([left] if words else []), *values]
-    if len(ticks) <= 11:
-        axes.set_xticks(ticks, [*(["/".join(words)] if words else []), *(f"{value:.4g}" for value in values)])
-        axes.minorticks_off()
+    axes.set_xticks(range(len(ordered)), ordered)
     style.set_title(axes, f"time per iteration over {key}\n{words_of_star}", 8.2)
     axes.set_xlabel(key + (", each at its stop point" if shown["schedule_share"].nunique() > 1 else ""))
-    named = [*style.series_handles(looks), *handles(rows), Line2D([], [], **_COMPUTE, label="compute alone")]
+    named = [*style.series_handles(looks), *handles(rows), _MEMORY_HANDLES[1]]
     style.legend_below(figure, named, notes=_missing_notes(rows))
     return figure
 
@@ -160,7 +140,7 @@ def over_memory(
     time, (scale, unit) = ask.time_of(shown), (GIB, "GiB") if points["at"].max() >= GIB else (MIB, "MiB")
     points[["at", "predicted_at"]] /= scale
     shown, narrow = shown.assign(at=ask.memory_of(shown) / scale), points["at"].max() * _ALIKE
-    words = _draw(axes, shown, points, looks, narrow=narrow)
+    words = _draw(axes, shown, points, looks, "budget_bytes", narrow=narrow)
     front = ask.on_front(points, time)
     axes.plot([*front["at"], points["at"].max()], [*(front[time] * 1e3), front[time].min() * 1e3], **_FRONT)
     axes.margins(x=0.06, y=0.1)
@@ -176,79 +156,69 @@ def over_memory(
 
 def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, inches: float, about: str = "") -> None:
     """Draw into three axes that are `inches` wide, top to bottom: `PANELS`. `about` goes into the title."""
-    top, *others, bottom = axes
+    top, *others = axes
     shown, points = ask.drawn(curve), ask.over_share(curve)
-    for panel, (column, title) in zip((*others, bottom), PANELS[1:], strict=True):
+    for panel, (column, title) in zip(others, PANELS[1:], strict=True):
         steps = {"step_s": points[column], "predicted_step_s": points[f"predicted_{column}"]}
         for label, of_label in points.assign(**steps, step_s_p10=nan, step_s_p90=nan).groupby("label"):
             style.draw_steps(panel, of_label, looks[str(label)], str(label))
         panel.set_title(title)
         panel.set_ylabel("ms")
-        panel.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=3))
         panel.margins(y=0.12)
         low, high = panel.get_ylim()
         panel.set_ylim(min(0, low), high if high > 0 else 1)
 
     time = ask.time_of(shown)
-    for rows in ask.series(shown).values():
+    for label, rows in ask.series(shown).items():
         if rows["schedule_share"].nunique() > 1:  # one share alone is no curve
-            point = ask.stop_point(rows, time)
+            point, (low, high) = ask.stop_point(rows, time), ask.plateau(rows, time)
             top.plot(point["schedule_share"], point[time] * 1e3, **_RING, zorder=5)
-            low, high = ask.plateau(rows, time)
-            if low < high:
-                top.hlines(point[time] * 1e3, low, high, looks[ask.label(rows.iloc[0])]["color"], **_PLATEAU)
+            top.hlines(point[time] * 1e3, low, high, looks[label]["color"], **_PLATEAU)
     words = _draw(top, shown.assign(at=shown["schedule_share"]), points, looks, compute=False)
     top.margins(y=0.14)
-    top.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
     ends = ask.ends(points, ask.fastest(points, time)[0], time)
     style.set_title(top, "\n".join(filter(None, [f"{PANELS[0][1]}{about}", words, ends])), inches)
     for label, missing in ask.series(ask.not_measured(curve)).items():
         at = missing["schedule_share"]
         top.plot(at, [0.04] * len(at), "x", c=looks[label]["color"], mew=1.6, transform=top.get_xaxis_transform())
-    shares = sorted(curve["schedule_share"].unique())
-    if len(shares) <= 11:
-        bottom.set_xticks(shares, [f"{share:.3g}" for share in shares])
-    bottom.set_xlabel("← memory for the strategy   schedule_share   for the schedule →")
+    for panel, ticks in zip(axes, (5, 3, 3), strict=True):
+        panel.yaxis.set_major_locator(MaxNLocator(ticks, min_n_ticks=3))
+    if curve["schedule_share"].nunique() <= 11:
+        top.set_xticks(sorted(curve["schedule_share"].unique()))
+        top.xaxis.set_major_formatter("{x:.3g}")
+    others[-1].set_xlabel("← memory for the strategy   schedule_share   for the schedule →")
 
 
 def _draw(
-    axes: Axes, rows: pd.DataFrame, points: pd.DataFrame, looks: style.Looks, *keys: str, by_budget: bool = False,
-    compute: bool = True, narrow: float = 0.0,
+    axes: Axes, rows: pd.DataFrame, points: pd.DataFrame, looks: style.Looks, *keys: str, compute: bool = True,
+    narrow: float = 0.0,
 ) -> str:  # fmt: skip
     """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as
-    a star; return that in words. `keys`, beside label, budget and share, say which runs a point stands for.
+    a star; return that in words. `keys`, beside label and share, say which runs a point stands for.
     """
-    on, time = ["label", "budget_bytes", "schedule_share", *keys], ask.time_of(rows)
+    on, time = ["label", "schedule_share", *keys], ask.time_of(rows)
     rows = rows if "label" in rows else rows.assign(label=ask.labels(rows))
-    for (label, *_), line in points.groupby(["label", "budget_bytes"] if by_budget else ["label"], dropna=False):
-        style.draw_steps(axes, line, looks[label], label, narrow)
-        if line["runs"].max() > 1:
-            each = rows.merge(line[on].drop_duplicates(), on=on)
-            axes.plot(each["at"], each["step_s"] * 1e3, ".", **style.REPETITION, zorder=2.5)
+    for label, line in points.groupby("label"):
+        style.draw_steps(axes, line, looks[str(label)], str(label), narrow)
+    repeated = rows.merge(points.loc[points["runs"] > 1, on].drop_duplicates(), on=on)
+    if len(repeated):
+        axes.plot(repeated["at"], repeated["step_s"] * 1e3, ".", **style.REPETITION, zorder=2.5)
     best, words = ask.fastest(points, time)
     if time == "step_s":
         ends = best["step_s_p10"] * 1e3, best["step_s_p90"] * 1e3
         axes.vlines(best["at"], *ends, color=looks[best["label"]]["color"], lw=1.6, zorder=6)
     axes.plot(best["at" if time == "step_s" else "predicted_at"], best[time] * 1e3, **style.STAR, zorder=7)
     if compute:
-        alone = points["compute_s"].fillna(points["predicted_compute_s"])
-        axes.axhline(alone.min() * 1e3, **_COMPUTE)
+        axes.axhline(points["compute_s"].fillna(points["predicted_compute_s"]).min() * 1e3, **_COMPUTE)
     axes.set_ylabel("ms")
     return words
 
 
-def _name_budgets(axes: Axes, points: pd.DataFrame, time: str) -> None:
-    """Write the budget of each line at its end, beside the star; names that would cover each other are moved up."""
-    ends = points.groupby(["label", "budget_bytes"], dropna=False, sort=False).last().reset_index().sort_values(time)
-    low, high = axes.get_ylim()
-    floor = -1.0
-    for _, end in ends.iterrows():
-        at = (end[time] * 1e3 - low) / (high - low)
-        floor = max(at, floor + 0.045)  # of the height of the axes: a line of this size
-        axes.annotate(
-            ask.budget_words(end["budget_bytes"]), (end["at"], at), (11, (floor - at) * 200), va="center", fontsize=7,
-            xycoords=axes.get_xaxis_transform(), textcoords="offset points",
-        )  # fmt: skip
+def _looks(rows: pd.DataFrame, few: bool) -> style.Looks:
+    """Looks of all series; of a few, only those that an overview names have colours."""
+    named = ask.named(rows) if few else ()
+    looks = style.looks(rows)
+    return {name: of if not few or name in named else of | {"color": style.FAINT} for name, of in looks.items()}
 
 
 def _workload(frame: pd.DataFrame) -> tuple[str, pd.DataFrame]:
@@ -274,9 +244,10 @@ def handles(rows: pd.DataFrame) -> list[Line2D]:
     return [*found, Line2D([], [], color="none", label="fastest of all shown", **style.STAR)]
 
 
-def _memory_handles() -> list[Line2D]:
-    front = Line2D([], [], **_FRONT, label="least time within so much memory")
-    return [front, Line2D([], [], **_COMPUTE, label="compute alone")]
+_MEMORY_HANDLES = (
+    Line2D([], [], **_FRONT, label="least time within so much memory"),
+    Line2D([], [], **_COMPUTE, label="compute alone"),
+)
 
 
 def _curve_handles(curve: pd.DataFrame) -> list[Line2D]:
@@ -294,11 +265,6 @@ def _curve_handles(curve: pd.DataFrame) -> list[Line2D]:
 def _missing_notes(rows: pd.DataFrame, width: int = 130) -> str:
     """One line for each of the first few runs that are not drawn, and the number of others."""
     missing = ask.not_measured(rows)
-    notes = []
-    for _, row in missing.head(_NOTES).iterrows():
-        share = "" if pd.isna(row["schedule_share"]) else f", share {row['schedule_share']:.3g}"
-        what = f"not shown: {ask.label(row)}, {ask.budget_words(row['budget_bytes'])}{share}: {row['reason']}"
-        notes.append(textwrap.shorten(what, width, placeholder=" …"))
-    if len(missing) > _NOTES:
-        notes.append(f"and {len(missing) - _NOTES} more")
-    return "\n".join(notes)
+    notes = [textwrap.shorten(f"not shown: {setting}: {reason}", width, placeholder=" …") for setting, reason in
+             zip(ask.settings(missing).head(_NOTES), missing["reason"], strict=False)]  # fmt: skip
+    return "\n".join([*notes, *([f"and {len(missing) - _NOTES} more"] if len(missing) > _NOTES else [])])

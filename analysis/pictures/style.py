@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -124,24 +125,23 @@ def set_xlabel(axes: Axes, label: str, more: str = "") -> None:
 
 def palette(names: Iterable[str]) -> Looks:
     """Colour and mark of each of a few names that are neither strategies nor engines, in their order."""
-    return {
-        name: {"color": _HUES[i % len(_HUES)], "marker": _MARKS[i % len(_MARKS)]}
-        for i, name in enumerate(dict.fromkeys(names))
-    }
+    return {name: {"color": colour, "marker": mark} for name, colour, mark in
+            zip(dict.fromkeys(names), cycle(_HUES), cycle(_MARKS), strict=False)}  # fmt: skip
 
 
 def looks(rows: pd.DataFrame) -> Looks:
-    """Colour and mark of each series: the colour is the strategy's, the mark the scheduler's, in all pictures. Series
-    that differ in something else have darker and lighter shades of the colour; other engines are black, or grey.
+    """Colour and mark of each series (`label`): the colour is the strategy's, the mark the scheduler's, in all
+    pictures. Series that differ in something else have shades of the colour; other engines are black, or grey.
     """
     made, alike = Looks(), Counter[tuple[str, str]]()
-    for label, of in ask.series(rows).items():
-        strategy, scheduler, engine = (str(of[key].iloc[0]) for key in ("strategy", "scheduler", "engine"))
-        colours, marks, name = _COLOURS, _MARKERS, scheduler
-        if is_peer := engine not in ("mdcs", "None", "nan"):
-            colours, marks, strategy, name = {engine: INK}, _ENGINES, engine, engine.partition("-")[0]
-        colour, mark = colours.get(strategy) or _any(_HUES, strategy), marks.get(name) or _any(_MARKS, name)
-        made[label] = {"color": _shade(colour, alike[colour, mark], INK if is_peer else "black"), "marker": mark}
+    for label, of in rows.groupby(rows["label"] if "label" in rows else ask.labels(rows)):
+        strategy, scheduler, engine = of[["strategy", "scheduler", "engine"]].iloc[0].map(str)
+        colour = _COLOURS.get(strategy) or _any(_HUES, strategy)
+        mark = _MARKERS.get(scheduler) or _any(_MARKS, scheduler)
+        if engine not in ("mdcs", "None", "nan"):
+            name = engine.partition("-")[0]
+            colour, mark = INK, _ENGINES.get(name) or _any(_MARKS, name)
+        made[str(label)] = {"color": _shade(colour, alike[colour, mark]), "marker": mark}
         alike[colour, mark] += 1
     return made
 
@@ -151,14 +151,10 @@ def _any(values: Sequence[str], name: str) -> str:
     return values[crc32(name.encode()) % len(values)]
 
 
-def _shade(colour: str, i: int, dark: str) -> str:
-    """The colour, then lighter and darker ones in turns; one that is `dark` itself only has lighter ones."""
-    parts = np.array(to_rgb(colour))
-    if colour == dark or i % 2:
-        parts = parts + (1 - parts) * (1 - 0.62 ** (i if colour == dark else (i + 1) // 2))
-    else:
-        parts = parts * 0.62 ** (i // 2)
-    return to_hex(tuple(parts))
+def _shade(colour: str, i: int) -> str:
+    """The colour, then lighter and darker ones in turns; black only has lighter ones."""
+    goal, steps = (1.0, i if colour == INK else (i + 1) // 2) if i % 2 or colour == INK else (0.0, i // 2)
+    return to_hex(tuple(goal + (np.array(to_rgb(colour)) - goal) * 0.62**steps))
 
 
 def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Line2D]:
@@ -174,22 +170,19 @@ def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: st
 
     A line joins the points if they span more than `narrow`: else it would only go up and down.
     """
-    line = "-" if points["at"].max() - points["at"].min() > narrow else "none"
-    colour, mark, step = look["color"], look["marker"], points["step_s"] * 1e3
-    behind = 1.5 if colour == FAINT else 0
-    for at, column, how in (("at", "step_s", "measured"), ("predicted_at", "predicted_step_s", "predicted")):
+    joined = points["at"].max() - points["at"].min() > narrow
+    how: dict[str, Any] = {"c": look["color"], "marker": look["marker"], "zorder": 1.5 if look["color"] == FAINT else 3}
+    for at, column, kind in (("at", "step_s", "measured"), ("predicted_at", "predicted_step_s", "predicted")):
         for x, seconds in points[[at, column]].dropna().itertuples(index=False):
-            words = told(f"{label}, {x:.4g}: {ask.milliseconds(seconds)} ms {how}")
+            words = told(f"{label}, {x:.4g}: {ask.milliseconds(seconds)} ms {kind}")
             axes.plot(x, seconds * 1e3, "o", color="none", ms=9, zorder=8, gid=words)
     if points["predicted_step_s"].notna().any():
-        hollow: dict[str, Any] = {"marker": mark, "mfc": "white", "mew": 1.1, "ms": 7, "lw": 1.1, "zorder": 2 - behind}
-        ls = "--" if line == "-" else line
-        axes.plot(points["predicted_at"], points["predicted_step_s"] * 1e3, ls=ls, c=colour, **hollow)
-    if step.notna().any():
-        bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
-        axes.plot(points["at"], step, color=colour, ls=line, lw=1.4, zorder=3 - behind)
-        solid: dict[str, Any] = {"fmt": mark, "ms": 5, "elinewidth": 1.4, "capsize": 2.5, "zorder": 4 - behind}
-        axes.errorbar(points["at"], step, bars, color=colour, **solid)
+        hollow = how | {"mfc": "white", "mew": 1.1, "ms": 7, "lw": 1.1, "zorder": how["zorder"] - 1}
+        axes.plot(points["predicted_at"], points["predicted_step_s"] * 1e3, ls="--" if joined else "none", **hollow)
+    if points["step_s"].notna().any():
+        step, low, high = (points[f"step_s{end}"] * 1e3 for end in ("", "_p10", "_p90"))
+        bars, ls = [(step - low).clip(lower=0), (high - step).clip(lower=0)], "-" if joined else "none"
+        axes.errorbar(points["at"], step, bars, ls=ls, lw=1.4, ms=5, elinewidth=1.4, capsize=2.5, **how)
 
 
 def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
@@ -216,18 +209,16 @@ def shortened(names: Iterable[str]) -> dict[str, str]:
     """Each name with as few trailing parts of its dotted paths as keep all apart: B:transformer.h.3 becomes B:3, and in
     a message of several units, transformer.h.3+transformer.wpe, 3+wpe.
     """
-    distinct = set(names)
 
     def short(name: str, parts: int) -> str:
         head, colon, path = name.rpartition(":")
         return head + colon + "+".join(".".join(each.split(".")[-parts:]) for each in path.split("+"))
 
-    deepest = max((name.count(".") for name in distinct), default=0) + 1
-    for parts in range(1, deepest + 1):
-        result = {name: short(name, parts) for name in distinct}
-        if len(set(result.values())) == len(distinct):
-            break
-    return result if distinct else {}
+    result, parts = {name: short(name, 1) for name in names}, 1
+    while len(set(result.values())) < len(result) and parts <= max(name.count(".") for name in result):
+        parts += 1
+        result = {name: short(name, parts) for name in result}
+    return result
 
 
 def told(words: str) -> str:

@@ -139,7 +139,12 @@ def page(results: Sequence[Result]) -> str:
     if compared:
         picture = "![Step time over peak memory](results.png)"
         sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
-    setup = table(["", *map(_title, results)], [[name, *values] for name, values in _properties(results)])
+    properties = list(_properties(results))
+    same = "; ".join(f"{name} {values[0]}" for name, values in properties if len(set(values)) == 1)
+    differing = [[name, *values] for name, values in properties if len(set(values)) > 1]
+    setup = f"In all measurements: {same}." if same else ""
+    if differing:
+        setup += "\n\n" + table(["", *(each["name"] for each in results)], differing)
     return benchmarks.page(
         "results", results="\n\n".join(sections), predictions=_predictions(results), setup=setup,
         engines=_flags(results), left_out=_left_out(results),
@@ -279,8 +284,7 @@ def _flags(results: Sequence[Result]) -> str:
     for result in results:
         for each in result["comparison"]["candidates"]:
             flags.setdefault((each["name"], " ".join(each["overrides"])), {})[result["name"]] = None
-    return table(["engine", "overrides", "measured in"],
-                 [[name, f"`{words}`", ", ".join(where)] for (name, words), where in flags.items()])  # fmt: skip
+    return "\n".join(f"- {name}: `{words}` ({', '.join(where)})" for (name, words), where in flags.items())
 
 
 def _left_out(results: Sequence[Result]) -> str:

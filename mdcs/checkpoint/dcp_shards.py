@@ -67,10 +67,8 @@ def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape,
 
 
 class TensorShards:
-    """This rank's pieces of a tensor, as views that DCP reads from or writes into.
-
-    ``order``: the tensor's dimensions, from the one with the largest stride in memory to the one with the smallest.
-    Default: row-major.
+    """This rank's pieces of a tensor, as views that DCP reads from or writes into. ``order``: the tensor's dimensions,
+    from the one with the largest stride in memory to the one with the smallest; row-major by default.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, order: Shape | None = None) -> None:
@@ -222,9 +220,8 @@ _FULL = 1 << 16
 
 
 def save(leaves: FlatState, writer: Writer, group: dist.ProcessGroup | None) -> Future[Any]:
-    """Let a thread write every rank's leaves. Collective over the group (None: this process alone).
-
-    :func:`wait_for` waits for the result.
+    """Let a thread write every rank's leaves; :func:`wait_for` waits. Collective over the group (None: this process
+    alone).
     """
     if group is None:  # DCP warns that this process is alone; from a thread, for which warnings cannot be caught
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")

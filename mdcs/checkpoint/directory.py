@@ -63,9 +63,8 @@ def write(file: Path, data: bytes) -> None:
 
 
 def finish(folder: Path, files: Iterable[str]) -> Path:
-    """Write the manifest, then rename the folder so that it counts as complete. Replaces an older folder of this step.
-
-    ``files``: the names of all files. Raises CheckpointError for a file that some rank wrote to another file system.
+    """Write the manifest of these ``files``, then rename the folder so that it counts as complete, in the place of an
+    older one. Raises CheckpointError for a file that some rank wrote to another file system.
     """
     writing, sizes = partial(folder), {}
     for name in sorted(files):
@@ -99,9 +98,8 @@ def candidates(path: Path) -> list[Path]:
 
 
 def choose(among: Sequence[Path], problem: Callable[[Path], str | None], *, warns: bool = True) -> Path | None:
-    """Return the first of :func:`candidates` without a ``problem``; None where there are no candidates.
-
-    ``warns``: warn of every folder of a root that was not chosen. Raises CheckpointError if no folder can be used.
+    """Return the first of :func:`candidates` without a ``problem``; None where there are no candidates. ``warns``: of
+    every folder of a root that was not chosen. Raises CheckpointError if no folder can be used.
     """
     refused: list[str] = []
     for folder in among:
@@ -154,8 +152,8 @@ def _sync(folder: Path) -> None:
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Return a value as ``torch.save`` writes it. Raises ValueError, naming ``what`` it is, for a value that
-    :func:`load` would refuse.
+    """Return a value as ``torch.save`` writes it. Raises ValueError, naming ``what`` it is, where :func:`load` would
+    refuse it.
     """
     data = io.BytesIO()
     try:

@@ -1,9 +1,9 @@
 """How an optimizer can run on shards, found out by trying it, and the state that it keeps there.
 
-A shard is a flat piece of parameters. An elementwise optimizer gives a piece the values that it gives the whole
-parameter. The trial compares both over a few steps of the optimizer's own class, with the options and the shapes of
-each of its groups. Of an optimizer that looks at a parameter as a whole (its rows, its norm), a second trial finds
-whether it updates each parameter on its own: such parameters are updated whole, each by one rank. Others are refused.
+An elementwise optimizer gives a flat piece of parameters the values that it gives the whole parameter. The trial
+compares both over a few steps of the optimizer's own class, with the options and the shapes of each of its groups. Of
+an optimizer that looks at a parameter as a whole (its rows, its norm), a second trial finds whether it updates each
+parameter on its own: such parameters are updated whole, each by one rank. Others are refused.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class StateLayout:
     """State that an optimizer keeps for a flat tensor, or, if ``whole``, for a whole parameter in its shape.
 
     - ``per_element``: key -> type of the state that has the tensor's shape; None: the tensor's type.
-    - ``replicated``: keys of the other state, which is the same for every piece of a parameter: step counts, numbers.
-      Of whole parameters also state of another shape, such as a sum per row.
-    - ``plain``: the replicated keys whose values are Python numbers.
+    - ``replicated``: keys of the other state, which is the same for every piece of a parameter: step counts, numbers;
+      of whole parameters also state of another shape, such as a sum per row. ``plain``: those with Python numbers.
     - ``fixed``: bytes of the replicated tensors.
-    - ``scratch``: temporary tensors of an update, in copies of the tensor: an estimate for updates that are not
+    - ``scratch``: temporary tensors of an update, in copies of the tensor: estimated, for updates that are not
       measured.
-    - ``counts``: whether a step changes numbers of the optimizer's groups or object
-      (:class:`mdcs.model.flat_optimizer.Counts`).
+    - ``counts``: a step changes numbers of groups or object (:class:`mdcs.model.flat_optimizer.Counts`).
     """
 
     per_element: Mapping[str, torch.dtype | None] = field(default_factory=dict)
@@ -74,10 +72,8 @@ class StateLayout:
 
 
 def state_layouts(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[int, ...], StateLayout]]:
-    """Return the groups (by index) that are updated on flat pieces, and those updated whole, with their state.
-
-    The state is that of the group that keeps the most. Raises UnsupportedModel, naming the class and the reason, for an
-    optimizer that cannot run on shards.
+    """Return the groups (by index) that are updated on flat pieces, and those updated whole, with the most state that
+    one of them keeps. Raises UnsupportedModel, naming class and reason, for an optimizer that cannot run on shards.
     """
     groups = tuple(range(len(optimizer.param_groups)))
     if type(optimizer) in FUNCTIONAL:
@@ -133,9 +129,8 @@ def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _known(optimizer: torch.optim.Optimizer) -> StateLayout:
-    """SGD has one state tensor with momentum; Adam and AdamW have two moments, a third with amsgrad, and a step count.
-
-    Fused updates need no scratch.
+    """SGD has one state tensor with momentum; Adam and AdamW two moments, a third with amsgrad, and a step count. Fused
+    updates need no scratch.
     """
     groups = optimizer.param_groups
     decayed = any(g["weight_decay"] for g in groups)
@@ -184,9 +179,8 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Trial:
-    """A few steps on a parameter group, which other ways to update it must give the same.
-
-    ``shapes``: of its parameters. One more is in a group beside it, as a step may depend on all groups.
+    """A few steps on a parameter group with these ``shapes``, which other ways to update it must give the same. One
+    more parameter is in a group beside it, as a step may depend on all groups.
     """
 
     def __init__(
@@ -222,7 +216,6 @@ class _Trial:
         self, places: Sequence[Tensor], gradients_of: Callable[[list[Tensor]], Iterable[Tensor]]
     ) -> list[dict[str, Any]]:
         """Update tensors one after the other as the runtime does, with one object for all; return their state.
-
         Gradients are overwritten after the step: no state may be a view of them.
         """
         like = same_options(self._optimizer, self._options, torch.zeros_like(self._start[0]))
@@ -248,10 +241,8 @@ class _Trial:
     # -- on flat pieces
 
     def in_pieces(self, elements: int) -> StateLayout:
-        """Return the state of flat pieces. Raises _ActsOnWhole where pieces and whole differ.
-
-        The parameters lie one after the other, again and again: pieces of a unit, too, have parts of parameters, and
-        many parameters. The longest piece has ``elements`` at least.
+        """Return the state of flat pieces. Raises _ActsOnWhole where pieces and whole differ. Parameters lie one after
+        the other, again and again, as in units, so that the longest piece has ``elements`` at least.
         """
         own = sum(start.numel() for start in self._start)
         times = -(-2 * max(elements, _FEWEST) // own)

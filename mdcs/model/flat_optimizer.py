@@ -17,9 +17,8 @@ Options = Mapping[str, Any]
 def same_options(
     optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor, beside: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class for other parameters [any shapes] with the options of one of its groups.
-
-    Options that the class keeps as attributes are the same, too. ``beside``: parameters of a second group.
+    """Return a new optimizer of the same class for other parameters [any shapes] with the options of one of its groups,
+    and the options that the class keeps as attributes. ``beside``: parameters of a second group.
     """
     options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
     attributes = {k: v for k, v in vars(optimizer).items() if is_plain(v)}
@@ -74,7 +73,7 @@ class Counts:
     """Numbers that an optimizer counts in its groups or on its object. A plain loop's ``step()`` moves them on once.
 
     The runtime steps one piece after the other, each with the numbers that the iteration began with. What they are
-    after the step is found by a step for all groups, on a tensor of a few elements each.
+    after it is found by a step for all groups, on a tensor of a few elements each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

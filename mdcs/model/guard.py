@@ -78,9 +78,8 @@ _NAMES = {
 
 
 class GuardedParameter:
-    """Base class of closed parameters, mixed with the parameter's own class; ``guard`` is the guard of all of them.
-
-    The reference is weak: a class is garbage that is collected late, and must not keep parameters alive until then.
+    """Base class of closed parameters, mixed with the parameter's own class; ``guard`` is the guard of all of them,
+    weak: a class is garbage that is collected late, and must not keep parameters alive until then.
     """
 
     guard: weakref.ref[Guard]
@@ -157,10 +156,7 @@ class Guard:
 
 
 def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter these values [its shape] on their device.
-
-    It stays the same object, which optimizers hold, with its attributes.
-    """
+    """Give a parameter these values [its shape] on their device. It stays the same object, with its attributes."""
     real = nn.Parameter(values.new_empty(0), parameter.requires_grad)
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)
@@ -178,9 +174,8 @@ _REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 class Alias(NamedTuple):
-    """A tensor that the model holds at ``path``, and the name of the parameter whose memory it shares.
-
-    The reference is weak: an Alias must not keep memory alive that the model has released.
+    """A tensor that the model holds at ``path``, and the name of the parameter whose memory it shares. The reference is
+    weak: memory that the model has released goes.
     """
 
     path: str
@@ -199,9 +194,7 @@ class _Region(NamedTuple):
 
 
 def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
-    """Return the names of two parameters that share memory (the later first) and whether they share all; None if none
-    do.
-    """
+    """Return the names of two parameters that share memory (the later first), and whether they share all, or None."""
     active: list[_Region] = []
     pairs: list[tuple[str, str, bool]] = []
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}

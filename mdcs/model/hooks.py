@@ -91,8 +91,8 @@ class Listener(Protocol):
 class Hooks:
     """Installed hooks that call ``listener``, which may be replaced; :meth:`remove` removes them.
 
-    A forward pass is a side pass or not from its outermost module on, which is ``model`` or a unit's. ``updates``: the
-    listener's owner counts here how often the parameters were updated. ``reentrant``: shared with the listener.
+    A forward pass is a side pass or not from its outermost module on, which is ``model`` or a unit's. ``updates``: how
+    often the parameters were updated, as the owner counts. ``reentrant``: shared with the listener.
     """
 
     def __init__(
@@ -325,9 +325,7 @@ def _refuse_compiled_autograd(unit: ModelUnit) -> None:
 
 
 class ReentrantPasses:
-    """Forwards of units that run in reentrant checkpoints, and the gradients that backward passes will bring.
-
-    ``parameters``: those that are trained.
+    """Forwards of units in reentrant checkpoints, and the gradients of trained ``parameters`` that backward will bring.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -73,10 +73,9 @@ class Optimizers:
 class WithAverage(torch.optim.Optimizer):
     """Keeps a moving average (EMA) of the parameters as the optimizer's state ``average``, sharded as any state.
 
-    Put it before the optimizer's own class:
-    ``class AdamW(mdcs.WithAverage, torch.optim.AdamW): average_decay = 0.9999``. The average is the parameter before
-    its first step. After each step in which the parameter has a gradient the average moves by
-    ``lerp_(parameter, 1 - average_decay)``. Where the decay changes, set ``average_decay`` as an option of the groups.
+    Put it before the optimizer's own class: ``class AdamW(mdcs.WithAverage, torch.optim.AdamW): average_decay =
+    0.9999``. The average is the parameter before its first step. After each step in which the parameter has a gradient
+    the average moves by ``lerp_(parameter, 1 - average_decay)``, which may be an option of the groups.
     """
 
     average_decay = 0.999
@@ -157,9 +156,8 @@ def parameter_groups(optimizers: Optimizers) -> dict[nn.Parameter, int]:
 
 
 class Segment(NamedTuple):
-    """Neighbours in a unit's flat order with one parameter group (0 for frozen parameters).
-
-    - ``numel``: elements, each parameter with its padding (:func:`mdcs.sizes.aligned`).
+    """Neighbours in a unit's flat order with one parameter group (0 for frozen ones). ``numel``: elements, with
+    padding.
     """
 
     numel: int
@@ -167,9 +165,8 @@ class Segment(NamedTuple):
 
 
 def in_flat_order(unit: ModelUnit, updates: Updates) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
-    """Return the unit's (name, parameter) pairs in flat order, and the segments that they form.
-
-    Parameters are sorted by parameter group; frozen parameters keep the order of registration.
+    """Return the unit's (name, parameter) pairs by parameter group, frozen ones in the order of registration, and
+    segments.
     """
     def group_of(pair: tuple[str, nn.Parameter]) -> int:
         return updates.groups.get(pair[1], NOT_TRAINED) if unit.trainable else 0
@@ -181,7 +178,6 @@ def in_flat_order(unit: ModelUnit, updates: Updates) -> tuple[list[tuple[str, nn
 
 def by_optimizer(units: Sequence[ModelUnit], updates: Updates) -> list[ModelUnit]:
     """Return the units of :func:`mdcs.partition`, split where parameters are updated in several ways: a unit has one.
-
     The part with the most elements keeps the name. Units that are split already stay.
     """
     out = []
@@ -203,8 +199,7 @@ def by_optimizer(units: Sequence[ModelUnit], updates: Updates) -> list[ModelUnit
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """Return the module inside of DistributedDataParallel. The wrapper stays callable, but reduces nothing from now on.
-
+    """Return the module inside of DistributedDataParallel, which stays callable, but reduces nothing from now on.
     Raises ValueError for DistributedDataParallel further inside.
     """
     plain = model
@@ -220,10 +215,9 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside of accelerate's, whose ``step`` only calls it.
-
-    Raises UnsupportedModel for another wrapper, whose own work in ``step`` would be left out, for an optimizer that
-    changes parameters outside of ``step``, and for other objects.
+    """Return the optimizer inside of accelerate's, whose ``step`` only calls it. Raises UnsupportedModel for another
+    wrapper, whose own work in ``step`` would be left out, for one that changes parameters outside of ``step``, and
+    others.
     """
     attributes = getattr(optimizer, "__dict__", {}).values()
     inner = next((value for value in attributes if isinstance(value, torch.optim.Optimizer)), None)
@@ -245,9 +239,8 @@ def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter lies: ``numel`` elements from ``offset`` on in the flat buffers.
-
-    ``order``: its dimensions, from the one with the largest stride to the one with the smallest.
+    """Where a parameter lies: ``numel`` elements from ``offset`` on in the flat buffers. ``order``: its dimensions,
+    from the one with the largest stride to the one with the smallest.
     """
 
     offset: int

@@ -66,10 +66,8 @@ def reasons_to_keep(model: nn.Module, units: Sequence[ModelUnit]) -> list[str]:
 
 
 class Recomputation:
-    """Checkpointed forwards of units; :meth:`remove` gives the modules their own forwards back.
-
-    - ``selective``: for each unit to be computed again, whether outputs of matrix products, convolutions and attention
-      are kept.
+    """Checkpointed forwards of units; :meth:`remove` gives the modules their own back. ``selective``: for each unit to
+    be computed again, whether outputs of matrix products, convolutions and attention are kept.
     """
 
     def __init__(self, units: Sequence[ModelUnit], selective: dict[int, bool], observer: Observer) -> None:
@@ -141,9 +139,8 @@ class CheckpointedForward:
         )
 
     def _uncached(self, value: Any) -> Any:
-        """Return None in the place of an empty cache of transformers, as its own checkpointing does.
-
-        A layer that is computed again would append its keys and values a second time. No step of training reads them.
+        """Return None in the place of an empty cache of transformers, as its own checkpointing does: a layer that is
+        computed again would append its keys and values a second time. No step of training reads them.
         """
         if not hasattr(value, "get_seq_length") or getattr(self._module, "_can_checkpoint_with_cache", False):
             return value
@@ -174,8 +171,7 @@ def checkpoint_contexts(
     module: nn.Module, selective: bool, recomputing: Recomputing = contextlib.nullcontext
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a module's forward, and of it computed again: ``context_fn`` of torch's checkpoint.
-
-    - ``selective``: whether outputs of matrix products, convolutions and attention are kept.
+    ``selective``: whether outputs of matrix products, convolutions and attention are kept.
     """
     forward: AbstractContextManager[Any] = contextlib.nullcontext()
     again = forward

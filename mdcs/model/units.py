@@ -37,12 +37,10 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
-    """A unit of a live model: parameters of one type on one device, all trainable or all frozen.
+    """A unit of a live model: (name, parameter) pairs of one type on one device, all trainable or all frozen, and the
+    modules whose forward uses them.
 
     Units around the same modules are told apart in brackets: ``blocks.3``, ``blocks.3[float32]``, ``blocks.3[frozen]``.
-
-    - ``modules``: modules whose forward uses the parameters.
-    - ``parameters``: (name in the model, parameter) pairs.
     """
 
     name: str
@@ -120,13 +118,12 @@ class ByLeaf:
 def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelUnit]:
     """Return the units, in the order in which the model registers their first module.
 
-    ``policy`` chooses the modules that become units. None: repeated blocks (:func:`block_roots`), and
-    layers outside of them merged with their neighbours while they are smaller than a block.
+    ``policy`` chooses the modules that become units. None: repeated blocks (:func:`block_roots`), and layers outside of
+    them merged with their neighbours while they are smaller than a block.
 
-    Every parameter with elements is in one unit. A parameter without elements is in none: there is nothing to train or
-    to send. Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse
-    gradients), a unit on several devices, parameters and buffers that share memory, and a model without a trainable
-    parameter.
+    Every parameter with elements is in one unit. Raises UnsupportedModel for a parameter that no unit can hold (not
+    floating-point, not strided, with sparse gradients), a unit on several devices, parameters and buffers that share
+    memory, and a model without a trainable parameter.
     """
     roots = block_roots(model) if policy is None else policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -198,9 +195,8 @@ def _root_of(module: str, roots: Iterable[str]) -> str:
 
 
 def _caller_of(module: str, modules: dict[str, nn.Module]) -> str:
-    """Return the module whose forward uses the parameters of ``module``.
-
-    This is the module itself, except for lists and dictionaries of parameters: then the module around them.
+    """Return the module whose forward uses the parameters of ``module``: itself, but the module around lists and
+    dictionaries of parameters.
     """
     if isinstance(modules[module], (nn.ParameterList, nn.ParameterDict)):
         while module and isinstance(
@@ -278,8 +274,7 @@ def block_roots(model: nn.Module) -> set[str]:
 
     Blocks are modules of one class in a list (``nn.ModuleList``, ``nn.ModuleDict``, ``nn.Sequential``), or attributes
     of one class, and all others of their classes. A module without children is a layer, no block. Where members of a
-    list differ much in size they are stages (of a ResNet, for example), and the blocks inside of them are taken; so are
-    those inside of attributes.
+    list differ much in size they are stages, and the blocks inside are taken; so are those inside of attributes.
     """
     kinds = {type(model.get_submodule(name)) for name in _repeated(model, "")}
     roots: list[str] = []
@@ -313,13 +308,11 @@ def _has_layers(module: nn.Module) -> bool:
 def merged(
     groups: dict[tuple[str, ...], list[T]], sizes: Sequence[int], roots: Collection[str]
 ) -> dict[tuple[str, ...], list[T]]:
-    """Return the groups (module names -> members) with small layers outside of the blocks merged with their neighbours.
+    """Return the groups (module names -> members) with small layers outside of the blocks merged with their neighbours:
+    a message for a single norm costs more than it saves. ``sizes``: elements of the groups.
 
-    A message for a single norm costs more than it saves. Neighbours are merged while they are no larger than the
-    largest block, or 1/16 of a model without blocks; a tiny layer is merged with any neighbour. Tied parameters, and
-    parameters of a module that contains blocks, stay alone.
-
-    - ``sizes``: elements of the groups.
+    Neighbours are merged while they are no larger than the largest block, or 1/16 of a model without blocks; a tiny
+    layer is merged with any neighbour. Tied parameters, and parameters of a module that contains blocks, stay alone.
     """
     limit = max((n for key, n in zip(groups, sizes, strict=True) if key[0] in roots), default=sum(sizes) / _PARTS)
     out: list[tuple[tuple[str, ...], list[T], float]] = []  # with the elements; infinite: stays alone

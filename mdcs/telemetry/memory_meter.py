@@ -66,10 +66,8 @@ class Meter:
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Move the whole storage of a tensor [any shape] to another category; return its bytes.
-
-        0 if nothing is measured, and for memory that did not come from the measured allocator, such as a mapped file or
-        a numpy array: it is in no category.
+        """Move the whole storage of a tensor [any shape] to another category; return its bytes. 0 if nothing is
+        measured, and for memory that did not come from the measured allocator: it is in no category.
         """
         return 0
 
@@ -93,9 +91,8 @@ class Meter:
 
 
 class ShimMeter(Meter):
-    """Read the shim: byte-exact for CPU tensors, in every thread.
-
-    All instances in a process read the same counters. Raises RuntimeError if the shim cannot be loaded.
+    """Read the shim: byte-exact for CPU tensors, in every thread; one set of counters in a process. Raises RuntimeError
+    if the shim cannot be loaded.
     """
 
     def __init__(self) -> None:
@@ -128,10 +125,8 @@ class ShimMeter(Meter):
 
 
 class CudaMeter(Meter):
-    """Read the bytes requested from the caching allocator of one CUDA device: totals only, no categories.
-
-    torch keeps one peak per device, and a reading restarts it. All meters of the device therefore share each reading:
-    every meter folds the peak into its own.
+    """Read the bytes requested from the caching allocator of one CUDA device: totals only, no categories. torch keeps
+    one peak per device, which a reading restarts: every meter of the device folds it into its own.
     """
 
     disturbs = True  # torch builds, sorts and returns some 200 numbers
@@ -198,9 +193,8 @@ def unmeasured(device: torch.device | str) -> str:
 
 @functools.cache
 def _shim() -> ctypes.PyDLL:
-    """Load the shim into this process: it counts from here on. Raises RuntimeError, also as `build` does.
-
-    One path per process: a second copy of the library would count with the first.
+    """Load the shim into this process: it counts from here on. Raises RuntimeError, also as `build` does. One path per
+    process: a second copy of the library would count with the first.
     """
     # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
     shim = ctypes.PyDLL(str(build()))
@@ -240,8 +234,7 @@ def build() -> Path:
     """Compile the shim with $CC, cc, gcc or clang, once per source and machine; return the path of the shared library.
 
     A library that another user could have written is compiled again. Several processes may build at the same time.
-    Raises RuntimeError off Linux, without a compiler, when compilation fails, or when another user owns the cache
-    folder.
+    Raises RuntimeError off Linux, without a compiler, when compilation fails, or if another user owns the cache.
     """
     if sys.platform != "linux":
         raise RuntimeError("memory on CPU is measured on Linux only")

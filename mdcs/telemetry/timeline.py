@@ -1,8 +1,7 @@
 """Timelines: intervals of compute, messages and updates on one clock, and the step times that follow from them.
 
-A timeline holds the intervals of one recorded period per rank. The runtime writes one from measurement
-(`timeline.json`), the simulator writes one from prediction (`predicted_timeline.json`, rank `PREDICTED_RANK`).
-Both have the same format, so the same code draws and compares them.
+A timeline holds one recorded period: of each rank, measured (`timeline.json`), or of the replay
+(`predicted_timeline.json`, rank `PREDICTED_RANK`). The same code draws and compares both.
 """
 
 from __future__ import annotations
@@ -120,9 +119,8 @@ def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -
 
 
 def step_times(intervals: Sequence[Interval], begin: float, end: float) -> StepTimes:
-    """Measure the step from `begin` to `end` (seconds); work outside of it belongs to the neighbouring steps.
-
-    Raises ValueError when the step ends before it begins.
+    """Measure the step from `begin` to `end` (seconds); work outside of it belongs to the neighbouring steps. Raises
+    ValueError when the step ends before it begins.
     """
     if end < begin:
         raise ValueError(f"the step ends at {end}, before it begins at {begin}")
@@ -152,9 +150,8 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Peak bytes by category in one slot, per rank; `measured` is None where nothing was measured.
-
-    The key `total` is the highest sum in the slot: at most the sum of the categories, which need not peak together.
+    """Peak bytes by category in one slot, per rank, and `total`, the highest sum; `measured` is None without
+    measurements.
     """
 
     slot: str

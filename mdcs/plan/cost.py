@@ -29,10 +29,6 @@ class CostModel:
         self.profile = profile
         self._known: dict[tuple[Kind, tuple[tuple[int, int], ...], bool], MessageSeconds] = {}
 
-    def link_s(self, kind: Kind, wire: int) -> float:
-        """Return α + β·wire: seconds of a message of ``wire`` bytes that is alone on the link."""
-        return self.profile.link.alpha_of(kind) + self.profile.link.beta_of(kind) * wire
-
     def transfer_s(self, kind: Kind, wire: int) -> float:
         """Return the seconds for which the link serves a message, after its gap, while something computes.
 
@@ -47,10 +43,6 @@ class CostModel:
             per_byte = max(0.0, per_byte - world) + link.beta_of(kind)
         least = contention.message_seconds + per_byte * wire
         return max(link.beta_of(kind) * wire, least - link.gap_of(kind))
-
-    def copy_s(self, payload: int, parts: int) -> float:
-        """Return the seconds of packing and unpacking a message of several parts: 2·copy_seconds_per_byte·payload."""
-        return 2 * self.profile.copy_seconds_per_byte * payload if parts > 1 else 0.0
 
     def update_s(self, kind: Kind, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of the updates after a message of these (unit, elements) pairs. 0 for a gather.
@@ -90,21 +82,20 @@ class CostModel:
         payload = sum([elements for _, elements in pieces]) * self.profile.layouts[pieces[0][0]].width(kind.is_gather)
         link, wire = self.profile.link, self.profile.wire(kind, payload)
         idle = link.beta_of(kind) * wire
-        copy, update = self.copy_s(payload, len(pieces)), self.update_s(kind, pieces)
+        copy = 2 * self.profile.copy_seconds_per_byte * payload if len(pieces) > 1 else 0.0  # to pack and to unpack
+        update = self.update_s(kind, pieces)
         transfer = idle if blocking else self.transfer_s(kind, wire)
         alpha, gap, lost = link.alpha_of(kind), link.gap_of(kind), self.lost_s(wire, 0.0)
         return self._known.setdefault(key, MessageSeconds(alpha, gap, transfer, copy, update, idle, lost))
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
-        """Return the seconds of communication, sums and updates of a unit in one iteration, sent whole, without
-        overlap.
-        """
-        u, layout, seconds = self.profile.units[unit], self.profile.layouts[unit], 0.0
+        """Return the seconds of messages, sums and updates of a unit in one iteration, sent whole, without overlap."""
+        u, layout, link, seconds = self.profile.units[unit], self.profile.layouts[unit], self.profile.link, 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
             times = micro_steps if kind.is_gather and strategy.sharded else 1
             wire = self.profile.wire(kind, layout.elements * layout.width(kind.is_gather))
             seconds += self.update_s(kind, [(unit, layout.elements)])
-            seconds += times * self.link_s(kind, wire)
+            seconds += times * (link.alpha_of(kind) + link.beta_of(kind) * wire)  # alone on the link
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:

@@ -164,13 +164,11 @@ class UnitStorage:
         cuts = zip(self.offsets, self.blocks, strict=True)
         return [owned_part(offset, size, self.parts, rank) for offset, size in cuts]
 
-    def slice_in_shard(self, block: int) -> slice:
-        """Return the slice of the block's part in this rank's shard."""
-        return slice(self.offsets[block] // self.parts, (self.offsets[block] + self.blocks[block]) // self.parts)
-
     def owned_shard(self, block: int) -> Tensor:
         """Return the part of a block that this rank updates [flat]: of the shard, or else of the full parameters."""
-        return self.flat_param[self.owned[block]] if self.shard is None else self.shard[self.slice_in_shard(block)]
+        if self.shard is None:
+            return self.flat_param[self.owned[block]]
+        return self.shard[self.offsets[block] // self.parts : (self.offsets[block] + self.blocks[block]) // self.parts]
 
     def allocate(self) -> None:
         """Allocate the full parameters, if they have no memory. Their values are undefined."""

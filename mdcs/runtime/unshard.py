@@ -82,20 +82,17 @@ class Unsharder:
             storage.guard.close()
 
     def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
-        """Return whole tensors [shape of the parameter] by its name, gathered as by :meth:`gather_flat`."""
-        whole, storage = self.gather_flat(unit, blocks, what), self.storages[unit]
+        """Return whole tensors [shape of the parameter] by its name, gathered as by :meth:`start_gather`."""
+        whole, storage = self.start_gather(unit, blocks, what)(), self.storages[unit]
         return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
-
-    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> Tensor:
-        """Return a whole flat tensor, gathered from this rank's part of each block, flat [elements of the block /
-        parts].
-        """
-        return self.start_gather(unit, blocks, what)()
 
     def start_gather(
         self, unit: int, blocks: dict[int, Tensor], what: str, to: UnitStorage | None = None
     ) -> Callable[[], Tensor]:
-        """Begin :meth:`gather_flat`, or only of what this rank has in ``to``; return what waits for it."""
+        """Begin to gather a flat tensor, or what this rank has of it in ``to``; return what waits for the tensor.
+
+        ``blocks``: this rank's part of each block, flat [elements of the block / parts].
+        """
         storage = self.storages[unit]
         whole = torch.zeros(storage.layout.elements, dtype=next(iter(blocks.values())).dtype, device=storage.device)
         for b, part in blocks.items():

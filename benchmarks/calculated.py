@@ -1,4 +1,4 @@
-"""Write the profile of a cluster that one does not have: calculated as those of docs/published.md, for mdcs plan.
+"""Write the profile of a cluster that one does not have: calculated as those of docs/predictions.md, for mdcs plan.
 
     python -m benchmarks.calculated llama.json       # Llama 3 70B on 256 H100
     python -m benchmarks.calculated llama.json --model Llama-3-8B --devices 64 --node-gbit 400

@@ -21,13 +21,10 @@ from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.pipeline import make_plan
-from mdcs.planner.priority import Priority
 from mdcs.planner.schedulers import as_ready, sequential
-from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Contention, Kind
 from mdcs.profile.recompute import NONE
 from mdcs.profile.schema import Profile
@@ -83,43 +80,6 @@ class BindingSlot:
     slot: str
     bytes: int
     memory: dict[str, int]
-
-
-@dataclass(frozen=True)
-class KeptActivations:
-    """Units that could recompute their activations, but keep them: what recomputation of all of them would change.
-
-    - ``units``: how many.
-    - ``frees_bytes``: decrease of the peak under the sequential schedule.
-    - ``costs_s``: seconds of compute per iteration.
-    - ``step_s``: increase of the step from one plan of greedy and priority to another that recomputes them, within the
-      same budget. None: there are not both.
-    """
-
-    units: int
-    frees_bytes: int
-    costs_s: float
-    step_s: float | None
-
-
-def kept_activations(plan: Plan) -> KeptActivations | None:
-    """Return what recomputation would change where the plan does not recompute. None if it does wherever it can."""
-    profile, now = plan.job.profile, plan.recompute or (NONE,) * len(plan.strategies)
-    options = {o.unit: o for o in sorted(profile.recompute, key=lambda o: o.freed) if now[o.unit] == NONE}
-    if not options:
-        return None
-    recomputing = dataclasses.replace(plan.job, recompute=tuple(
-        options[u].choice if u in options else choice for u, choice in enumerate(now)
-    ))  # fmt: skip
-    frees = PlanningProblem(plan.job, None).peak(plan.strategies) - PlanningProblem(recomputing, None).peak(
-        plan.strategies
-    )
-    longer = None
-    with suppress(InfeasibleBudget):
-        alike = [make_plan(job, Greedy(), Priority(), budget=plan.budget) for job in (plan.job, recomputing)]
-        now_s, then_s = (replay(each).period_s for each in alike)
-        longer = then_s - now_s
-    return KeptActivations(len(options), frees, plan.micro_steps * sum(o.seconds for o in options.values()), longer)
 
 
 def choices(plan: Plan) -> list[UnitChoice]:

@@ -181,7 +181,6 @@ def sweep_table(
 
 def document(plan: Plan) -> dict[str, Any]:
     """Everything that `show` prints, for JSON: seconds and bytes."""
-    kept = explain.kept_activations(plan)
     return {
         "schema": SCHEMA,
         **told(plan),
@@ -189,7 +188,6 @@ def document(plan: Plan) -> dict[str, Any]:
         "ideal_ddp_s": ideal_ddp_s(plan.job.profile, plan.micro_steps),
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
         "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
-        "kept_activations": None if kept is None else dataclasses.asdict(kept),
         "units": [dataclasses.asdict(choice) for choice in explain.choices(plan)],
     }
 
@@ -206,14 +204,6 @@ def show(plan: Plan, console: Console) -> None:
     words = f"{milliseconds(abs(schedule.step_s))} ms {'less' if schedule.step_s <= 0 else 'more'}"
     words += f" and {abs(schedule.peak_bytes) / MIB:.2f} MiB {'less' if schedule.peak_bytes < 0 else 'more'}"
     console.print(f"than the sequential schedule of the same strategies this one takes {words}", highlight=False)
-    if (kept := explain.kept_activations(plan)) is not None:
-        words = f"to recompute them frees {kept.frees_bytes / MIB:.2f} MiB at the peak"
-        words += f" for {kept.costs_s * 1e3:.1f} ms of compute"
-        words += (
-            "" if kept.step_s is None else f", and changes the step of greedy · priority by {kept.step_s * 1e3:+.1f} ms"
-        )
-        console.print(f"{kept.units} units keep their activations: {words}",
-                      highlight=False, soft_wrap=True)  # fmt: skip
     if line := in_words(plan):
         console.print(line, highlight=False, soft_wrap=True)
     if plan.outcome:

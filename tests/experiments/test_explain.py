@@ -8,7 +8,7 @@ import pytest
 
 import mdcs
 from experiments import explain
-from experiments.explain import ScheduleChoice, binding_slot, bounds_of, choices, ideal_ddp_s, kept_activations, schedule_choice
+from experiments.explain import ScheduleChoice, binding_slot, bounds_of, choices, ideal_ddp_s, schedule_choice
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
@@ -21,7 +21,7 @@ from mdcs.profile.link import Contention
 from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
-from tests.mdcs.profiles import chain, link, planned, recomputable
+from tests.mdcs.profiles import chain, link, planned
 
 # Forward takes 1 s and backward 2 s per unit. One rank of two sends 16 bytes of a (1 s) and 32 bytes of b (2 s).
 PROFILE = chain(8, 16, link=link(1 / 16))
@@ -95,25 +95,6 @@ def test_the_binding_slot_is_where_the_sum_is_highest() -> None:
     assert found.bytes <= sum(found.memory.values())
     assert found.bytes == replay(planned(PROFILE, "zero2")).peak["total"]
     assert found.memory["parameters"] == 96
-
-
-def test_what_recomputation_would_free_cost_and_buy() -> None:
-    first, *others = PROFILE.slots
-    kept = replace(PROFILE, slots=(first, *(replace(s, live=1000, peak=1000) for s in others)))
-    plan = planned(recomputable(kept, freed=300, seconds=0.5, peak=0), "fsdp", micro_steps=2)
-    found = kept_activations(plan)
-    assert found is not None and (found.units, found.costs_s) == (2, 2.0)
-    assert found.frees_bytes == 300 and found.step_s is not None
-    assert choices(plan)[0].recompute == "none"
-
-
-def test_where_all_is_recomputed_nothing_is_left_to_free() -> None:
-    profile = recomputable(PROFILE, 0, freed=0, seconds=0.5)
-    assert kept_activations(planned(profile, "dp", recompute=("full", "none"))) is None
-    assert kept_activations(planned(PROFILE, "dp")) is None
-    kept = kept_activations(planned(profile, "dp"))
-    assert kept is not None and (kept.units, kept.frees_bytes, kept.costs_s) == (1, 0, 0.5)
-    assert kept.step_s is not None and kept.step_s >= 0.5
 
 
 @pytest.mark.slow

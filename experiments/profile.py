@@ -3,7 +3,7 @@
     mdcs profile model=gpt2-small link=emulated link.rate_gbit=10
     mdcs profile model=gpt2-small profile.refresh=true
 
-The command line is that of `train.py`. A profile that an equal job has measured is shown again, unless
+The command line is that of `mdcs train`. A profile that an equal job has measured is shown again, unless
 `profile.refresh=true` measures anew.
 """
 

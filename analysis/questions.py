@@ -273,7 +273,7 @@ def settings(rows: pd.DataFrame) -> pd.Series:
 def setting_axis(frame: pd.DataFrame) -> str | None:
     """The swept number that most values were drawn of, if any: what step time can be drawn over."""
     rows = drawn(frame)
-    counts = {key: len(set(numbers(rows[key]).dropna())) for key in swept(rows) if not is_seed(key)}
+    counts = {key: numbers(rows[key]).nunique() for key in swept(rows) if not is_seed(key)}
     best = max(counts, key=lambda key: counts[key], default=None)
     return best if best is not None and counts[best] >= 2 else None
 
@@ -312,13 +312,9 @@ def plateau(frame: pd.DataFrame, time: str = "step_s") -> tuple[float, float]:
 
 def share_curves(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """The sub-sweeps that are trade-off curves: one workload, one budget, two shares or more; most shares first."""
-    curves = []
-    for _, rows in workloads(frame):
-        with_share = rows[rows["schedule_share"].notna()]
-        for _, curve in with_share.groupby("budget_bytes", dropna=False):
-            if _most_shares(curve) >= 2:
-                curves.append(curve)
-    return sorted(curves, key=lambda curve: -_most_shares(curve))
+    known = [rows[rows["schedule_share"].notna()] for _, rows in workloads(frame)]
+    curves = [curve for rows in known for _, curve in rows.groupby("budget_bytes", dropna=False)]
+    return sorted((curve for curve in curves if _most_shares(curve) >= 2), key=lambda curve: -_most_shares(curve))
 
 
 def _most_shares(curve: pd.DataFrame) -> int:

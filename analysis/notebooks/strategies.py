@@ -12,8 +12,7 @@ RUNS = "tests/analysis/sweep/plans"
 # %%
 # %matplotlib inline
 import analysis
-from analysis import pictures, questions
-from mdcs.sizes import MIB
+from analysis import page, pictures, questions
 
 frame = analysis.runs(RUNS)
 workload, rows = questions.workloads(frame)[0]
@@ -47,19 +46,8 @@ pictures.step_time_over_memory(rows)
 # Also one that was made for a smaller budget, where that was faster.
 
 # %%
-best = questions.best_within_budgets(rows)
-best_plans = best.assign(
-    within=best["within_bytes"].map(questions.budget_words),
-    plan=best.apply(questions.label, axis=1),
-    share=best["schedule_share"],
-    **{
-        "step ms": best["step_s"] * 1e3, "predicted ms": best["predicted_step_s"] * 1e3,
-        "exposed ms": best["exposed_s"] * 1e3, "peak MiB": best["peak_bytes"] / MIB,
-    },
-)[
-    ["within", "plan", "share", "step ms", "predicted ms", "exposed ms", "overlap_ratio", "peak MiB", "folder"]
-]  # fmt: skip
-best_plans.round(3).reset_index(drop=True)
+best_plans = page.best_plans(rows)
+best_plans
 
 # %% [markdown]
 # ## What was not measured

@@ -43,7 +43,7 @@ def test_strategies_schedulers_and_budgets(monkeypatch):
     assert list(made["table"].columns) == ["budget 24.02 MiB", "budget 26.2 MiB", "budget 30.57 MiB", "no budget"]
     assert made["table"].loc["joint", "budget 26.2 MiB"] == "86 (80–91)*"
     assert [sum(cell.endswith("*") for cell in made["table"][column]) for column in made["table"]] == [1, 1, 1, 1]
-    assert list(made["best_plans"]["plan"]) == ["greedy · priority", "joint", "joint", "dp · wfbp"]
+    assert list(made["best_plans"]["scheduler"]) == ["priority", "joint", "joint", "wfbp"]
     assert list(made["failed"]["status"]) == ["failed"]
 
 

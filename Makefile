@@ -39,13 +39,14 @@ bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interl
 results: $(STAMP) ## measure mdcs beside other engines, five rounds in turns, and write docs/results.md (an hour)
 	$(RUN) -m benchmarks.results
 
-published scale shares planners replays: $(STAMP)
+published scale shares robustness planners replays: $(STAMP)
 published: ## predict runs that others have published, and write docs/predictions.md (seconds)
 scale: ## predict what mdcs gains for Llama 3 on large clusters, and write docs/predictions.md (minutes)
 shares: ## predict where memory is best divided between strategies and schedule, and write docs/predictions.md (minutes)
+robustness: ## predict what plans lose where costs are shaken, and write docs/predictions.md (minutes)
 planners: ## compare joint with heuristics and its proven bound on seeded instances (minutes)
 replays: ## measure how many plans the simulator replays in a second
-published scale shares planners:
+published scale shares robustness planners:
 	$(RUN) -m benchmarks.$@
 replays:
 	$(RUN) -m benchmarks.planners --replays

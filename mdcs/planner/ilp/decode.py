@@ -234,6 +234,8 @@ def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecis
     for strategies, recompute in near:
         problem = realistic.decided(recompute)
         for width, tight in itertools.islice(_finer(request, problem), 1, None):
+            if time.monotonic() > request.at(SOLVING):
+                return
             model = SlotModel(problem, fixed=strategies, width=width, tight=tight)
             model.prefer_lean()
             answer = _solved(request, model, relax=True)
@@ -293,13 +295,9 @@ def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[
     problem = request.problem.decided(decision.recompute) if request.problem.recomputes else request.problem
     mix = problem.mix(decision.strategies)
     for blocks in dict.fromkeys(mix.partition(size) if size else mix.unpartitioned_blocks() for size in sizes):
-        yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)))
-
-
-def fitted(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan fitted to the budget, or nothing."""
-    with contextlib.suppress(PlanError):
-        yield plan if problem.budget is None else repair(plan, problem.budget)
+        plan = settled(mix, request.name, blocks, decision.windows(mix))
+        with contextlib.suppress(PlanError):
+            yield plan if problem.budget is None else repair(plan, problem.budget)
 
 
 def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:

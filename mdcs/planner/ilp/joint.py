@@ -34,7 +34,6 @@ from mdcs.planner.ilp.decode import (
     SOLVING,
     SearchRequest,
     SolverResult,
-    fitted,
     solve_bound,
     solve_relaxed,
     solve_whole,
@@ -50,8 +49,8 @@ from mdcs.sizes import MIB
 
 # HiGHS solves up to 60 slots often (not if recomputation is open). Beyond, the relaxation gives the better plans.
 _WHOLE = 60
-_SHARES = (0.25, 0.0, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
-_HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
+_HEURISTICS, _SEARCH, _MERGING = 0.3, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
 
 
@@ -140,14 +139,19 @@ def _solve_beside_race(
 
 
 def heuristics(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
-    """Yield the plans of the best heuristics, few messages first: greedy mixes for several shares of the budget, or the
-    fixed mix.
+    """Yield the plans of the best heuristics, fitted to the budget: greedy mixes for several shares of the budget, or
+    the fixed mix.
     """
-    mixes = list(dict.fromkeys(_mixes(problem, fixed)))
     coarse = Priority(COARSER * problem.profile.block / MIB)
-    for scheduler in (Dear(), Wfbp(), coarse, Priority()):
-        for mix in mixes:
-            yield from fitted(problem, scheduler.schedule(mix))
+    mixes: dict[StrategyAssignment, None] = {}
+    for scheduler in (coarse, Dear(), Wfbp(), Priority()):
+        for mix in list(mixes) or _mixes(problem, fixed):
+            if scheduler is coarse and mix in mixes:
+                continue
+            mixes[mix] = None
+            with contextlib.suppress(PlanError):
+                plan = scheduler.schedule(mix)
+                yield plan if problem.budget is None else fastest_repair(plan, problem.budget)
 
 
 def _mixes(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[StrategyAssignment]:

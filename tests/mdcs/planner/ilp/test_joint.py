@@ -149,6 +149,17 @@ def started() -> tuple[PlanningProblem, list[search.EvaluatedPlan]]:
     return problem, list(map(search.evaluate, coarse))
 
 
+@pytest.mark.parametrize(
+    ("thousands", "factor"), [((30, 10, 20, 40, 10, 20, 30, 30), 1.1), ((80, 10, 10, 80, 10, 10, 80, 10), 1.25)]
+)
+def test_joint_starts_from_plans_as_good_as_those_of_the_heuristic_alone(thousands: Sequence[int], factor: float) -> None:
+    profile = chain(*[1000 * each for each in thousands], link=link(8e-6, depth=2, block=1 << 13), live=1000)
+    problem = PlanningProblem(Job(profile), int(factor * mdcs.floor_bytes(profile)))
+    alone = mdcs.make_plan(profile, Greedy(), SCHEDULERS["priority"](), budget=problem.budget)
+    assert alone.prediction is not None
+    assert min(replay(plan).period_s for plan in heuristics(problem, None)) <= alone.prediction.step_s * (1 + 1e-9)
+
+
 def request(problem: PlanningProblem, seconds: float, block: int = 1 << 14) -> SearchRequest:
     return SearchRequest(problem, "joint", None, seconds, block, True, time.monotonic())
 

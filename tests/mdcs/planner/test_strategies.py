@@ -131,7 +131,8 @@ def test_greedy_is_never_slower_than_all_fsdp_and_fits(job: Job, factor: float |
     problem = replace(job.problem, budget=budget)
     mix = Greedy().choose(problem).strategies
     assert problem.fits(mix)
-    assert step_s(problem, mix) <= step_s(problem, (fsdp,) * len(mix)) + 1e-9
+    if problem.fits(all_fsdp := (fsdp,) * len(mix)):
+        assert step_s(problem, mix) <= step_s(problem, all_fsdp) + 1e-9
 
 
 @examples(40)

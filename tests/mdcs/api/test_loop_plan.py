@@ -374,7 +374,8 @@ def closed_in_pieces(meta: bool) -> tuple[list[str], str]:
     with torch.device("meta" if meta else "cpu"):
         model = blocks()
     optimizer = torch.optim.Adam(model.parameters())
-    limit = int(0.72 * whole_bytes(mdcs.partition(model), Optimizers(optimizer)))
+    # all zero2 takes 5/8, so some unit is sharded in any plan
+    limit = int(0.6 * whole_bytes(mdcs.partition(model), Optimizers(optimizer)))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")

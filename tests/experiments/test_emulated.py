@@ -107,11 +107,3 @@ def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
         with checks.composing():
             checks.compose_config([*given, *overrides.split()])
     assert str(caught.value) == message
-
-
-def test_emulated_ranks_have_no_collectives_to_compare(tmp_path, monkeypatch, capsys):
-    from experiments import collectives
-
-    monkeypatch.setattr("sys.argv", ["collectives.py", *EMULATED, f"hydra.run.dir={tmp_path}"])
-    assert collectives.main() == 1
-    assert "cluster.name: emulated ranks send nothing to compare" in capsys.readouterr().err

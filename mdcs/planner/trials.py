@@ -159,7 +159,7 @@ def _predicted_s(plan: Plan) -> float:
 _TAIL = 0.02  # chance that the fastest of equal candidates counts as faster than some other one after a round
 _SPLIT = 10  # steps from which two candidates take turns twice
 _EXACT = 1e-9  # relative difference of steps that counts as none
-_SPIKE = 0.1  # a step counts at most so much longer than the shortest of its candidate
+_SPIKE = 0.1  # a step counts at most so much longer than the shortest counted one of its candidate
 
 
 class Standing(NamedTuple):
@@ -199,7 +199,6 @@ class SuccessiveHalving:
             raise ValueError(f"{count} candidates need at least 1 candidate and 2 steps each, got {steps} steps")
         self._count, self._left = count, steps
         self._seconds: list[tuple[int, int, float]] = []  # (candidate, round, seconds) of each counted step
-        self._shortest = [math.inf] * count  # seconds of any step, counted or not
         self._dropped: dict[int, int] = {}
         self._round, self._counted = 0, 0  # steps counted of this turn
         self._is_warm = False  # whether the candidate ran in the step before
@@ -225,7 +224,6 @@ class SuccessiveHalving:
         if self.winner is not None:
             return
         self._left -= 1
-        self._shortest[self._turns[0]] = min(seconds, self._shortest[self._turns[0]])
         if not self._is_warm:
             self._is_warm = True
             return
@@ -285,8 +283,9 @@ class SuccessiveHalving:
 
         Least squares: a step takes what its candidate and its round take. So candidates are compared within rounds.
         """
-        # What disturbed a step is cut off.
-        rows = [(c, r, min(s, (1 + _SPIKE) * self._shortest[c])) for c, r, s in self._seconds]
+        shortest = {c: min(s for each, _, s in self._seconds if each == c) for c, *_ in self._seconds}
+        # What disturbed a step is cut off. The first step of a turn is no measure: it waits for no step before it.
+        rows = [(c, r, min(s, (1 + _SPIKE) * shortest[c])) for c, r, s in self._seconds]
         columns = {
             key: i
             for i, key in enumerate(sorted({("candidate", c) for c, _, _ in rows} | {("round", r) for _, r, _ in rows}))

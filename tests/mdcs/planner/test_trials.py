@@ -81,24 +81,31 @@ def test_recomputation_goes_a_step_up_and_down_only_where_the_plan_decides_it() 
 # ---- successive halving
 
 
-def halved(means: list[float], noise: float, seed: int, drift: float = 0.0, steps: int = 22) -> tuple[SuccessiveHalving, int]:
-    """The end of a run whose steps take these seconds, the first after a switch 5 % more, and its number of steps."""
+def halved(
+    means: list[float], noise: float, seed: int, drift: float = 0.0, steps: int = 22, first: float | None = None
+) -> tuple[SuccessiveHalving, int]:
+    """The end of a run whose steps take these seconds, the first after a switch ``first`` or 5 % more, and its number of
+    steps.
+    """
     rng, halving, before, count = random.Random(seed), SuccessiveHalving(len(means), steps=steps), -1, 0
     while halving.winner is None:
         now = halving.current
-        usual = means[now] * (1 + drift * count / steps) * (1.05 if now != before else 1)
+        usual = means[now] * (1 + drift * count / steps)
+        if now != before:
+            usual = first or 1.05 * usual
         halving.add(usual * (1 + rng.gauss(0, noise)))
         before, count = now, count + 1
     return halving, count
 
 
+@pytest.mark.parametrize("first", [None, 0.7])  # it changes the plan, but waits for no step before it
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_the_best_is_found_within_a_percent(count: int) -> None:
+def test_the_best_is_found_within_a_percent(count: int, first: float | None) -> None:
     good = 0
     for seed in range(100):
         rng = random.Random(seed)
         means = [1 + rng.uniform(0, 0.15) for _ in range(count)]
-        halving, taken = halved(means, 0.005, seed, drift=0.01)
+        halving, taken = halved(means, 0.005, seed, drift=0.01, first=first)
         assert taken <= 22 and halving.winner is not None
         good += means[halving.winner] <= 1.01 * min(means)
     assert good >= 95

@@ -95,7 +95,7 @@ class CostModel:
             times = micro_steps if kind.is_gather and strategy.sharded else 1
             wire = self.profile.wire(kind, layout.elements * layout.width(kind.is_gather))
             seconds += self.update_s(kind, [(unit, layout.elements)])
-            seconds += times * (max(link.alpha_of(kind), link.gap_of(kind)) + link.beta_of(kind) * wire)
+            seconds += times * (link.alpha_of(kind) + link.beta_of(kind) * wire)  # alone on the link
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:

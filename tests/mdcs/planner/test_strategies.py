@@ -131,7 +131,8 @@ def test_greedy_is_never_slower_than_all_fsdp_and_fits(job: Job, factor: float |
     problem = replace(job.problem, budget=budget)
     mix = Greedy().choose(problem).strategies
     assert problem.fits(mix)
-    if problem.fits(all_fsdp := (fsdp,) * len(mix)):
+    link = job.profile.link  # a gap beyond the latency depends on when the message before was sent, so units do not add up
+    if problem.fits(all_fsdp := (fsdp,) * len(mix)) and all(g <= a for g, a in zip(link.gap, link.alpha, strict=True)):
         assert step_s(problem, mix) <= step_s(problem, all_fsdp) + 1e-9
 
 

@@ -163,7 +163,7 @@ def _noted(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _notes(rows: pd.DataFrame) -> Iterator[str]:
-    """What is said below the table of these runs: spreads of repetitions and of runs of one plan, and reasons."""
+    """Lines below the table of these runs: spreads of repetitions and of runs of one plan, and reasons."""
     several = [(f"runs of {name}", "", runs) for name, runs in ask.repeated(rows)]
     for runs in ask.alike(rows):
         if (settings := ask.settings(runs)).nunique() > 1:  # else they are repetitions

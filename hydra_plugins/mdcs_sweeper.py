@@ -117,9 +117,7 @@ def _grid(overrides: Sequence[Override]) -> list[list[str]]:
         elif each.is_discrete_sweep():
             axes[key] = [f"{key}={value}" for value in each.sweep_string_iterator()]
         else:
-            raise HydraException(
-                f"{key}: a grid needs values, got {each.input_line}; hydra/sweeper=optuna takes intervals"
-            )
+            raise HydraException(f"{key}: a grid needs values, got {each.input_line}; list them, as in {key}=1,2")
     return [list(job) for job in itertools.product(*axes.values())]
 
 

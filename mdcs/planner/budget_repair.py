@@ -1,8 +1,8 @@
 """Fit a schedule to a byte budget: gathers as late as the bytes ask for, and if that is not enough, tighter messages.
 
 The planner makes these changes, so that admission at run time never changes the order on the wire and no plan can
-deadlock (:func:`mdcs.plan.ledger.check`). The last resort is the sequential schedule of
-the mix, by which mixes are judged.
+deadlock (:func:`mdcs.plan.ledger.check`). The last resort is the sequential schedule of the mix, by
+which mixes are judged.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Run:
         return _read_timeline(self.folder / "predicted_timeline.json")
 
     def row(self) -> dict[str, Any]:
-        """This run as a row with `COLUMNS` and its settings; what is not known is None."""
+        """Return this run as a row with `COLUMNS` and its settings; what is not known is None."""
         row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(self.settings)
         row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
@@ -214,7 +214,7 @@ _CHOSEN = {"model": "model", "strategy": "strategy", "scheduler": "scheduler", "
 
 
 def _is_swept(frame: pd.DataFrame, key: str) -> bool:
-    """Whether runs of one workload, which chose the same option of the setting's group, differ in a setting."""
+    """Return whether runs of one workload, which chose the same option of the setting's group, differ in a setting."""
     chosen = _CHOSEN.get(key.partition(".")[0], key)
     by = [frame[each].map(str) for each in (*WORKLOAD, *({chosen} - {key})) if each in frame]
     return bool(frame[key].dropna().map(repr).groupby(by).nunique().gt(1).any())

@@ -120,7 +120,7 @@ def swept(frame: pd.DataFrame | pd.Series) -> list[str]:
 
 
 def label(row: pd.Series | dict, *, without: str = "") -> str:
-    """How a run was made, in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in
+    """Name a run in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in
     it, nor the setting `without`, nor an option that is none.
     """
     strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
@@ -212,7 +212,7 @@ def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
 
 
 def ends(points: pd.DataFrame, best: pd.Series, time: str) -> str:
-    """How much longer both ends of the curve of the fastest take, in words; empty where the fastest is an end."""
+    """Say how much longer both ends of the fastest run's curve take; empty where the fastest is an end."""
     curve = points[points["label"] == best["label"]].sort_values("schedule_share")
     first, last = curve.iloc[0], curve.iloc[-1]
     if best["schedule_share"] in (first["schedule_share"], last["schedule_share"]):
@@ -242,7 +242,7 @@ def named(frame: pd.DataFrame) -> set[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """In words of three digits or more; empty for what is not known."""
+    """Return milliseconds as text of three digits or more; empty for an unknown value."""
     of = seconds * 1e3
     return "" if pd.isna(of) else f"{of:.0f}" if of >= 1000 else f"{of:.1f}" if of >= 10 else f"{of:.2f}"
 
@@ -322,7 +322,7 @@ def _most_shares(curve: pd.DataFrame) -> int:
 
 
 def has_memory_axis(frame: pd.DataFrame) -> bool:
-    """Whether runs of this sweep differ in their budget (no budget counts as one) or engine."""
+    """Return whether runs of this sweep differ in their budget (no budget counts as one) or engine."""
     rows = drawn(frame)
     return rows["budget_bytes"].nunique(dropna=False) >= 2 or rows["engine"].nunique() >= 2
 
@@ -339,7 +339,7 @@ def best_run(frame: pd.DataFrame) -> pd.Series | None:
 
 
 def best_within_budgets(frame: pd.DataFrame) -> pd.DataFrame:
-    """For each budget of a workload, the smallest first and none last, the row of least measured step time within it.
+    """Return the row of least measured step time for each budget of a workload, the smallest first and none last.
 
     A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about.
     Repetitions count by their median.
@@ -373,7 +373,7 @@ def short(key: str, keys: Iterable[str]) -> str:
 
 
 def is_seed(key: str) -> bool:
-    """Whether runs that differ in this setting alone are repetitions of each other."""
+    """Return whether runs that differ in this setting alone are repetitions of each other."""
     return key.rpartition(".")[2] == "seed"
 
 

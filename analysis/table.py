@@ -84,7 +84,7 @@ def write_csv(frame: pd.DataFrame, path: str | Path) -> Path:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """In words, with one decimal; a dash for what is not known or not finite."""
+    """Return milliseconds as text with one decimal; a dash for a value that is unknown or not finite."""
     return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
 
 

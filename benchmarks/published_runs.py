@@ -182,7 +182,7 @@ class Predicted:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits on the device."""
+        """Return whether the run fits on the device."""
         return self.needed <= self.case.device.memory_gib * GIB
 
 

@@ -152,7 +152,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def is_ablation(result: Result) -> bool:
-    """Whether all candidates are plans of mdcs."""
+    """Return whether all candidates are plans of mdcs."""
     return all(each["plans"] for each in result["comparison"]["candidates"])
 
 

@@ -78,7 +78,7 @@ def instance(name: str) -> dict[str, Any]:
 
 @style.styled
 def draw(document: dict[str, Any]) -> Figure:
-    """How many draws a plan is at most so much slower in, a line per planner and axes per instance."""
+    """Draw the number of draws in which a plan is at most so much slower: a line per planner, axes per instance."""
     names = [name.partition(" · ") for name in document["points"][0]["slower"]]
     colours, dashes = style.palette(name for name, *_ in names), {"priority": "--", "dear": ":", "wfbp": "-.", "": "-"}
     looks = {"".join(name): {"color": colours[name[0]]["color"], "ls": dashes[name[2]]} for name in names}

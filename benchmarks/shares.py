@@ -105,7 +105,7 @@ def points() -> list[dict[str, Any]]:
 
 
 def best(found: dict[str, Any]) -> tuple[str, float, float]:
-    """Where the best share is, the smallest such share, and how much longer the faster end takes, as a fraction.
+    """Return the place of the best share, the smallest such share, and the fraction by which the faster end is slower.
 
     Steps within 1 % of the least count as equal: where both ends are, no share matters; where one is, it is the best.
     """

@@ -35,7 +35,7 @@ class MdcsStrategy(DDPStrategy):
         self._evaluating = ExitStack()
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped: units have hooks."""
+        """Wrap nothing: units have hooks."""
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -1,4 +1,4 @@
-"""Who takes turns in a comparison (`experiments/compare.py`): names, and configs made of overrides of one job."""
+"""Candidates of a comparison (`experiments/compare.py`): names, and configs made of overrides of one job."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def candidates(
 
 
 def _combined(over: Sequence[str], varied: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """These candidates, each plan with every combination of the values of `compare.over`."""
+    """Return these candidates, each plan with every combination of the values of `compare.over`."""
     combinations = [*expand({"": shlex.join(over)})]
     made = {}
     for name, words in varied.items():
@@ -133,7 +133,7 @@ def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def _is_engine(overrides: Iterable[str]) -> bool:
-    """Whether the overrides choose an engine without a plan."""
+    """Return whether the overrides choose an engine without a plan."""
     return any(each.startswith("engine=") and each != "engine=mdcs" for each in overrides)
 
 

@@ -159,7 +159,7 @@ class Comparison:
         return ""
 
     def _recomputes(self, candidate: Candidate) -> bool:
-        """Whether no plan of the candidate keeps its budget without recomputation, which it may choose."""
+        """Return whether no plan of the candidate keeps its budget without recomputation, which it may choose."""
         limit = self._limit(candidate.budget, candidate.name)
         return candidate.config.recompute == AUTO and limit is not None and limit < self.floors[candidate.name]
 

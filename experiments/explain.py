@@ -61,7 +61,7 @@ class UnitChoice:
 
     @property
     def is_better(self) -> bool:
-        """Whether the changed plan is faster, by more than rounding, and keeps the budget."""
+        """Return whether the changed plan is faster, by more than rounding, and keeps the budget."""
         return self.step_s is not None and self.step_s < -1e-6
 
 

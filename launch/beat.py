@@ -95,7 +95,7 @@ class Watched:
         return [self._own(), *others]
 
     def ended(self) -> bool:
-        """Whether every rank has left the job."""
+        """Return whether every rank has left the job."""
         return None not in self._codes()
 
     def poll(self) -> int | None:

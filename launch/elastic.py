@@ -74,7 +74,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """Outcome of a job.
 
     - ok: whether every rank ended well.
     - reason: one line; empty if ok.

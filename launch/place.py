@@ -55,7 +55,7 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place, or None if nobody started it as a rank. Raises NoPlace."""
+    """Return this process's place, or None if nobody started it as a rank. Raises NoPlace."""
     of = {"torchrun": _of_torchrun, "srun": _of_srun}.get(_starter(environment))
     return None if of is None else of(environment)
 
@@ -76,7 +76,7 @@ def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _starter(environment: Mapping[str, str]) -> str:
-    """Who started this process as a rank: torchrun, srun, or nobody (an empty text)."""
+    """Return the starter of this process as a rank: torchrun, srun, or an empty text."""
     if AGENT_PID in environment:  # a rank of ours
         return ""
     if all(key in environment for key in _TORCHRUN):

@@ -36,7 +36,7 @@ def terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def expected() -> bool:
-    """Whether this job continues later after a signal to stop."""
+    """Return whether this job continues later after a signal to stop."""
     return REQUEUE in os.environ
 
 
@@ -70,7 +70,7 @@ def requeue() -> str:
 
 
 def restarted() -> bool:
-    """Whether SLURM has started this job before."""
+    """Return whether SLURM has started this job before."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
 
 

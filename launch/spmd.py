@@ -72,7 +72,7 @@ class Job:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this host sees the job's folder."""
+        """Return whether this host sees the job's folder."""
         try:
             known = json.loads((Path(self.folder) / _SEEN).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -81,7 +81,7 @@ class Job:
 
 
 class Ranks:
-    """This process among those of a program. Raises `launch.place.NoPlace` where the others cannot be reached.
+    """Ranks of a program, seen from this process. Raises `launch.place.NoPlace` where the others cannot be reached.
 
     prepare: makes a job's files and environment on a rank.
     """

@@ -93,7 +93,7 @@ def pacer_for(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes:
 
 @dataclass(frozen=True)
 class Emulation:
-    """This process is rank ``rank`` of ``world``. Raises ValueError for a rank outside of the world."""
+    """One process in the place of rank ``rank`` of ``world``. Raises ValueError for a rank outside of the world."""
 
     rank: int
     world: int

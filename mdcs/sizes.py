@@ -70,7 +70,7 @@ class Budget:
 
     @property
     def is_limit(self) -> bool:
-        """Whether there is a limit."""
+        """Return whether there is a limit."""
         return self != Budget()
 
     def bytes(self, ddp: Callable[[], int], floor: Callable[[], int]) -> int | None:

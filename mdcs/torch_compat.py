@@ -87,7 +87,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def will_get_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the backward pass that calls this will come to the parameter. Exact: the pass has walked its graph."""
+    """Return whether the running backward pass will reach the parameter. Exact: the pass has walked its graph."""
     if not parameter.requires_grad:  # frozen since the run began
         return False
     with without_torch_function():
@@ -99,12 +99,12 @@ def will_get_gradient(parameter: nn.Parameter) -> bool:
 
 
 def in_function_forward() -> bool:
-    """Whether this runs in the forward of a custom autograd function, as of a reentrant checkpoint; not no_grad()."""
+    """Return whether this runs in the forward of a custom autograd function (a reentrant checkpoint); not no_grad()."""
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def may_hold_checkpoints() -> bool:
-    """Whether reentrant checkpoints may run in this backward pass: not in autograd.grad, nor with ``inputs=``."""
+    """Return whether this backward pass may run reentrant checkpoints: not autograd.grad, nor ``inputs=``."""
     return bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
 
 
@@ -121,7 +121,7 @@ def transforms() -> list[str]:
 
 
 def is_backward_compiled() -> bool:
-    """Whether compiled autograd is on: it calls hooks while it traces."""
+    """Return whether compiled autograd is on: it calls hooks while it traces."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and bool(getattr(compiled, "compiled_autograd_enabled", False))
 
@@ -194,7 +194,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch records: named ranges cost time that nobody sees otherwise."""
+    """Return whether a profiler of torch records: named ranges cost time that nobody sees otherwise."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -226,7 +226,7 @@ def count_as_scheduled(step: Any) -> None:
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether a module is a normalization with running statistics: forward in training does not read them."""
+    """Return whether a module is a normalization with running statistics: forward in training does not read them."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
@@ -264,7 +264,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def nccl_keeps_buffers() -> bool:
-    """Whether NCCL groups call ``record_stream`` on their buffers (before torch 2.8): memory is then freed late."""
+    """Return whether NCCL groups call ``record_stream`` on buffers (before torch 2.8), which frees memory late."""
     return VERSION < (2, 8)
 
 

@@ -45,7 +45,7 @@ def write_page(frame: pd.DataFrame, path: str | Path, title: str = "sweep") -> P
 
 
 def provenance(frame: pd.DataFrame) -> dict[str, str]:
-    """When, where and of what the runs are: all different values."""
+    """Return when and where the runs were made, and of what: all different values."""
     times = pd.to_datetime(frame["time"].agg(["min", "max"]).dropna(), unit="s").dt.strftime("%Y-%m-%d %H:%M UTC")
     told = {"date": " to ".join(times.unique())}
     told |= {key: ", ".join(map(str, frame[key].dropna().unique())) for key in PROVENANCE[1:]}

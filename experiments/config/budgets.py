@@ -51,7 +51,7 @@ def _budget(config_path: str) -> Budget | None:
 
 
 class BudgetPath(SearchPathPlugin):
-    """Has Hydra look for options among the budgets in words, too."""
+    """Search path with which Hydra also finds budgets that are written as words."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="mdcs", path=f"{BudgetSource.scheme()}://")

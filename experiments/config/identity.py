@@ -81,7 +81,7 @@ def machine_identity(config: Config) -> dict[str, str]:
 
 
 def measures_recomputation(config: Config) -> bool:
-    """Whether a profile measures recomputation whatever the budget is."""
+    """Return whether a profile measures recomputation whatever the budget is."""
     return config.recompute not in (KEEP, AUTO)
 
 

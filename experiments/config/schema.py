@@ -74,7 +74,7 @@ class BudgetConfig:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a limit."""
+        """Return whether there is a limit."""
         return self.value.is_limit
 
     @property
@@ -187,7 +187,7 @@ class ProfileConfig:
 
     @property
     def measures(self) -> bool:
-        """Whether the job measures its profile, or reuses that of an equal job."""
+        """Return whether the job measures its profile, or reuses that of an equal job."""
         return self.path is None
 
 
@@ -233,7 +233,7 @@ class RunConfig:
 
 @dataclass
 class SweepConfig:
-    """How a repeated sweep treats the runs in its folder. A single job may not set these keys."""
+    """Treatment of the runs in the folder of a repeated sweep. A single job may not set these keys."""
 
     force: bool = option(False, "run every job, also those that the folder has runs of")
     retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")

@@ -111,7 +111,7 @@ def _hand_over(ended: Any, flat: Any, reduced: Any) -> None:
 
 @dataclass(frozen=True)
 class DataParallel(EngineOptions):
-    """It shows neither messages nor waits. Outputs are gathered on the first device, which computes the loss."""
+    """Options of torch's DataParallel. Messages and waits are not recorded; the first device computes the loss."""
 
     name = "dataparallel"
     needs_cuda = True

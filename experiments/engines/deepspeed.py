@@ -27,7 +27,7 @@ class Deepspeed(EngineOptions):
 
     @property
     def label(self) -> str:
-        """For instance "deepspeed 3"."""
+        """Label in tables, for instance "deepspeed 3"."""
         return f"{self.name} {self.stage}"
 
     def require(self) -> None:

@@ -56,7 +56,7 @@ class Fsdp2(EngineOptions):
 
     @property
     def label(self) -> str:
-        """For instance "fsdp2 never all_to_all 2"."""
+        """Label in tables, for instance "fsdp2 never all_to_all 2"."""
         values = ("plan" if self.plan else self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch)
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 

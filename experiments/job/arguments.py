@@ -18,7 +18,7 @@ from mdcs.planner.registry import decides_schedule
 
 
 def submits(arguments: Sequence[str]) -> bool:
-    """Whether a command line without `-m` submits a job, and does not only show something."""
+    """Return whether a command line without `-m` submits a job, and does not only show something."""
     shows = {"-h", "--help", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
     no = {"-m", "--multirun", "hydra.mode=RUN"} | shows
     launches = any(each.startswith(("hydra/launcher=mdcs_", "hydra/launcher=slurm_")) for each in arguments)

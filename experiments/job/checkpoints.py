@@ -51,12 +51,12 @@ def require_same_model(config: Config, folder: Path, model: nn.Module) -> None:
 
 
 def any_in(folder: Path) -> bool:
-    """Whether a run's folder has a checkpoint."""
+    """Return whether a run's folder has a checkpoint."""
     return any((folder / FOLDER).glob("step-*"))
 
 
 def resumes(config: Config, folder: Path) -> bool:
-    """Whether a run goes on from a checkpoint. Collective."""
+    """Return whether a run goes on from a checkpoint. Collective."""
     from mdcs.profiler.consensus import on_rank_zero  # the folders of other ranks may be temporary
 
     return config.run.resume is not None and on_rank_zero(lambda: config.run.resume != "auto" or any_in(folder))
@@ -98,7 +98,7 @@ class Checkpoints:
         return int(resumed.step)
 
     def due(self, step: int) -> bool:
-        """Whether to write a checkpoint after this step: every `run.save_every` steps, and after the last step."""
+        """Return whether to write a checkpoint after this step: every `run.save_every` steps, and after the last."""
         every = self._run.save_every
         return every is not None and (step % every == 0 or step == self._run.steps)
 

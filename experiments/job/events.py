@@ -76,7 +76,7 @@ def command_began() -> float:
 
 @cache
 def provenance() -> dict[str, str | None]:
-    """Where a job's figures come from. commit: of this checkout, with a "+" if files differ from it; None without git.
+    """Return the origin of a job's figures. commit: this checkout's, with "+" if files differ; None without git.
     """
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:

@@ -56,7 +56,7 @@ def run(folder: Path, what: str = TRAIN) -> int:
 
 
 def _needs_recomputation(config: Config, folder: Path) -> bool:
-    """Whether a job that waits for the profile in the folder has a budget that only recomputation keeps."""
+    """Return whether a job that waits for the profile in the folder has a budget that only recomputation keeps."""
     profile, file = cache.read(folder / "profile.json"), folder / BUDGETS
     if profile is None or not file.exists():
         return False

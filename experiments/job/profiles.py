@@ -71,12 +71,12 @@ class Profiles:
 
 
 def measures(config: Config) -> bool:
-    """Whether a job needs a measured profile."""
+    """Return whether a job needs a measured profile."""
     return config.profile.measures and config.engine.plans
 
 
 def is_short(config: Config, profile: Profile, *others: Budget) -> bool:
-    """Whether the config's budget, or one of others, needs recomputation, and the profile knows nothing of it."""
+    """Return whether the config's budget, or one of others, needs recomputation that the profile does not have."""
     job = job_of(config, profile)
     return config.recompute == AUTO and any(lacks_recomputation(job, each) for each in (config.budget.value, *others))
 

@@ -38,7 +38,7 @@ from mdcs.profile.schema import Profile
 
 
 class Infeasible(Exception):
-    """No plan of a job keeps its budget. The message has the smallest budget that one keeps."""
+    """Error: no plan of a job keeps its budget. The message has the smallest budget that one keeps."""
 
 
 Start = Callable[..., Outcome]

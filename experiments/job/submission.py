@@ -55,7 +55,7 @@ def launcher_of(settings: Any) -> dict[str, Any] | None:
 
 
 def starts_its_ranks(launcher: Mapping[str, Any]) -> bool:
-    """Whether a submitted job is one process that starts its ranks, not a process per rank."""
+    """Return whether a submitted job is one process that starts its ranks, not a process per rank."""
     return bool(launcher["nodes"] * launcher["ranks_per_node"] == 1)
 
 

@@ -35,7 +35,7 @@ _ENDED = (record.OK, record.FAILED, record.INFEASIBLE)
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended.
+    """Outcome of a job.
 
     - status: ok, failed, infeasible (no plan keeps its budget), invalid (its config is wrong; it has no folder), left
       out (after a job that failed), or submitted (it has not ended).

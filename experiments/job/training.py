@@ -151,7 +151,7 @@ class Stop:
         self._last, self._since, self._next = step, time.monotonic(), step + 1
 
     def asked(self, step: int) -> bool:
-        """Whether any rank was told to stop. The answer is the same on all ranks."""
+        """Return whether any rank was told to stop. The answer is the same on all ranks."""
         if step < self._next:
             return False
         now = time.monotonic()

@@ -102,7 +102,7 @@ class Workload:
         ]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
-        """This rank's batches on its device. Raises ValueError at the call if there are too few samples for one batch.
+        """Yield this rank's batches on its device. Raises ValueError at the call if the samples make no batch.
 
         On CUDA the host does not wait for their copies.
         """

@@ -184,5 +184,5 @@ class Auto(Data):
         return kind(batch_size=self.batch_size, seed=self.seed, workers=self.workers)
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """Not called: a checked config has the chosen data set."""
+        """Raise NotImplementedError: a checked config has the chosen data set."""
         raise NotImplementedError

@@ -51,12 +51,12 @@ class Data(Checked, ABC):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out samples."""
+        """Return whether there are held-out samples."""
         return True
 
     @property
     def fills_cache(self) -> bool:
-        """Whether the first use on a machine downloads or computes what later ones find there."""
+        """Return whether the first use on a machine downloads or computes what later ones find there."""
         return False
 
     def tokens(self, inputs: Inputs) -> int | None:

@@ -55,7 +55,7 @@ class Named(Data):
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is that of a file or folder here, which need not exist."""
+    """Return whether a name is that of a file or folder here, which need not exist."""
     return Path(name).suffix in _READERS or name.startswith(("/", ".", "~")) or Path(name).exists()
 
 

@@ -34,7 +34,7 @@ class Model(Checked, ABC):
 
     @property
     def checkpointing(self) -> bool:
-        """Whether backward recomputes activations. Families that support recomputation make this an option."""
+        """Return whether backward recomputes activations. Families that support recomputation make this an option."""
         return False
 
     @property
@@ -49,7 +49,7 @@ class Model(Checked, ABC):
 
     @property
     def fills_cache(self) -> bool:
-        """Whether the first build on a machine downloads what later ones find there."""
+        """Return whether the first build on a machine downloads what later ones find there."""
         return False
 
     @property

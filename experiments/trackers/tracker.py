@@ -85,7 +85,7 @@ class Tracker(Checked, ABC):
 
 @dataclass(frozen=True)
 class NoTracker(Tracker):
-    """No tracker: metrics.jsonl alone."""
+    """Keep metrics.jsonl alone."""
 
     name = "none"
     shows = False

@@ -90,7 +90,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """How the plan of a loop is made.
+    """Options by which a loop makes its plan.
 
     - ``measurement``, ``planning``: of the profile, and of plans.
     - ``cross_iteration``: whether updates may run in the next iteration.

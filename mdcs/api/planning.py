@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Planning:
-    """How a plan is made from a profile. :func:`mdcs.autoplan` describes the options.
+    """Options by which a plan is made from a profile. :func:`mdcs.autoplan` describes the options.
 
     Planners that are named have ``seconds``; planners that are given have their own. Raises ValueError for an unknown
     name, and for ``trials`` below 1.

@@ -63,7 +63,7 @@ class Session(ModelState):
 
     @property
     def is_choosing(self) -> bool:
-        """Whether steps are still measured to choose the plan: it may change at the end of one."""
+        """Return whether steps are still measured to choose the plan: it may change at the end of one."""
         return self._choice is not None and self._choice.stage is not None and self._choice.stage.chooses
 
     def __enter__(self) -> Session:

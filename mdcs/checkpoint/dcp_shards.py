@@ -67,7 +67,7 @@ def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape,
 
 
 class TensorShards:
-    """This rank's pieces of a tensor, as views that DCP reads from or writes into. ``order``: the tensor's dimensions,
+    """Pieces of a tensor on this rank, as views that DCP reads from or writes into. ``order``: the tensor's dimensions,
     from the one with the largest stride in memory to the one with the smallest; row-major by default.
     """
 

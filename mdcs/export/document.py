@@ -170,7 +170,7 @@ class Group:
 
     @property
     def replicated(self) -> bool:
-        """Whether each rank keeps the whole group: its mesh has one shard, and its gradients are all-reduced."""
+        """Return whether each rank keeps the whole group: its mesh has one shard, and its gradients are all-reduced."""
         return self.strategy is Strategy.dp
 
     @property

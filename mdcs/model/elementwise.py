@@ -1,4 +1,4 @@
-"""How an optimizer can run on shards, found out by trying it, and the state that it keeps there.
+"""Trials of an optimizer: whether it can run on shards, and the state that it keeps there.
 
 An elementwise optimizer gives a flat piece of parameters the values that it gives the whole parameter. The trial
 compares both over a few steps of the optimizer's own class, with the options and the shapes of each of its groups. Of

@@ -32,7 +32,7 @@ def same_options(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, or a tuple of them."""
+    """Return whether a value is a number, a text, or a tuple of them."""
     return isinstance(value, (int, float, str)) or isinstance(value, tuple) and all(map(is_plain, value))
 
 

@@ -50,7 +50,7 @@ class Listener(Protocol):
 
     @property
     def accumulates(self) -> bool:
-        """Whether all passes are side passes now."""
+        """Return whether all passes are side passes now."""
         ...
 
     def forward_begin(self, unit: int) -> None:
@@ -133,12 +133,12 @@ class Hooks:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this code runs inside a backward pass."""
+        """Return whether this code runs inside a backward pass."""
         return backward_pass() != -1
 
     @property
     def in_forward(self) -> bool:
-        """Whether this code runs inside a forward pass of a step."""
+        """Return whether this code runs inside a forward pass of a step."""
         return self._depth > 0
 
     def recomputed(self, unit: int) -> None:
@@ -361,11 +361,11 @@ class ReentrantPasses:
 
     @property
     def has_inner(self) -> bool:
-        """Whether there are passes inside of the backward pass: parameters that have a gradient may get more."""
+        """Return whether there are passes inside of the backward pass: parameters that have a gradient may get more."""
         return bool(self._left)
 
     def brings(self, unit: int, parameters: Collection[nn.Parameter]) -> bool:
-        """Whether backward may still bring gradients to these parameters of a unit."""
+        """Return whether backward may still bring gradients to these parameters of a unit."""
         if not self._left:
             return backward_pass() != self._outer or any(map(will_get_gradient, parameters))
         self._left_now()

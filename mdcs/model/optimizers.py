@@ -108,7 +108,7 @@ class UpdatePart(NamedTuple):
 
 
 class Updates:
-    """How each parameter is updated. Raises UnsupportedModel for an optimizer that cannot run on shards.
+    """Rules by which each parameter is updated. Raises UnsupportedModel for an optimizer that cannot run on shards.
 
     - ``parts``: the first is the first optimizer's.
     - ``groups``: parameter -> number of its parameter group.
@@ -239,7 +239,7 @@ def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter lies: ``numel`` elements from ``offset`` on in the flat buffers. ``order``: its dimensions,
+    """Place of a parameter: ``numel`` elements from ``offset`` on in the flat buffers. ``order``: its dimensions,
     from the one with the largest stride to the one with the smallest.
     """
 

@@ -215,7 +215,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers: if it were not run again, those drawn after it would be others."""
+    """Return whether an operator draws random numbers. Skipping it changes the numbers that are drawn after it."""
     names = _KEPT[operator]
     if "dropout_p" not in names:
         return False

@@ -66,7 +66,7 @@ class MessageBytes:
 
     @cached_property
     def effects(self) -> tuple[Effects, Effects, Effects]:
-        """Its effects at its start, when it has landed (its update begins), and when its update is done."""
+        """Return its effects at its start, when it has landed (its update begins), and when its update is done."""
         changes: dict[str, list[tuple[str, int]]] = {moment: [] for moment in ("start", "landed", "update", "done")}
         for row in (*self.own, *self.kept):
             assert row.allocated is not None

@@ -210,9 +210,7 @@ class Plan:
 
     @property
     def cross_iteration(self) -> bool:
-        """Whether messages may cross from one iteration to the next. False: a barrier lies between backward and the
-        updates.
-        """
+        """Return whether messages may cross from one iteration to the next. If not, updates follow all of backward."""
         return self.job.cross_iteration
 
     @property
@@ -228,7 +226,7 @@ class Plan:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """For each unit none, full or selective recomputation of its activations. Empty: none for all units."""
+        """Recomputation of each unit: none, full or selective. Empty: none for all units."""
         return self.job.recompute
 
     @property

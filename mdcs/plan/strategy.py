@@ -36,7 +36,7 @@ _SHARDING = {
 
 
 class Strategy(str, Enum):
-    """How one unit is sharded. docs/glossary.md lists the bytes that each strategy holds and when they are freed."""
+    """Sharding of one unit. docs/concepts.md has the bytes that each strategy holds and sends."""
 
     dp = "dp"  # replicated: all-reduce, full update
     zero2 = "zero2"  # whole parameters; reduce-scatter, update of a shard, all-gather

@@ -175,7 +175,7 @@ class StrategyDecision(NamedTuple):
 
 
 class InfeasibleBudget(ValueError):
-    """No plan fits the budget.
+    """Error: no plan fits the budget.
 
     - ``budget``: bytes.
     - ``smallest``: the smallest feasible budget (bytes). None: no budget is feasible.
@@ -314,7 +314,7 @@ class PlanningProblem:
         return [mix] if mix == all_fsdp or not self.fits(all_fsdp) else [mix, all_fsdp]
 
     def fits(self, strategies: Sequence[Strategy]) -> bool:
-        """Whether the sequential schedule of a mix is within the budget."""
+        """Return whether the sequential schedule of a mix is within the budget."""
         return self.budget is None or self.peak(strategies) <= self.budget
 
     def require(self, strategies: Sequence[Strategy], what: str) -> None:

@@ -1,4 +1,4 @@
-"""From a job and a byte budget to a plan: choose a mix, schedule it, fit it to the budget, replay it."""
+"""Steps from a job and a byte budget to a plan: choose a mix, schedule it, fit it to the budget, replay it."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def recompute_named(name: str) -> RecomputeRule:
 
 
 def is_measured(profile: Profile) -> bool:
-    """Whether the profile says what recomputation frees and costs, or that it frees nothing."""
+    """Return whether the profile says what recomputation frees and costs, or that it frees nothing."""
     return bool(profile.recompute) or REASONS in profile.about
 
 

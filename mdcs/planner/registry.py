@@ -78,7 +78,7 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 
 
 def decides_schedule(strategy: StrategyPlanner | JointPlanner) -> TypeGuard[JointPlanner]:
-    """Whether the planner needs no scheduler."""
+    """Return whether the planner needs no scheduler."""
     return hasattr(strategy, "plan")
 
 

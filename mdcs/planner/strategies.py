@@ -106,7 +106,7 @@ class Greedy:
 def _is_too_much(
     problem: PlanningProblem, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy
 ) -> bool:
-    """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule: between its
+    """Return whether a unit of this strategy certainly exceeds the budget, found without making a schedule: between its
     forward and its backward it holds its extra bytes beside those of the mix by slot, ``held``.
     """
     if problem.budget is None:

@@ -140,7 +140,7 @@ def _other_recompute(job: Job, recompute: str | RecomputeRule | None) -> list[Jo
 
 
 def _is_alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans send the same messages with the same strategies, and no order is predicted to be faster."""
+    """Return whether two plans have equal strategies and messages, and neither order is predicted to be faster."""
     if (one.strategies, one.recompute) != (other.strategies, other.recompute) or _sent(one) != _sent(other):
         return False
     return one.messages == other.messages or abs(_predicted_s(one) - _predicted_s(other)) <= _ALIKE * _predicted_s(one)

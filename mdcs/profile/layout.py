@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parameters are updated as wholes. Such a unit is one block."""
+        """Return whether its parameters are updated as wholes. Such a unit is one block."""
         return bool(self.whole)
 
     @cached_property

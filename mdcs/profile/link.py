@@ -298,7 +298,7 @@ class ExecutionModel:
 
     @property
     def has_own_updates(self) -> bool:
-        """Whether updates run beside the link, which then carries one message at a time."""
+        """Return whether updates run beside the link, which then carries one message at a time."""
         return self.updates == "stream"
 
     def in_flight(self, link_depth: int) -> int:

@@ -178,7 +178,7 @@ def read(kind: Any, value: Any) -> Any:
 
 
 def is_far_off(predicted_s: float, measured_s: float) -> bool:
-    """Whether a prediction differs from the measurement by more than half of the measurement."""
+    """Return whether a prediction differs from the measurement by more than half of the measurement."""
     return abs(predicted_s - measured_s) > measured_s / 2
 
 
@@ -287,7 +287,7 @@ class Profile:
 
     @cached_property
     def has_gradient_times(self) -> bool:
-        """Whether some unit says when its gradients are ready."""
+        """Return whether some unit says when its gradients are ready."""
         return any(unit.gradients for unit in self.units)
 
     @cached_property

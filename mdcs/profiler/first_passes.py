@@ -71,7 +71,7 @@ class FirstPasses:
 
     @property
     def has_gradients(self) -> bool | None:
-        """Whether there is a backward pass that was counted; None where they are not counted."""
+        """Return whether there is a backward pass that was counted; None where they are not counted."""
         return self._passes > 0 if self._given is None else None
 
     def check(self) -> None:

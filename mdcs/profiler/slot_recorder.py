@@ -124,7 +124,7 @@ class SlotRecorder:
 
     @property
     def accumulates(self) -> bool:
-        """Whether all passes are side passes now."""
+        """Return whether all passes are side passes now."""
         return self.run.accumulates
 
     @contextlib.contextmanager
@@ -144,11 +144,11 @@ class SlotRecorder:
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a pass of a step is under way."""
+        """Return whether a pass of a step is under way."""
         return bool(self._now) and not self._leaves_out
 
     def has_left(self, unit: int) -> bool:
-        """Whether a pass of a step is under way, and in its forward none of the unit's modules is, nor a use beyond."""
+        """Return whether a pass of a step is under way, with no module of the unit and no later use in its forward."""
         return self.is_in_pass and backward_pass() == -1 and not self._inside[unit] and unit not in self.whole
 
     def forward_begin(self, unit: int) -> None:

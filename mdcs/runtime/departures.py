@@ -254,7 +254,7 @@ class SidePasses:
 
     @property
     def accumulates(self) -> bool:
-        """Whether all passes are side passes now."""
+        """Return whether all passes are side passes now."""
         return self.in_block or self.counts
 
     def begin(self, progress: int, period: int | None) -> None:

@@ -82,7 +82,7 @@ class Scaler:
         """Do nothing: the scale adapts when the gradients are reduced."""
 
     def is_enabled(self) -> bool:
-        """Whether the run has a ``loss_scale``."""
+        """Return whether the run has a ``loss_scale``."""
         return self._scale is not None
 
     def get_scale(self) -> float:

@@ -74,7 +74,7 @@ class SlotSequencer(SlotPosition):
 
     @property
     def accumulates(self) -> bool:
-        """Whether all passes are side passes now."""
+        """Return whether all passes are side passes now."""
         return self.side.accumulates
 
     def side_begin(self, unit: int, in_backward: bool) -> None:
@@ -347,7 +347,7 @@ class SlotSequencer(SlotPosition):
 
     @property
     def updates_begun(self) -> bool:
-        """Whether updates of the current iteration may have begun."""
+        """Return whether updates of the current iteration may have begun."""
         reduced = any(not m.kind.is_gather for m in self.plan.messages[: self.queue.issued - self.first_number])
         return self.step_pending and self.plan.held_update is None and reduced
 

@@ -50,7 +50,7 @@ class SlotPosition:
 
     @property
     def at_turn(self) -> bool:
-        """Whether compute is between a backward and the next forward pass."""
+        """Return whether compute is between a backward and the next forward pass."""
         return self.next_slot == self.period.turn and self.entered is None
 
     def ahead(self, unit: int, phase: str) -> int | None:
@@ -82,7 +82,7 @@ class SlotPosition:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward pass of the current iteration has begun."""
+        """Return whether a backward pass of the current iteration has begun."""
         return (
             self.step_pending
             or (self.next_slot - self.period.turn) % self.period.length > self.plan.profile.forward_slots
@@ -90,7 +90,7 @@ class SlotPosition:
 
     @property
     def after_micro_step(self) -> bool:
-        """Whether a micro-step of the iteration has ended, and the next has not begun."""
+        """Return whether a micro-step of the iteration has ended, and the next has not begun."""
         starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
         return self.entered is None and self.next_slot in starts
 
@@ -160,7 +160,7 @@ class PassGradients:
         return True
 
     def has_all(self, unit: int, indices: range) -> bool:
-        """Whether these gradients of a unit are complete."""
+        """Return whether these gradients of a unit are complete."""
         storage = self._storages[unit]
         return storage.come.issuperset(indices) and not (self._reentrant.has_inner and self._brings(storage, indices))
 
@@ -296,7 +296,7 @@ class ActivationExcess:
 
     @property
     def is_larger(self) -> bool:
-        """Whether the batch of this step is known to be larger than the profiled one."""
+        """Return whether the batch of this step is known to be larger than the profiled one."""
         sizes, profiled = self._batch.sizes, self._profiled
         return sizes is not None and profiled is not None and math.prod(sizes) > math.prod(profiled)
 

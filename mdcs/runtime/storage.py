@@ -146,8 +146,8 @@ class UnitStorage:
 
     @property
     def is_open_between_steps(self) -> bool:
-        """Whether the unit can be read and changed through its parameters between updates: they are all there is of it,
-        and no use of them begins a slot, which only a closed guard would tell.
+        """Return whether the loop may read and change the unit's parameters between updates: there is no other copy of
+        them, and no use of them begins a slot, which only a closed guard would notice.
         """
         return not (self.strategy.sharded or self.is_aliased) and self.shard is None
 
@@ -228,7 +228,7 @@ class UnitStorage:
 
     @property
     def is_full(self) -> bool:
-        """Whether the full parameters have memory."""
+        """Return whether the full parameters have memory."""
         return self.flat_param.untyped_storage().nbytes() > 0
 
     def copy_shard_into_flat(self, *blocks: int) -> None:

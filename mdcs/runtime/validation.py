@@ -49,7 +49,7 @@ class RunOptions:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the gradients of all units are looked at before any update."""
+        """Return whether the gradients of all units are looked at before any update."""
         return self.clip_norm is not None or self.loss_scale is not None
 
 

@@ -148,12 +148,12 @@ class SearchRequest:
 
     @property
     def is_small(self) -> bool:
-        """Whether the integer program is solved in seconds."""
+        """Return whether the integer program is solved in seconds."""
         return self.problem.job.period.length <= _SMALL
 
     @property
     def is_priceless(self) -> bool:
-        """Whether messages cost nothing but seconds per byte, so that models of plans are those of bounds."""
+        """Return whether messages cost nothing but seconds per byte, so that models of plans are those of bounds."""
         return linearize_costs(self.problem.job.profile) is self.problem.job.profile
 
     def at(self, part: float) -> float:

@@ -171,7 +171,7 @@ class SlotSchedule:
         return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
-        """Whether zero2 is no slower on the link than dp and holds no more bytes.
+        """Return whether zero2 is no slower on the link than dp and holds no more bytes.
 
         Not if gradients become ready early: an early all-reduce is then complete, an early reduce-scatter only half of
         the communication. Nor if the gather must wait for a barrier.

@@ -426,6 +426,16 @@ def test_priority_is_never_slower_than_another_scheduler(seed: int, cross_iterat
         assert plans["priority"] <= min(plans.values()) + block_s(profile) + 1e-12, (mixed, plans)
 
 
+@pytest.mark.parametrize(("depth", "slow", "first"), [(1, "alpha", 3), (1, "gap", 4), (2, "alpha", 4), (2, "gap", 3)])
+def test_priority_counts_latencies_of_messages_that_are_alone_and_gaps_of_others(depth: int, slow: str, first: int) -> None:
+    """In the 2 s before b's gradients come, blocks of c go out: all four, or one each 0.7 s until b's are more urgent."""
+    profile = chain(128, 128, 128, link=link(depth=depth, **{slow: 0.7}))
+    mix = StrategyAssignment(Job(profile), (dp,) * 3)
+    windows, times = {op: mix.period.window(op) for op in mix.ops}, undelayed(mix.period)
+    messages = nearest_deadline_first(mix, mix.partition(128), windows, times, waits=False)
+    assert [m.slot for m in messages if m.parts[0][0] == 2].count(1) == first
+
+
 def test_priority_waits_for_updates() -> None:
     # The update of b takes as long as everything else: a's messages are not held up by b's gather.
     profile = chain(32, 96, link=link(1 / 64), optimizer=Optimizer(seconds_per_element=1 / 8))

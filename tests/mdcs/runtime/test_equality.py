@@ -1,4 +1,4 @@
-"""Any plan trains like DistributedDataParallel, over 20 Adam steps on real ranks.
+"""Any plan trains like DistributedDataParallel, over 10 Adam steps on real ranks.
 
 Two ranks add two numbers in one order only: in float32 everything must then be equal to the last bit. Three ranks add in
 another order than DDP, and torch's norm of a clipped gradient is rounded more often than the runtime's (test_norm.py): there
@@ -71,13 +71,13 @@ THREE = pairwise((STRATEGIES, (1, 2), (None, 0.1), ("tied", "resnet")), seed=2)
 @pytest.mark.parametrize(("strategy", "scheduler", "cross", "micro_steps", "model"), TWO_BY_PACE)
 def test_two_ranks_are_bitwise_equal(two: Ranks, strategy, scheduler, cross, micro_steps, model):
     seed = TWO.index((strategy, scheduler, cross, micro_steps, model))
-    results = two.run(compare, Job(model, micro_steps), how(strategy, scheduler, cross, seed))
+    results = two.run(compare, Job(model, micro_steps, steps=10), how(strategy, scheduler, cross, seed))
     assert [r["bitwise"] for r in results] == [True, True], results
 
 
 @pytest.mark.parametrize(("strategy", "micro_steps", "model"), few(CLIPPED, 6))
 def test_clipped_gradients(two: Ranks, strategy, micro_steps, model):
-    job = Job(model, micro_steps, clip_norm=0.1, double=True)
+    job = Job(model, micro_steps, clip_norm=0.1, double=True, steps=10)
     scheduler = SCHEDULERS[CLIPPED.index((strategy, micro_steps, model)) % 8]
     for result in two.run(compare, job, how(strategy, scheduler, False, 0)):
         assert result["losses"] <= ROUNDING and result["weights"] <= ROUNDING
@@ -85,7 +85,7 @@ def test_clipped_gradients(two: Ranks, strategy, micro_steps, model):
 
 @pytest.mark.parametrize(("strategy", "micro_steps", "clip", "model"), THREE)
 def test_three_ranks_with_padding(three: Ranks, strategy, micro_steps, clip, model):
-    job = Job(model, micro_steps, clip_norm=clip, double=True)
+    job = Job(model, micro_steps, clip_norm=clip, double=True, steps=10)
     scheduler = SCHEDULERS[THREE.index((strategy, micro_steps, clip, model)) % 8]
     for result in three.run(compare, job, how(strategy, scheduler, clip is None, 0)):
         assert result["losses"] <= ROUNDING and result["weights"] <= ROUNDING
@@ -121,5 +121,5 @@ def test_other_collectives(two: Ranks, three: Ranks, name):
 @pytest.mark.parametrize(("strategy", "scheduler"), [("joint", "joint"), ("greedy", "memory_aware")])
 @pytest.mark.parametrize("micro_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_plans_of_a_solver(two: Ranks, strategy, scheduler, micro_steps):
-    for result in two.run(compare, Job("gpt2", micro_steps), How(strategy, scheduler, budget=1.15, bytes=2000)):
+    for result in two.run(compare, Job("gpt2", micro_steps, steps=10), How(strategy, scheduler, budget=1.15, bytes=2000)):
         assert result["bitwise"], result

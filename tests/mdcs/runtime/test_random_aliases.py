@@ -1,6 +1,6 @@
 """Property: a model with tensors that share memory with its parameters trains as with DDP, or is refused by name; it never dies.
 
-80 models (``MDCS_EXAMPLES=2``: twice as many), each a function of its seed: views, slices, expansions, transposes and
+60 models (``MDCS_EXAMPLES=2``: twice as many), each a function of its seed: views, slices, expansions, transposes and
 ``.data`` of trainable and frozen weights, returned in tuples, dictionaries, dataclasses and objects, kept on modules, in closures
 and in lists; used by the model, by later modules, in the loss; outputs changed in place; parameters that are tied, or share
 memory without being one; buffers, attributes and caches over weights. Each is trained under a random strategy and a random
@@ -36,8 +36,8 @@ from tests.mdcs.profiles import TIMES
 from tests.mdcs.runtime.ranks import Ranks
 
 WIDTH, STEPS = 6, 3
-MODELS = round(80 * max(1, TIMES))
-CALLS = MODELS // 40  # all but the first are slow
+MODELS = round(60 * max(1, TIMES))
+CALLS = MODELS // 20  # all but the first are slow
 
 
 class Holder:

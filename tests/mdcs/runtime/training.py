@@ -328,6 +328,18 @@ class How:
     recompute: str = ""  # of all units that can; "random" by unit
 
 
+HALVES = [
+    [
+        *(
+            How(strategy, "wfbp", budget=1.0 if (i + half) % 2 else None, cross_iteration=(i + half) % 2 == 0)
+            for i, strategy in enumerate(("dp", "zero2", "sdp", "fsdp"))
+        ),
+        How("random", "random", seed=1 + half),
+    ]
+    for half in (0, 1)
+]
+"""Every strategy without a budget, and with the smallest and a barrier: a half of them for every other case."""
+
 SOLVER_S = 2.0  # the other ranks wait for it, and for no more than their timeout
 
 

@@ -5,7 +5,7 @@
     mdcs export outputs/first --format json
 
 The folder is that of a run or of mdcs plan. The file is fsdp2.json beside the plan unless --to names another
-one. The file explains its keys. In a loop of your own:
+one. In a loop of your own:
 
     from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
     apply_plan(model, json.load(open("fsdp2.json")))                  # calls fully_shard

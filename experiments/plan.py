@@ -124,10 +124,9 @@ def _told_batch(found: PlannedBatch | None) -> dict[str, Any]:
 
 
 def batches_document(found: batch.Found, asked: Config) -> dict[str, Any]:
-    """Batches that fit, samples and samples per second, each with its plan; how far off the rule of scaling was."""
+    """Batches that fit, samples and samples per second, each with its plan."""
     return _told_batch(found.wanted(asked)) | {
         "batches": [_told_batch(each) | told(each.plan) for each in found.batches], "profiled_batches": found.profiled,
-        "scaling_errors": {size: off._asdict() for size, off in found.errors.items()},
     }  # fmt: skip
 
 
@@ -136,10 +135,6 @@ def batches_table(found: batch.Found) -> Table:
     title = f"batches per rank within {(found.batches[0].plan.budget or 0) / MIB:.1f} MiB"
     used = dict.fromkeys((*found.profiled[:1], *found.profiled[-1:]))
     title += f", from profiles of {' and '.join(map(str, used))}" if used else ""
-    errors = [
-        f"batch {size} as calculated and as measured: {off.seconds:+.1%} compute, {off.peak:+.1%} activations"
-        for size, off in found.errors.items()
-    ]
     rows = []
     for each in found.batches:
         p = _prediction(each.plan)
@@ -150,7 +145,7 @@ def batches_table(found: batch.Found) -> Table:
             f"{units} of {len(each.plan.strategies)}", f"{p.peak_bytes / MIB:.1f}", ", ".join(named),
         ])  # fmt: skip
     headings = "batch", "samples/s", "step ms", "exposed ms", "recomputing", "peak MiB", ""
-    return new_table(title, headings, left=("",), rows=rows, caption="\n".join(errors) or None)
+    return new_table(title, headings, left=("",), rows=rows)
 
 
 def sweep_table(

@@ -31,13 +31,13 @@ RECOMPUTATION = {"recomputation": "measured"}
 _JOB_GROUPS = ("model", "data", "optimizer")
 _MACHINES_OWN = ("congestion_control", "threads", "device")
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
-_NOT_FOLLOWED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "experiments.job")
+_UNCHANGED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "experiments.job")
 """Packages that run options but define none: `mdcs.profile.cache.MEASURED` is raised when they change."""
 
 
 def code_of(cls: type) -> str:
     """Hash of the code of an option's class. A profile of a model whose code has changed no longer applies."""
-    return cache.code_of(cls, _NOT_FOLLOWED)
+    return cache.code_of(cls, without=_UNCHANGED)
 
 
 def job_identity(config: Config) -> dict[str, str]:

@@ -5,7 +5,7 @@ Profiles of a few batches are measured, and those of the others calculated from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from experiments.job.profiles import Profiles
 from experiments.job.resolved import resolve
 from experiments.job.tracking import show_files
 from mdcs.plan.plan import Plan
-from mdcs.planner.batch import BatchScaling, PlannedBatch, ScalingError, batches_that_fit, fastest_of
+from mdcs.planner.batch import BatchScaling, PlannedBatch, batches_that_fit, fastest_of
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.recompute import AUTO
 from mdcs.profile.schema import INPUTS, Profile
@@ -29,15 +29,10 @@ LARGEST, FASTEST = "largest", "fastest"
 
 @dataclass(frozen=True)
 class Found:
-    """Batches that fit, smallest first.
-
-    - ``profiled``: batches whose profile was measured.
-    - ``errors``: of the calculated profiles of those that are not needed.
-    """
+    """Batches that fit, smallest first. ``profiled``: batches whose profile was measured."""
 
     batches: tuple[PlannedBatch, ...]
     profiled: tuple[int, ...] = ()
-    errors: dict[int, ScalingError] = field(default_factory=dict)
 
     @property
     def largest(self) -> PlannedBatch:
@@ -83,7 +78,7 @@ def find(config: Config, folder: Path, console: Console, *, known: Profiles | No
         raise jobs.Infeasible(why) from error
     except ValueError as error:
         return Found(()), str(error)
-    found = Found(batches, tuple(sorted(measured)), scaling.errors())
+    found = Found(batches, tuple(sorted(measured)))
     _write(config, folder, found.wanted(config), found.profiled)
     return found, ""
 

@@ -19,24 +19,6 @@ from mdcs.profile.schema import Profile
 
 SCHEMA = 3
 
-KEYS = {
-    "ranks": "ranks that the plan is for; meshes have as many",
-    "groups": "calls of torch.distributed.fsdp.fully_shard, in this order: inner modules before those around them",
-    "groups.modules": "names for model.get_submodule; several are one call with a list; '' is the model itself",
-    "groups.units": "of the plan, for messages",
-    "groups.elements": "of the modules' parameters that no group before has, padding included; another number is "
-    "another model",
-    "groups.mesh": "its shape, of ranks in their order: all of them, or replicas x shards, with names for both "
-    "dimensions",
-    "groups.reshard_after_forward": "argument of fully_shard",
-    "groups.recompute": "modules to wrap in checkpoint_wrapper before any fully_shard, and what they keep until "
-    "backward; full: inputs; selective: outputs of matrix products and attention, too",
-    "groups.forward_prefetch": "first modules of groups, for set_modules_to_forward_prefetch; empty: leave it",
-    "groups.backward_prefetch": "first modules of groups, for set_modules_to_backward_prefetch; empty: leave it",
-    "lost": "what the plan does and FSDP2 cannot, with the units; no units: the whole plan",
-}
-
-
 _AHEAD = 1
 """Groups that FSDP2 gathers ahead by itself."""
 
@@ -57,7 +39,6 @@ def document(plan: Plan) -> dict[str, Any]:
         "ranks": plan.world,
         "groups": [_describe(plan, g, forward, backward) for g in groups],
         "lost": [{"what": what, "units": units} for what, units in limitations(plan, groups, lists).items()],
-        "keys": KEYS,
     }
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -41,23 +39,13 @@ class PlannedBatch:
         return self.batch * self.plan.micro_steps * self.plan.world / self.plan.prediction.step_s
 
 
-class ScalingError(NamedTuple):
-    """Calculated divided by measured, minus 1, of a batch that the scaling does not use: seconds of all slots, and the
-    most bytes of activations and workspace in a slot.
-    """
-
-    seconds: float
-    peak: float
-
-
 @dataclass(frozen=True)
 class BatchScaling:
     """The profile of any batch, from profiles of one job by batch. Raises ValueError unless they differ in the batch
     alone.
 
-    The smallest and the largest batch give the others; those between show how far that holds (:meth:`errors`). Of one
-    profile all seconds and bytes count as proportional to the batch, which is too much for larger batches, and too
-    little for smaller ones.
+    The smallest and the largest batch give the others. Of one profile all seconds and bytes count as proportional to
+    the batch, which is too much for larger batches, and too little for smaller ones.
     """
 
     profiles: Mapping[int, Profile]
@@ -109,15 +97,6 @@ class BatchScaling:
         )
         return dataclasses.replace(large, slots=tuple(map(slot, small.slots, large.slots)), recompute=options)
 
-    def errors(self) -> dict[int, ScalingError]:
-        """Return by how much calculated profiles are off, for all batches but the smallest and the largest."""
-        out = {}
-        for batch in sorted(self.profiles)[1:-1]:
-            measured, calculated = self.profiles[batch], self.profile(batch)
-            seconds, peak = (_ratio(of(calculated), of(measured)) for of in (_seconds, _peak))
-            out[batch] = ScalingError(seconds, peak)
-        return out
-
 
 def _shape(profile: Profile) -> object:
     """Return what profiles of one job have in common: no number that is measured."""
@@ -130,18 +109,6 @@ def _shape(profile: Profile) -> object:
 
 def _uses(option: RecomputeOption) -> object:
     return option.unit, option.choice, tuple((use.forward, use.backward) for use in option.uses)
-
-
-def _seconds(profile: Profile) -> float:
-    return sum(slot.seconds for slot in profile.slots)
-
-
-def _peak(profile: Profile) -> float:
-    return max(slot.peak for slot in profile.slots)
-
-
-def _ratio(calculated: float, measured: float) -> float:
-    return calculated / measured - 1 if measured else math.inf if calculated else 0.0
 
 
 def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:

@@ -31,10 +31,9 @@ def key_of_job(model: nn.Module, units: Sequence[ModelUnit], optimizers: Optimiz
     what connects the hosts.
     """
     device = units[0].parameters[0][1].device
-    classes = {type(each) for each in (*model.modules(), *optimizers.members)}
     own = {
         "modules": "; ".join(f"{name}: {_module(module)}" for name, module in model.named_modules()),
-        "code": " ".join(sorted({f"{c.__module__}.{c.__qualname__} {code_of(c)}" for c in classes})),
+        "code": code_of(*map(type, (*model.modules(), *optimizers.members))),
         "parameters": "; ".join(f"{name}: {described(p)}" for name, p in model.named_parameters()),
         "buffers": "; ".join(f"{name}: {described(b)}" for name, b in model.named_buffers()),
         "units": "; ".join(f"{unit.name}: {' '.join(name for name, _ in unit.parameters)}" for unit in units),

@@ -87,12 +87,6 @@ def test_profiles_of_other_jobs_are_refused() -> None:
         BatchScaling({2: chain(10, 20), 6: of_batch(6)})
 
 
-def test_batches_between_show_how_far_the_rule_holds() -> None:
-    assert BatchScaling({1: of_batch(1), 4: of_batch(4), 6: of_batch(6)}).errors() == {4: pytest.approx((0, 0))}
-    slower = replace(of_batch(4), slots=tuple(replace(s, seconds=s.seconds * 2) for s in of_batch(4).slots))
-    assert BatchScaling({1: of_batch(1), 4: slower, 6: of_batch(6)}).errors() == {4: pytest.approx((-0.5, 0))}
-
-
 def test_one_profile_counts_as_proportional() -> None:
     found = BatchScaling({6: of_batch(6)}).profile(12)
     assert [s.peak for s in found.slots] == [2 * s.peak for s in of_batch(6).slots]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import WORKLOAD
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.period import Strategy
 from mdcs.sizes import GIB, MIB
 
 

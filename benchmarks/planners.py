@@ -29,16 +29,15 @@ from collections.abc import Callable, Iterable
 from analysis.table import new_console, new_table
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import min_feasible_budget
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import PlanError
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned
 from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
-from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import min_feasible_budget
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.schedulers import as_ready, sequential
+from mdcs.planner.schedulers import StrategyAssignment, as_ready, sequential
 from mdcs.profile.link import Contention, Kind
 from mdcs.profile.recompute import NONE
 from mdcs.profile.schema import Profile

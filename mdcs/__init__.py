@@ -21,9 +21,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mdcs.plan.job import Job
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.batch import BatchScaling, fastest_batch, largest_batch
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan

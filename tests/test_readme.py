@@ -19,8 +19,8 @@ from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.files import CONF, groups
 from experiments.config.schema import fields_by_key
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.registry import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[1]

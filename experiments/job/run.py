@@ -31,7 +31,7 @@ from launch import elastic, network, preemption
 from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import Profile

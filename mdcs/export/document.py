@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mdcs.plan.period import Op
+from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 from mdcs.profile.schema import Profile

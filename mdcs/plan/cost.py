@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from mdcs.plan.period import Strategy
 from mdcs.plan.schedule import MessageSeconds
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 

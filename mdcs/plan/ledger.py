@@ -13,10 +13,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from mdcs.plan.lifetimes import Moment, Row, at_rest, bytes_between, message_rows, unit_rows
-from mdcs.plan.period import Op, Period
+from mdcs.plan.period import Op, Period, Strategy
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Folded, Numbers, Schedule, SizeTable, buffer_of, fold_bytes
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.layout import cuts, owned_part
 from mdcs.profile.link import Kind
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from mdcs.plan.period import Op, Period
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.period import Op, Period, Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 

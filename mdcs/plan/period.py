@@ -1,15 +1,70 @@
-"""The period: one iteration in steady state as a circle of slots, and the windows of operations on it."""
+"""The strategies of units, and the period: one iteration in steady state as a circle of slots, with the windows of the
+operations that strategies need.
+"""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
+
+
+class Strategy(str, Enum):
+    """How one unit is sharded. docs/glossary.md lists the bytes that each strategy holds and when they are freed.
+
+    - ``sharded``: the parameters at rest are a shard. They are gathered before forward.
+    - ``regathers``: the unit is resharded after forward and gathered again for backward.
+    - ``sharded_update``: gradients are reduce-scattered. A rank holds the optimizer state of its shard, and updates it.
+    - ``in_node``: the ranks of a node share the unit, and every node has all its shards. Else the world shares it.
+    """
+
+    dp = "dp"  # replicated: all-reduce, full update
+    zero2 = "zero2"  # whole parameters; reduce-scatter, update of a shard, all-gather
+    sdp = "sdp"  # sharded at rest, gathered before forward, kept until its backward ends
+    fsdp = "fsdp"  # gathered before forward, resharded, gathered again before backward
+    hsdp_no_reshard = "hsdp_no_reshard"  # sdp within each node; all nodes have the same shards
+    hsdp = "hsdp"  # fsdp within each node
+
+    __hash__ = str.__hash__
+
+    def __init__(self, value: str) -> None:
+        self.sharded, self.sharded_update = value not in ("dp", "zero2"), value != "dp"
+        self.regathers, self.in_node = value in ("fsdp", "hsdp"), value.startswith("hsdp")
+        self._reduction, self._forward, self._backward = (
+            (Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N) if self.in_node else (Kind.RS, Kind.AG_F, Kind.AG_B)
+        )
+
+    def __str__(self) -> str:
+        return self.value
+
+    def kinds(self, trainable: bool, has_backward: bool) -> tuple[Kind, ...]:
+        """Return the collectives that a unit needs in one period. The reduction comes first."""
+        if not (trainable or self.sharded):
+            return ()
+        if not self.sharded_update:
+            return (Kind.AR,)
+        update = (self._reduction,) if trainable else ()
+        again = (self._backward,) if self.regathers and has_backward else ()
+        return (*update, self._forward, *again)
+
+    @property
+    def without_reshard(self) -> Strategy:
+        """The same strategy, but without freeing the unit between forward and backward."""
+        return {Strategy.fsdp: Strategy.sdp, Strategy.hsdp: Strategy.hsdp_no_reshard}.get(self, self)
+
+    def parts(self, profile: Profile) -> int:
+        """Return the number of ranks that share a unit's update and its shards."""
+        return 1 if not self.sharded_update else profile.per_node if self.in_node else profile.world
+
+
+def choices(profile: Profile) -> list[Strategy]:
+    """Return the strategies that are possible on the ranks of a profile."""
+    return [k for k in Strategy if profile.per_node or not k.in_node]
 
 
 def block_ready_fractions(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:

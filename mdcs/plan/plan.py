@@ -19,7 +19,7 @@ from typing import Any
 
 from mdcs.plan.cost import Prediction
 from mdcs.plan.job import Job
-from mdcs.plan.period import Period
+from mdcs.plan.period import Period, Strategy
 from mdcs.plan.schedule import (
     BACKWARDS,
     NO_SLOT,
@@ -35,7 +35,6 @@ from mdcs.plan.schedule import (
     fold_seconds,
     message_table,
 )  # fmt: skip
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.layout import owned_part
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, read

@@ -15,8 +15,7 @@ from mdcs.plan.ledger import Ledger, worst_case_bytes_by_slot
 from mdcs.plan.period import Op, blocks_by_readiness
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message, buffer_of
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import sequential
+from mdcs.planner.schedulers import StrategyAssignment, sequential
 from mdcs.simulator.simulate import replay
 
 _AHEAD = (4, 2, 1)  # slots

@@ -15,6 +15,7 @@ import numpy as np
 
 from mdcs.plan.job import Job, recomputing
 from mdcs.plan.ledger import AssignmentBytes, own_bytes, sizes_of_units
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Blocks, Plan
 from mdcs.plan.schedule import (
     BY_MESSAGE,
@@ -27,7 +28,6 @@ from mdcs.plan.schedule import (
     empty_schedule,
     message_values,
 )  # fmt: skip
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
 from mdcs.simulator import kernel

@@ -18,10 +18,9 @@ import numpy as np
 
 from mdcs.plan.job import Job, peak_changes
 from mdcs.plan.ledger import min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.period import Strategy, choices
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import sequential
+from mdcs.planner.schedulers import StrategyAssignment, sequential
 from mdcs.profile.recompute import CHOICES, NONE, RecomputeOption, uniform
 from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB, MIB, Budget

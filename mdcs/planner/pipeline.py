@@ -11,8 +11,8 @@ from typing import TypeVar, cast
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import check
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.solver import Solving

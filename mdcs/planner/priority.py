@@ -19,8 +19,7 @@ from typing import ClassVar, NamedTuple
 from mdcs.plan.period import Op, blocks_by_readiness
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import Blocks, ready_slot
+from mdcs.planner.schedulers import Blocks, StrategyAssignment, ready_slot
 from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import Steady, replay, undelayed
 

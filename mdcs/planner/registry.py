@@ -10,14 +10,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol, TypeGuard, TypeVar
 
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.joint import Joint, MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.priority import Priority
-from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, Wfbp
+from mdcs.planner.schedulers import (
+    Dear,
+    Fusion,
+    MgWfbp,
+    Partitioning,
+    RandomOrder,
+    Sequential,
+    StrategyAssignment,
+    Wfbp,
+)
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 
 _T = TypeVar("_T")

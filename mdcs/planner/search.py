@@ -22,13 +22,19 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from mdcs.plan.period import Op, block_ready_fractions, blocks_by_readiness, snap_to_parameter_boundary
+from mdcs.plan.period import (
+    Op,
+    Strategy,
+    block_ready_fractions,
+    blocks_by_readiness,
+    choices,
+    snap_to_parameter_boundary,
+)
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.budget_repair import with_block_sizes
 from mdcs.planner.candidates import Candidate, Candidates, Score
+from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.profile.link import Contention, Kind
 from mdcs.profile.recompute import NONE
 from mdcs.simulator.simulate import replay

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
-from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 
 

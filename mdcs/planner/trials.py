@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mdcs.plan.job import Job, chosen_options
+from mdcs.plan.period import Strategy, choices
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp

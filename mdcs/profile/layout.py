@@ -167,7 +167,7 @@ def cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> Cuts:
     """Return the cuts of a unit.
 
     - ``ends``: ends of its segments (elements). ``parts``: number of ranks that share an update
-      (:meth:`mdcs.plan.strategy.Strategy.parts`); ranks in the result are modulo ``parts``.
+      (:meth:`mdcs.plan.period.Strategy.parts`); ranks in the result are modulo ``parts``.
     """
     counts: Counter[int] = Counter()
     largest = []

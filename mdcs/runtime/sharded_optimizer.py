@@ -22,7 +22,7 @@ from torch.optim.sgd import sgd
 from mdcs.model.elementwise import FUNCTIONAL, StateLayout
 from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options
 from mdcs.model.optimizers import NOT_TRAINED, ParameterPlace, Updates
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.period import Strategy
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.storage import UnitStorage
 from mdcs.telemetry.memory_meter import Meter

@@ -23,9 +23,8 @@ from experiments.engines import ddp
 from experiments.job import run as jobs
 from experiments.job.workload import Workload
 from mdcs.export.document import document
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import Wfbp
+from mdcs.plan.period import Strategy
+from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from tests.experiments.batch import run_all
 from tests.mdcs.measured import measure_profile
 

@@ -10,12 +10,11 @@ import mdcs
 from experiments import explain
 from experiments.explain import ScheduleChoice, binding_slot, bounds_of, choices, ideal_ddp_s, schedule_choice
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.period import Strategy
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.registry import SCHEDULERS, Scheduler
-from mdcs.planner.schedulers import Fusion, Wfbp
+from mdcs.planner.schedulers import Fusion, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Contention
 from mdcs.profile.schema import Optimizer

@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mdcs.plan import job
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.registry import SCHEDULERS, Scheduler, StrategyPlanner
-from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, Wfbp
+from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import ALGORITHMS, Collectives, Kind, Link
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse

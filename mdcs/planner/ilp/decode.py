@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import max_in_flight_bytes
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel

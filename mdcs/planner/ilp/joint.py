@@ -24,9 +24,8 @@ from typing import ClassVar
 
 from mdcs.options import option
 from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import (
@@ -41,7 +40,7 @@ from mdcs.planner.ilp.decode import (
 )  # fmt: skip
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.priority import COARSER, Priority
-from mdcs.planner.schedulers import Dear, Wfbp
+from mdcs.planner.schedulers import Dear, StrategyAssignment, Wfbp
 from mdcs.planner.search import EvaluatedPlan, evaluate, merge_adjacent_blocks, race
 from mdcs.planner.strategies import Greedy
 from mdcs.simulator.simulate import compiled_loops, replay

@@ -38,13 +38,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdcs.plan.lifetimes import Row, unit_rows
-from mdcs.plan.period import Op
+from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_schedule import SlotSchedule, TransferColumns, negative
 from mdcs.planner.ilp.solver import Terms
+from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
 

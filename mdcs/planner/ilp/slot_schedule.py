@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mdcs.plan.period import Op, ready_fraction_in_slot
-from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.period import Op, Strategy, choices, ready_fraction_in_slot
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.solver import IntegerProgram, Terms
 from mdcs.profile.link import REDUCTION

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.slot_schedule import Need, RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram, Solving, solve
-from mdcs.planner.schedulers import sequential
+from mdcs.planner.schedulers import StrategyAssignment, sequential
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.schema import Unit
 

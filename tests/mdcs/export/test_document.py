@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mdcs.export.document import Group, document, groups_of, prefetch_lists
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers import Dear, Partitioning
+from mdcs.planner.schedulers import Dear, Partitioning, StrategyAssignment
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import TIMES, CostModel, Prediction, StepTimes
+from mdcs.plan.period import Strategy
 from mdcs.plan.schedule import MessageSeconds
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Contention, Kind
 from mdcs.profile.schema import Optimizer, read
 from tests.mdcs.profiles import chain, link

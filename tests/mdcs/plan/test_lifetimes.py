@@ -13,15 +13,13 @@ from mdcs.plan import ledger, lifetimes
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger, worst_case_bytes_by_slot
 from mdcs.plan.lifetimes import CATEGORIES, Admission, InFlightBytes, Row, max_in_flight_bytes, unit_rows
-from mdcs.plan.period import Period
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.period import Period, Strategy
 from mdcs.planner.candidates import Candidates
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp import slot_model
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.strategy_ilp import memory_rows
-from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from mdcs.simulator import simulate
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, chain, link

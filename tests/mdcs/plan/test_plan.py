@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import Prediction
-from mdcs.plan.period import Op, Period
+from mdcs.plan.period import Op, Period, Strategy
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import RandomOrder, Sequential, Wfbp
 from mdcs.planner.strategies import RandomMix, Uniform

@@ -6,13 +6,13 @@ import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
+from mdcs.plan.period import Strategy, choices
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import make_plan
+from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile

@@ -8,11 +8,10 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import Fusion, sequential
+from mdcs.planner.schedulers import Fusion, StrategyAssignment, sequential
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, chain

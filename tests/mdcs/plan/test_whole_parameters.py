@@ -9,10 +9,9 @@ import pytest
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import RandomOrder, sequential
+from mdcs.planner.schedulers import RandomOrder, StrategyAssignment, sequential
 from mdcs.profile.layout import Layout, WholeParameter, assign_owners
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Optimizer, Profile

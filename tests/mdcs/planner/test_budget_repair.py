@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.ledger import check, min_feasible_budget
-from mdcs.plan.period import Op
+from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.priority import Priority, nearest_deadline_first

@@ -12,8 +12,8 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem

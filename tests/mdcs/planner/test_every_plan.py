@@ -10,13 +10,12 @@ import pytest
 import mdcs
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
-from mdcs.planner.schedulers import Sequential
+from mdcs.planner.schedulers import Sequential, StrategyAssignment
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit

@@ -10,7 +10,7 @@ from hypothesis import given
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, min_peak_strategies
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp

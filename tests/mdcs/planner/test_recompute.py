@@ -12,9 +12,8 @@ from benchmarks.layers import Decoder, Precision
 from benchmarks.rings import Cluster, cluster_profile
 from experiments.points import front
 from mdcs.plan.job import Job
+from mdcs.plan.period import choices
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp import joint
 from mdcs.planner.ilp.joint import Joint
@@ -23,7 +22,7 @@ from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import Planned, Random, Uniform, in_words, ladder, recompute_named, refined
-from mdcs.planner.schedulers import Sequential, Wfbp
+from mdcs.planner.schedulers import Sequential, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy
 from mdcs.planner.strategies import Uniform as Alike
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mdcs.plan.period import Op, block_ready_fractions
+from mdcs.plan.period import Op, Strategy, block_ready_fractions, choices
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.priority import Priority, nearest_deadline_first
 from mdcs.planner.registry import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers import (
@@ -26,6 +24,7 @@ from mdcs.planner.schedulers import (
     Partitioning,
     RandomOrder,
     Sequential,
+    StrategyAssignment,
     Wfbp,
     in_ready_order,
     optimal_merge,

@@ -11,14 +11,14 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidates
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.planner.search import (
     MOVES,
     PLAN_MOVES,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
-from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.registry import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
 from mdcs.planner.schedulers import Sequential

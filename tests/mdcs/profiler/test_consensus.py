@@ -17,9 +17,9 @@ import torch.distributed as dist
 from mdcs import InfeasibleBudget, Job
 from mdcs.api.offline import autoprofile
 from mdcs.model.units import ByLeaf, UnsupportedModel, partition
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import all_gather_object, merge_profiles, on_all_ranks, on_rank_zero, phase

@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from mdcs.plan.job import Job
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.context import UNTIMED, StepRecorder

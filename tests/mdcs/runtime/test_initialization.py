@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.model.guard import leave_meta
 from mdcs.plan.lifetimes import at_rest, unit_rows
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import Wfbp
+from mdcs.plan.period import Strategy, choices
+from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.initialization import InitFunction, Initializer
 from mdcs.telemetry.memory_meter import ShimMeter

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.lifetimes import CATEGORIES
+from mdcs.plan.period import Strategy
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import on_rank_zero

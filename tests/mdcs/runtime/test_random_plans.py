@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.plan.strategy import choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import RandomOrder
+from mdcs.plan.period import choices
+from mdcs.planner.schedulers import RandomOrder, StrategyAssignment
 from mdcs.profile.link import ALGORITHMS, Collectives
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero

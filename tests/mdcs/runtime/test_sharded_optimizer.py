@@ -16,9 +16,8 @@ from mdcs.model.elementwise import state_layouts
 from mdcs.model.flat_optimizer import same_options
 from mdcs.model.optimizers import Optimizers, Updates
 from mdcs.plan.job import Job
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import RandomOrder
+from mdcs.plan.period import Strategy
+from mdcs.planner.schedulers import RandomOrder, StrategyAssignment
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.context import RunContext

@@ -8,10 +8,9 @@ from torch import nn
 
 from mdcs.model.units import UnsupportedModel
 from mdcs.plan.job import Job
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import RandomOrder, Wfbp
+from mdcs.planner.schedulers import RandomOrder, StrategyAssignment, Wfbp
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.context import RunContext

@@ -25,7 +25,7 @@ import mdcs
 from experiments.tasks.library import Bert, Gpt2, Llama, ResNet
 from experiments.tasks.model import Model
 from mdcs.model.recompute import reasons_to_keep
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.registry import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner

@@ -11,8 +11,8 @@ import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import PlanError
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.decode import SearchRequest, _diffused, linearize_costs, mixes, solve_bound
 from mdcs.planner.ilp.slot_model import SlotModel

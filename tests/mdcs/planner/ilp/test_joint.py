@@ -13,8 +13,8 @@ import pytest
 import mdcs
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import check, min_feasible_budget
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy import Strategy
 from mdcs.planner import search
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp import decode, joint

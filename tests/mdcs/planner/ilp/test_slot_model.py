@@ -12,16 +12,14 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.period import Op
+from mdcs.plan.period import Op, Strategy, choices
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.schedulers import Sequential
+from mdcs.planner.schedulers import Sequential, StrategyAssignment
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from mdcs.plan.job import Job, recomputing
+from mdcs.plan.period import choices
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.plan.strategy import choices
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel

@@ -9,7 +9,7 @@ import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.slot_schedule import RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from mdcs.options import option
 from mdcs.plan.plan import Plan
-from mdcs.plan.strategy_assignment import StrategyAssignment
-from mdcs.planner.schedulers import sequential
+from mdcs.planner.schedulers import StrategyAssignment, sequential
 
 if TYPE_CHECKING:
     Nowhere = int

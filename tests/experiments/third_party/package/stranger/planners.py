@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.plan.strategy import Strategy
-from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
+from mdcs.planner.schedulers import StrategyAssignment
 
 
 @dataclass(frozen=True)

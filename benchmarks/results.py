@@ -226,7 +226,7 @@ def _verdicts(results: Sequence[Result]) -> str:
                 judged = other[0], _ratio(other[1]), _verdict(other[1])
             rows.append((_title(result), _budget(part), _ms(Spread.of(steps(own))), *judged))
     return table(
-        ["measurement", "budget", "mdcs ms", "the best other engine that fits", "takes × as long", "mdcs"], rows
+        ["measurement", "budget", "mdcs ms", "the best other engine that fits", "its step over mdcs's", "mdcs"], rows
     )
 
 
@@ -237,19 +237,26 @@ def _verdict(ratio: Spread) -> str:
 
 
 def _engines(result: Result) -> str:
-    of, rows = result["comparison"], list[list[str]]()
-    for part in of["budgets"]:
-        fitting, others = under(result, part)
-        for each in fitting:
-            step, other = Spread.of(steps(each)), over_best_other(each, fitting)
-            rate = f"{of['batch_size'] * of['world'] / step.median:.1f}"
-            ratio = "" if other is None else _ratio(other[1])
-            rows.append([_budget(part), each["name"], _ms(step), rate, _mib(each), ratio, predicted(each)])
-        if others:
-            words = ", ".join(f"{each['name']} ({_mib(each)} MiB)" for each in others)
-            rows.append([_budget(part), f"do not fit: {words}"])
-    headings = "budget", "engine", "step ms", "samples/s", "peak MiB", "the best other takes ×", "predicted ms"
+    """A row per candidate, the fastest first, with its step over that of mdcs within each budget that it fits."""
+    of = result["comparison"]
+    parts = [(part, under(result, part)[0]) for part in of["budgets"]]
+    rows = []
+    for each in sorted(of["candidates"], key=lambda candidate: statistics.median(steps(candidate))):
+        ratios = []
+        for part, fitting in parts:
+            own = next((one for one in fitting if one["name"] == "mdcs"), None)
+            fits = any(one is each for one in fitting)
+            other = each["plans"] and each["budget"] != part["budget"]
+            ratios.append("" if other or own is None else _over(own, each) if fits else "–")
+        name = f"{each['name']}, {_budget(each)}" if each["plans"] else each["name"]
+        rows.append([name, _ms(Spread.of(steps(each))), _mib(each), predicted(each), *ratios])
+    headings = "engine", "step ms", "peak MiB", "predicted ms", *(f"over mdcs, {_budget(part)}" for part, _ in parts)
     return f"## {_title(result)}\n\n{_about(result)}\n\n{table(headings, rows)}"
+
+
+def _over(own: Result, each: Result) -> str:
+    """The median of the ratios of steps within each round."""
+    return f"{statistics.median(b / a for a, b in zip(steps(own), steps(each), strict=False)):.2f}"
 
 
 def _ablation(result: Result) -> str:
@@ -262,7 +269,7 @@ def _ablation(result: Result) -> str:
             ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
             decided = each["name"], ABLATION.get(each["name"], "")
             rows.append([*decided, _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
-        headings = ["decided", "", "step ms", "neither takes ×", "peak MiB", "predicted ms"]
+        headings = ["decided", "", "step ms", "speed-up", "peak MiB", "predicted ms"]
         told.append(f"The budget is {_budget(part)}.\n\n{table(headings, rows)}")
     return "\n\n".join(told)
 
@@ -279,20 +286,24 @@ def _predictions(results: Sequence[Result]) -> str:
 
 
 def _flags(results: Sequence[Result]) -> str:
-    """The overrides of each engine, and the results that have it so."""
-    flags: dict[tuple[str, str], dict[str, None]] = {}
+    """The overrides of each engine, with the results that have it so where others differ."""
+    flags: dict[str, dict[str, list[str]]] = {}
     for result in results:
         for each in result["comparison"]["candidates"]:
-            flags.setdefault((each["name"], " ".join(each["overrides"])), {})[result["name"]] = None
-    return "\n".join(f"- {name}: `{words}` ({', '.join(where)})" for (name, words), where in flags.items())
+            where = flags.setdefault(each["name"], {}).setdefault(" ".join(each["overrides"]), [])
+            where += [result["name"]] if result["name"] not in where else []
+    return "\n".join(
+        f"- {name}: `{words}`" + (f" ({', '.join(where)})" if len(ways) > 1 else "")
+        for name, ways in flags.items() for words, where in ways.items()
+    )  # fmt: skip
 
 
 def _left_out(results: Sequence[Result]) -> str:
     left: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for name, why in result["comparison"]["left_out"].items():
-            left.setdefault((result["name"], why), []).append(name)
-    return "".join(f"\nNot measured in {of}: {', '.join(names)} ({why}).\n" for (of, why), names in left.items())
+            left.setdefault((name, why), []).append(result["name"])
+    return "".join(f"\nNot measured in {', '.join(where)}: {name} ({why}).\n" for (name, why), where in left.items())
 
 
 def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:

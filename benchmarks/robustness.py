@@ -95,16 +95,17 @@ def draw(document: dict[str, Any]) -> Figure:
 
 def page(document: dict[str, Any]) -> str:
     """Return the part of predictions.md."""
-    rows, best, worst = [], list[float](), list[float]()
+    cells, best, worst = pd.DataFrame(), list[float](), list[float]()
     for each in document["points"]:
         slower, anew = (pd.DataFrame(each[which]) * 100 for which in ("slower", "anew"))
-        found = pd.concat([slower.median(), slower.quantile(0.95), slower.max(), anew.median(), anew.max()], axis=1)
-        rows += [[each["point"]["name"], of, *map("{:.1f} %".format, row)] for of, *row in found.itertuples()]
+        found = zip(slower.median(), slower.max(), strict=True)
+        cells[each["point"]["name"]] = [f"{median:.1f} % ({most:.1f} %)" for median, most in found]
+        cells.index = pd.Index(slower.columns, name="plan")
         worst.append(max(slower["joint"].max(), anew["joint"].max()))
         best.append(slower.drop(columns="joint").median().min())
-    headings = "instance", "plan", "median", "95 % of draws", "worst", "planned anew, median", "worst of these"
     told = {"joint": f"{max(worst):.1f} %", "heuristics": f"{min(best):.1f} to {max(best):.1f} %"}
-    return benchmarks.page("robustness", table=table(headings, rows), **told, **SETTINGS)
+    rows = table(["plan", *cells.columns], [list(row) for row in cells.itertuples()])
+    return benchmarks.page("robustness", table=rows, **told, **SETTINGS)
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ class Comparison:
         over = [str(budget) for budget in self.budgets if budget.size is None and budget.is_limit]
         if over and not any(each.config.engine.plans for each in self.candidates):
             raise ConfigError(
-                "compare.budgets", f"{over[0]} is a share of what a plan needs, and no candidate has a plan"
+                "compare.budgets", f"{over[0]} is a share of a plan's memory, and no candidate has a plan"
             )
         self.base = self.asked.base or self.candidates[0].name
         if self.base not in {each.name for each in self.candidates}:

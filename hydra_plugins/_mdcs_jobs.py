@@ -124,7 +124,7 @@ def failure(folder: Path) -> str:
     job, code = read(folder), exit_code(folder)
     if job is None or code == 0:
         return ""
-    how = f"has ended with exit code {code}" if code is not None else "has ended and says nothing of how"
+    how = f"has ended with exit code {code}" if code is not None else "has ended without an exit code"
     if code is None or code > _KILLED:  # the controller forgets a job after minutes; there may be no accounting
         asked = ("squeue", "-h", "-t", "all", "-o", "%T"), ("sacct", "-n", "-X", "-P", "-o", "State")
         if why := next(filter(None, (said(*each, "-j", job.number) for each in asked)), ""):

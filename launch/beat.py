@@ -123,7 +123,7 @@ class Watched:
         longest = max(silent, key=silent.__getitem__, default=None)
         unheard = next((each for each in range(1, self._cluster.ranks) if each not in heard), None)
         if ending and unheard and time.monotonic() - self._begun > SILENT_SECONDS:
-            return Outcome(False, f"the process of rank {unheard} ended without a word, before it started", unheard)
+            return Outcome(False, f"the process of rank {unheard} ended before it reported a status", unheard)
         if longest is None:
             return None
         host, limit = heard[longest]["host"], self._cluster.timeout_s / (2 if self._failed else 1)
@@ -136,7 +136,7 @@ class Watched:
         is_due = ending or self._failed is not None and time.monotonic() - self._failed > REPORT_SECONDS
         if is_due and silent[longest] > SILENT_SECONDS:
             where = _where(longest, heard[longest])
-            reason = f"the process of rank {longest} on host {host} ended without a word: {where}"
+            reason = f"the process of rank {longest} on host {host} ended without an error message: {where}"
             return Outcome(False, reason, longest, _step(heard[longest]))
         return None
 

@@ -179,7 +179,7 @@ def _unshare_network() -> None:
     except PermissionError:
         pass
     except OSError as error:
-        raise NetworkError(f"gets no network namespace: {error.strerror}") from error
+        raise NetworkError(f"cannot make a network namespace: {error.strerror}") from error
     try:
         _unshare(_CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")

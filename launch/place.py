@@ -118,13 +118,13 @@ def expand(nodes: str) -> list[str]:
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
         ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise NoPlace(f"scontrol does not say which hosts {nodes} are: {error}") from error
+        raise NoPlace(f"scontrol cannot list the hosts of {nodes}: {error}") from error
 
 
 def resolved(host: str) -> str:
     """The IP address of `host`. Raises NoPlace where the name has no address; this machine is never taken instead."""
     if not host:
-        raise NoPlace("nobody says which host the first rank is on")
+        raise NoPlace("SLURM_STEP_NODELIST is empty: the host of rank 0 is unknown")
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -143,7 +143,7 @@ def interface(place: Place) -> tuple[str, str]:
             probe.connect((address, place.port))  # sends nothing: the kernel only chooses a route
             own = probe.getsockname()[0]
     except OSError as error:
-        raise NoPlace(f"no way leads to {place.address}: {error.strerror}") from error
+        raise NoPlace(f"no route to {place.address}: {error.strerror}") from error
     if own.startswith("127.") and place.hosts > 1:
         shared = (
             f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share"

@@ -18,11 +18,11 @@ class CurveConfig:
         [f"floor+{more}%" for more in (0, 5, 10, 20, 40, 80)], "budgets of the front: floor+10%, 75% of ddp, 300MiB"
     )
     plane: int = option(
-        0, "values of each share on the plane of schedule, activations and strategies (recompute=planned); 0: no plane",
+        0, "values of each share on the plane of both shares (recompute=planned); 0: no plane",
         at_least=0,
     )
     measure: str = option(
-        "none", "what to train as well; plane: its corners, its middle and its stop point",
+        "none", "plans that are also trained; plane: its corners, middle and stop point",
         choices=("none", "stop", "curve", "front", "plane", "all"),
     )
 
@@ -32,14 +32,14 @@ class CompareConfig:
     """Settings of mdcs compare."""
 
     vary: dict[str, str] = option(
-        {}, "who takes turns: names, and overrides of the job; values with commas are several"
+        {}, "candidates: name → overrides; KEY=A,B makes one for each value"
     )
-    base: str | None = option(None, "ratios and losses are compared with it; null: the first")
-    only: list[str] = option([], "names of those to run; none: all that can run here")
+    base: str | None = option(None, "candidate that ratios and losses are compared with; null: the first")
+    only: list[str] = option([], "candidates to run; none: all that can run here")
     over: list[str] = option([], "overrides with lists: each plan with every combination (KEY=A,B is the same)")
     rounds: int = option(3, "how often each runs", at_least=1)
     budgets: list[str] = option(
-        [], "budgets of those with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own"
+        [], "budgets of candidates with a plan: floor+10%, 75% of ddp, 1.5GiB, none; none: the job's own"
     )
 
 

@@ -47,7 +47,7 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ("scheduler.seconds", lambda c: getattr(c.scheduler, "seconds", 0) > c.cluster.timeout_s / 2,
      "must be at most half of cluster.timeout_s={c.cluster.timeout_s:g}, got {value}"),
     ("strategy.trials", lambda c: 4 < 4 * (getattr(c.strategy, "trials", None) or 1) > c.run.steps,
-     "takes turns in half of the steps, of which each plan needs two: run.steps is {c.run.steps}, got {value}"),
+     "takes half of the steps, two for each plan; run.steps is {c.run.steps}, got {value}"),
     ("run.unmeasured_steps", lambda c: c.run.unmeasured_steps >= c.run.steps,
      "must be < run.steps={c.run.steps}, got {value}"),
     ("run.grad_precision", lambda c: c.run.grad_precision != "same" and c.run.precision not in HALF,

@@ -60,15 +60,15 @@ class BudgetConfig:
 
     limit: str = option("none", "40GiB, 75% of ddp, floor+10% (of the smallest feasible peak), or none")
     schedule_share: float | None = option(
-        None, "share of the slack kept for the schedule; null: no division", at_least=0, at_most=1
+        None, "share of the slack that is reserved for early messages; null: no division", at_least=0, at_most=1
     )
     activation_share: float | None = option(
-        None, "share of what the schedule leaves that is kept for activations (recompute=planned); null: no division",
+        None, "share of the strategies' slack that keeps activations (recompute=planned); null: no division",
         at_least=0, at_most=1,
     )
     reserve_mib: float = option(0.0, "part of the budget that is kept free", at_least=0)
     exceeded: str = option(
-        "warn", "a step that takes more, as of a larger batch: warn once and go on, or raise on every rank",
+        "warn", "reaction to a step above the budget (a larger batch): warn once, or raise on every rank",
         choices=("warn", "raise"),
     )
 
@@ -86,7 +86,7 @@ class BudgetConfig:
 @dataclass
 class LinkConfig:
     name: str = option(
-        "real", "real: as it is; emulated: real collectives, paced", choices=("real", "emulated")
+        "real", "real: the link as it is; emulated: real collectives, held back to a rate", choices=("real", "emulated")
     )
     rate_gbit: float | None = option(
         None, "bandwidth of a rank", above=0, used_by=("emulated",), needed_by=("emulated",)
@@ -94,7 +94,7 @@ class LinkConfig:
     latency_us: float | None = option(
         None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",)
     )
-    depth: int = option(2, "messages in flight; on NCCL always one", at_least=1)
+    depth: int = option(2, "messages in flight; NCCL: always 1", at_least=1)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class CollectivesConfig:
 
     algorithm: str = option(
         "auto",
-        "auto: on gloo ring, on NCCL native",
+        "auto: ring on gloo, native on NCCL",
         choices=("auto", *ALGORITHMS["gloo"]),
     )
 
@@ -122,26 +122,26 @@ class ClusterConfig:
         "itself",
         choices=("local", "shaped", "emulated", "joined"),
     )
-    ranks: int = option(2, "ranks; of joined: as many as were started", at_least=1)
+    ranks: int = option(2, "number of ranks; joined: as many as were started", at_least=1)
     nodes: int | None = option(
         None,
-        "hosts, with as many ranks each; null with shaped: one for each rank",
+        "number of hosts, with equally many ranks each; shaped: null is one host per rank",
         at_least=1,
         used_by=("shaped", "joined"),
     )
     network: str | None = option(
-        None, "between the hosts: profiles are kept by it; null: interface and rate", used_by=("joined",)
+        None, "name of the network in keys of cached profiles; null: interface and rate", used_by=("joined",)
     )
-    rank: int = option(0, "which of the ranks the one process is", at_least=0, used_by=("emulated",))
+    rank: int = option(0, "rank that the process stands for", at_least=0, used_by=("emulated",))
     rate_gbit: float | None = option(
-        None, "rate of a rank's link, in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
+        None, "Gbit/s of a rank's link in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
     )
-    threads: int | None = option(None, "threads that compute, per rank; null: cores // processes", at_least=1)
-    timeout_s: float = option(60.0, "a job in which no rank moves for so long is ended", above=0)
+    threads: int | None = option(None, "compute threads of a rank; null: cores // processes", at_least=1)
+    timeout_s: float = option(60.0, "seconds without progress of any rank after which the job is ended", above=0)
     device: str = option("cpu", "where the model is", choices=("cpu", "cuda"))
     peak_tflops: float | None = option(
         None,
-        "peak rate of a device in run.precision, in TFLOP/s, of which runs report their share (MFU); null: none",
+        "peak rate of a device in run.precision, TFLOP/s, to report MFU; null: no MFU",
         above=0,
     )
     backend: str | None = option(
@@ -181,9 +181,9 @@ class ClusterConfig:
 class ProfileConfig:
     """Source of the profile: measured by the job's own ranks and kept for later jobs, or a file."""
 
-    path: str | None = option(None, "a profile.json to plan with")
-    cache: bool = option(True, "reuse what an equal job has measured, and keep it for others")
-    refresh: bool = option(False, "measure anew, whatever is in the cache")
+    path: str | None = option(None, "profile.json to plan from; null: the cache, or a measurement")
+    cache: bool = option(True, "read and write the cache of profiles")
+    refresh: bool = option(False, "measure, even if the cache has the profile")
 
     @property
     def measures(self) -> bool:
@@ -193,11 +193,11 @@ class ProfileConfig:
 
 @dataclass
 class RunConfig:
-    name: str | None = option(None, "name in tables and plots; null: made of plan, budget, model and ranks")
+    name: str | None = option(None, "name in tables and plots; null: plan, budget, model and ranks")
     varied: str | None = None  # by the program, as what no option declares: its name among the jobs of its sweep
     sweep: str | None = None  # by the program: the sweep it belongs to
     steps: int = option(30, "training steps in all", at_least=1)
-    unmeasured_steps: int = option(5, "the first of them, left out of the summary", at_least=0)
+    unmeasured_steps: int = option(5, "warm-up steps, left out of the summary", at_least=0)
     accumulation: int = option(1, "micro-steps per step", at_least=1)
     seed: int = option(0, "seed of the weights", at_least=0)
     precision: str = option(
@@ -206,7 +206,7 @@ class RunConfig:
         choices=("fp32", "fp64", "bf16", "fp16"),
     )
     grad_precision: str = option(
-        "same", "type of gradients after their backward, on the wire and in shards; same: as precision",
+        "same", "type of gradients on the wire and in shards; same: as precision",
         choices=("same", "fp32"),
     )  # fmt: skip
     cross_iteration: bool = option(
@@ -214,32 +214,31 @@ class RunConfig:
     )
     eval_every: int | None = option(None, "steps between evaluations; null: none", at_least=1)
     eval_batches: int | None = option(
-        8, "held-out batches of each rank in an evaluation, the first ones; null: all", at_least=1
+        8, "held-out batches of an evaluation, per rank; null: all", at_least=1
     )
     save_every: int | None = option(
-        None, "steps between checkpoints, in the run's folder, one of the last step included; null: none", at_least=1
+        None, "steps between checkpoints; the last step has one, too; null: none", at_least=1
     )
-    keep: int = option(2, "checkpoints that are kept, the newest", at_least=1)
+    keep: int = option(2, "newest checkpoints that are kept", at_least=1)
     save_beside: bool = option(
-        True, "written from a copy while training goes on, if the budget has room; false: before it does"
+        True, "write checkpoints in the background, from a copy, if the budget has room; false: training waits"
     )
     resume: str | None = option(
         None,
-        "auto: from the run's newest checkpoint that is whole, if any; a path: from that folder of checkpoints, or of "
-        "one",
+        "auto: the run's newest complete checkpoint, if any; a path: a folder of checkpoints, or one checkpoint",
     )
-    profile_iterations: int = option(5, "timed steps of each plan that a profile is measured with, at most", at_least=1)
+    profile_iterations: int = option(5, "most timed steps of each plan that profiling runs", at_least=1)
 
 
 @dataclass
 class SweepConfig:
     """Treatment of the runs in the folder of a repeated sweep. A single job may not set these keys."""
 
-    force: bool = option(False, "run every job, also those that the folder has runs of")
-    retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")
-    fail_fast: bool = option(False, "run no more jobs once one has failed")
+    force: bool = option(False, "run every job, also those with a finished run in the folder")
+    retry_failed: bool = option(True, "run failed jobs again")
+    fail_fast: bool = option(False, "stop the sweep after the first failed job")
     warm: bool = option(
-        True, "ranks on this machine's CPU are forks of a process that stays; false: each job starts its own"
+        True, "reuse one process for the ranks of all jobs on this CPU; false: each job starts its own"
     )
 
 
@@ -257,10 +256,10 @@ class BatchConfig:
         choices=("largest", "fastest"),
     )
     profiles: list[int] = option(
-        [], "batches that are profiled: others follow from the smallest and the largest, the rest is a check; "
+        [], "batch sizes that are profiled: the smallest and the largest give all others, the rest is a check; "
         "none: data.batch_size and four times as many", at_least=1,
     )
-    at_most: int = option(4096, "the largest batch that is tried", at_least=1)
+    at_most: int = option(4096, "largest batch that is tried", at_least=1)
 
 
 @dataclass(frozen=True)

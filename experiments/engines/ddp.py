@@ -21,8 +21,8 @@ _NS = 1e-9
 class Ddp(EngineOptions):
     name = "ddp"
 
-    bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
-    overlap: bool = option(True, "reductions run beside backward; false: all after it, in flight together")
+    bucket_mib: float = option(25.0, "size of a bucket of gradients, MiB", above=0)
+    overlap: bool = option(True, "reduce during backward; false: after it, all at once")
 
     @property
     def label(self) -> str:

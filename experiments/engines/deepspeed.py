@@ -22,7 +22,7 @@ class Deepspeed(EngineOptions):
 
     stage: int = option(2, "stage of ZeRO", at_least=1, at_most=3)
     bucket_mib: float | None = option(
-        None, "parameters and gradients are sent in buckets of about so much; null: DeepSpeed's own size", above=0
+        None, "size of a bucket of parameters or gradients, MiB; null: DeepSpeed's default", above=0
     )
 
     @property

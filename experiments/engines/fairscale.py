@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Fairscale(EngineOptions):
     name = "fairscale"
 
-    bucket_mib: float = option(32.0, "gradients are reduced in buckets of about so much", above=0)
+    bucket_mib: float = option(32.0, "size of a bucket of gradients, MiB", above=0)
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Wrap the model. OSS makes the job's optimizer again."""

@@ -33,17 +33,17 @@ class Fsdp2(EngineOptions):
     name = "fsdp2"
 
     reshard: str = option(
-        "always", "after forward a block is sharded as at rest, not at all, or over groups of ranks",
+        "always", "reshard blocks after forward: always, never, or over groups of ranks",
         choices=("always", "never", "group"),
     )  # fmt: skip
-    reshard_group: int | None = option(None, "ranks of a group, with reshard=group", at_least=2)
+    reshard_group: int | None = option(None, "reshard=group: ranks of a group", at_least=2)
     prefetch: int | None = option(
-        None, "blocks gathered ahead, asynchronously; null: as fully_shard does by itself", at_least=1
+        None, "blocks that are gathered ahead; null: fully_shard's default", at_least=1
     )
     reduce_scatter: str = option(
-        "own", "the backend's own, or an all-to-all with a local sum", choices=("own", "all_to_all")
+        "own", "own: the backend's; all_to_all: an all-to-all and a local sum", choices=("own", "all_to_all")
     )
-    plan: str | None = option(None, "an fsdp2.json of mdcs export, which says what to call; null: a call per block")
+    plan: str | None = option(None, "fsdp2.json of mdcs export, which lists the calls; null: a call per block")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -123,7 +123,7 @@ class _Call:
                 return self._compose() or self._end()
         except KeyboardInterrupt:
             sweep = self.session.sweep
-            how = "" if sweep is None else f"; hydra.sweep.dir={sweep} goes on with the sweep"
+            how = "" if sweep is None else f"; hydra.sweep.dir={sweep} continues the sweep"
             print(f"interrupted: all ranks were ended{how}", file=sys.stderr)
             return 130
 

@@ -91,7 +91,7 @@ class Checkpoints:
             raise ValueError(f"run.resume: {self._run.resume} has no checkpoint")
         if resumed.step >= self._run.steps:
             raise ValueError(
-                f"run.steps: {resumed.folder} has all {resumed.step} steps already: ask for more, or resume another"
+                f"run.steps: {resumed.folder} is at step {resumed.step} already: raise it, or resume another"
             )
         self._schedule.load_state_dict(resumed.extra["schedule"])
         self._tell("resumed", step=resumed.step, world=resumed.world, folder=str(resumed.folder))

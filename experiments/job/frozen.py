@@ -94,7 +94,7 @@ def _adopt(known: Profiles, config: Config, folder: Path) -> None:
     if known.adopt(config, folder):
         return
     if (folder / "profile.json").exists():
-        told = "was measured on a node, or with libraries, that are not like these: this job measures its own"
+        told = "was measured on another kind of node or with other libraries: this job measures its own"
         warnings.warn(f"the sweep's profile {folder / 'profile.json'} {told}", stacklevel=2)
     elif why := why_no_profile(folder):
         raise ConfigError("profile", why)

@@ -45,7 +45,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
 def require_activations(why: str) -> None:
     """Raise ValueError for a reason why a profile has no activations. Empty: it has them."""
     if why:
-        raise ValueError(f"a budget counts activations, and the profile has not measured them: {why}")
+        raise ValueError(f"a budget counts activations, and the profile does not have them: {why}")
 
 
 def floor_of(config: Config, job: mdcs.Job) -> int:

@@ -36,8 +36,8 @@ def crowded(config: Config) -> str | None:
         return None
     shared = "1 core" if cores == 1 else f"{cores} cores"
     return (
-        f"warning: {ranks} ranks share {shared}: starting may take minutes, and step times are"
-        " of cores that are shared (cluster=emulated runs one rank of many)"
+        f"warning: {ranks} ranks share {shared}: starting may take minutes, and steps take longer"
+        " (cluster=emulated runs one rank of many)"
     )
 
 
@@ -50,7 +50,7 @@ def require_room(config: Config) -> None:
 
         gpus = torch.cuda.device_count()
         if not gpus:
-            raise ConfigError("cluster.device", "torch finds no GPU here, got cuda")
+            raise ConfigError("cluster.device", "needs a GPU, and torch finds none; got cuda")
         if cluster.resolved_backend() == "nccl" and ranks > gpus:
             raise ConfigError(
                 "cluster.ranks", f"nccl needs a GPU for each rank, of which there are {gpus}; got {ranks}"
@@ -60,7 +60,7 @@ def require_room(config: Config) -> None:
     if ranks > max(1, most):
         here = f"{cores} cores and {free / GIB:.1f} GiB of free memory"
         raise ConfigError(
-            "cluster.ranks", f"{here} carry {most} ranks, got {ranks}; cluster=emulated runs one rank of many"
+            "cluster.ranks", f"{here} have room for {most} ranks, got {ranks}; cluster=emulated runs one rank of many"
         )
 
 

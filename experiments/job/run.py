@@ -137,12 +137,12 @@ def _run(
                 record.PREEMPTED if "preempted" in last or outcome.lost and preemption.expected() else _state(outcome)
             )
             doubt = last.get("summary", {}).get("doubt", "")
-            with _warned(f"how the job has ended is not in its {record.FILE}"):
+            with _warned(f"the job's end could not be written to {record.FILE}"):
                 record.write(folder, identity, state, outcome.reason, doubt=doubt)
         if not outcome.ok and not outcome.infeasible:
             failure = failure_event(outcome.reason, outcome.rank, outcome.step)
             # the outcome reports it, and earlier lines are whole
-            with _warned("that the job failed is not in its folder"):
+            with _warned("the failure could not be written to the job's folder"):
                 _write(folder, *([] if only is None else [asked]), failure)
         for event in tail.new():
             mirror.event(event)
@@ -254,7 +254,7 @@ def _require_possible(config: Config, *, joined: bool) -> None:
     cluster, strategy = config.cluster, config.strategy
     if cluster.name == "joined" and not joined:
         nodes = "" if cluster.nodes is None else f" on {cluster.nodes} hosts"
-        raise ConfigError("cluster.ranks", f"{cluster.ranks}{nodes} are for torchrun or srun to start, and nobody has")
+        raise ConfigError("cluster.ranks", f"{cluster.ranks}{nodes} must be started by torchrun or srun, and were not")
     if cluster.rate_gbit is not None and (why := network.refusal(cluster.rate_gbit)):
         raise ConfigError("cluster.name", f"shaped is not possible here: {why}")
     if isinstance(strategy, Uniform) and Strategy(strategy.each).in_node and not 1 < cluster.hosts < cluster.ranks:
@@ -268,12 +268,12 @@ def _require_possible(config: Config, *, joined: bool) -> None:
 
 def _require_plan(config: Config) -> None:
     if not config.engine.plans:
-        raise ConfigError("engine", f"{config.engine.name} trains without a plan: there is none to make")
+        raise ConfigError("engine", f"{config.engine.name} trains without a plan")
 
 
 def _require_batch(config: Config) -> None:
     if config.batch.find is not None:
-        raise ConfigError("batch.find", "only mdcs plan finds a batch; here data.batch_size says it")
+        raise ConfigError("batch.find", "is for mdcs plan; other commands take data.batch_size")
 
 
 def _say_reused(profile: Path | None, console: Console) -> None:

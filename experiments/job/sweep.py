@@ -238,7 +238,7 @@ def report(session: Session, started: float) -> None:
         frame = analysis.runs(folder)
         frame = frame[~frame["folder"].isin([str(run) for run in session.outdated])].reset_index(drop=True)
         if frame.empty:
-            raise ValueError("no job has begun: what is there is of other code or another machine")
+            raise ValueError("no job has begun: the folder's runs are of other code or of another machine")
         for result in session.results:
             if result.status == record.SUBMITTED:  # what is there is of an earlier attempt, perhaps of other code
                 assert result.folder is not None

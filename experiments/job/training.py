@@ -117,8 +117,7 @@ def train(folder: Path, workload: Workload) -> None:
         engine.drain()
         if choosing:
             raise ValueError(
-                f"run.steps: {run.steps} steps ended before a plan was chosen: ask for more, or measure before, with "
-                "mdcs profile"
+                f"run.steps: {run.steps} steps are too few to choose a plan: raise it, or run mdcs profile first"
             )
         status.set(phase="finishing")
         checkpoints.finish()

@@ -123,7 +123,7 @@ def start(config: Config) -> torch.device:
     timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
     if config.cluster.device == "cuda":
         if not torch.cuda.is_available():  # on another host than the program's
-            raise ValueError("cluster.device: torch finds no GPU here, got cuda")
+            raise ValueError("cluster.device: needs a GPU, and torch finds none; got cuda")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:

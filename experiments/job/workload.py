@@ -126,7 +126,7 @@ class Workload:
                 raise
             there = ", ".join(batch)
             raise ValueError(
-                f"model.loss: a batch of data={self.config.data.name} has no {error}, but {there}"
+                f"model.loss: a batch of data={self.config.data.name} has no {error}, only {there}"
             ) from error
 
     def shown(self, value: float) -> float | None:

@@ -124,7 +124,7 @@ class StdlibBytes(Data):
 
     name, gives, vocabulary = "stdlib_bytes", Tokens, 256
 
-    max_bytes: int | None = option(None, "cut the text after so many bytes, per split", at_least=1, profiled=False)
+    max_bytes: int | None = option(None, "longest text of a split, in bytes; null: all", at_least=1, profiled=False)
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Windows of the text. A window has one byte more than the sequence: the label of its last position."""

@@ -46,7 +46,7 @@ class Data(Checked, ABC):
     batch_size: int = option(4, "samples per rank and micro-step", at_least=1)
     seed: int = option(0, "seed of the order of samples", at_least=0, profiled=False)
     workers: int = option(
-        0, "processes per rank that make training batches ahead of the step; 0: none", at_least=0, profiled=False
+        0, "processes per rank that prepare training batches; 0: none", at_least=0, profiled=False
     )
 
     @property

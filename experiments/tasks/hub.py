@@ -26,9 +26,9 @@ _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 class Named(Data):
     """A data set with a name. Raises OptionError for a local path or tokenizer that does not exist."""
 
-    path: str | None = option(None, "a name on the hub, or a file or folder here", profiled=False)
+    path: str | None = option(None, "name on the hub, or a local file or folder", profiled=False)
     tokenizer: str | None = option(
-        None, "a tokenizer of transformers: a name on the hub, or a folder here; null: bytes", profiled=False
+        None, "tokenizer of transformers: a name on the hub, or a local folder; null: bytes", profiled=False
     )
 
     def __post_init__(self) -> None:
@@ -115,13 +115,13 @@ class Text(Named):
 
     name, gives, vocabulary = "text", Tokens, 256
 
-    subset: str | None = option(None, "which of the data sets of that name", profiled=False)
-    column: str = option("text", "the column that is read", profiled=False)
+    subset: str | None = option(None, "configuration of the data set, as load_dataset takes it", profiled=False)
+    column: str = option("text", "column with the text", profiled=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path is None:
-            raise OptionError("path", "is needed: a name on the hub, or a file or folder here")
+            raise OptionError("path", "is needed: name on the hub, or a local file or folder")
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Windows of the texts, one after another and across rows; the last, if short, is left out. In a source without

@@ -29,8 +29,7 @@ class Library(Model):
 
     weights: str | None = option(
         None,
-        "what training starts from: a folder that save_pretrained has written, or a name on the hub; null: random "
-        "weights",
+        "starting weights: a folder that save_pretrained has written, or a name on the hub; null: random",
         profiled=False,
     )
 
@@ -226,7 +225,7 @@ class ResNet(Library, ImageModel):
 
     depths: tuple[int, ...] = option((3, 4, 6, 3), "residual blocks per stage", at_least=1)
     hidden_sizes: tuple[int, ...] = option((256, 512, 1024, 2048), "channels per stage", at_least=1)
-    width_divisor: int = option(1, "divides all numbers of channels, 64 of the stem among them", at_least=1)
+    width_divisor: int = option(1, "divisor of all numbers of channels, the stem's 64 too", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

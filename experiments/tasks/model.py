@@ -26,11 +26,11 @@ class Model(Checked, ABC):
     computes: ClassVar[bool] = True
     """Whether forward and backward use the cores."""
 
-    name: str = option("", "name of these sizes, in tables", profiled=False)
-    wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))
-    wrap_min_params: int = option(100_000, "wrap=size: the smallest unit, in parameters", at_least=1)
-    frozen: tuple[str, ...] = option((), "parameters that are not trained: patterns of their names (fnmatch)")
-    norms_fp32: bool = option(False, "norms keep fp32 in run.precision=bf16 or fp16")
+    name: str = option("", "name of the model in tables", profiled=False)
+    wrap: str = option("block", "rule that cuts the model into units", choices=("block", "size", "leaf"))
+    wrap_min_params: int = option(100_000, "wrap=size: smallest unit, in parameters", at_least=1)
+    frozen: tuple[str, ...] = option((), "parameters that are not trained: patterns of names (fnmatch)")
+    norms_fp32: bool = option(False, "norms stay in fp32 with run.precision=bf16 or fp16")
 
     @property
     def checkpointing(self) -> bool:
@@ -151,7 +151,7 @@ class Timed(Model):
     backward_ms: float = option(64.0, "milliseconds that the backward of a block takes", at_least=0)
     activations_mib: float = option(0.0, "MiB that a block keeps from forward to backward", at_least=0)
     checkpointing: bool = option(False, "every block recomputes its activations in backward, by torch's checkpoint")
-    tensors: int = option(4, "parameters that a block is made of, where it has so many elements", at_least=1)
+    tensors: int = option(4, "parameter tensors of a block", at_least=1)
 
     @property
     def label(self) -> str:

@@ -23,9 +23,9 @@ class Optimizer(Checked, ABC):
     schedule: str = option(
         "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine"), profiled=False
     )
-    warmup_steps: int = option(0, "steps in which the learning rate rises linearly to lr", at_least=0, profiled=False)
+    warmup_steps: int = option(0, "first steps, in which the learning rate rises to lr", at_least=0, profiled=False)
     clip_norm: float | None = option(
-        None, "largest global norm of the gradient; a barrier before the update", above=0, profiled=False
+        None, "largest global norm of the gradient; updates then wait for all gradients", above=0, profiled=False
     )
 
     @abstractmethod

@@ -87,9 +87,9 @@ class OwnModel(Own, Model):
 
     _group = "model"
     blocks: tuple[str, ...] = option((), "classes whose modules become units; none: repeated blocks are found")
-    reads: Any = option({}, "what it reads: keys of experiments.tasks.inputs.Tokens, or another _target_ and its keys")
+    reads: Any = option({}, "the model's inputs: keys of experiments.tasks.inputs.Tokens, or another _target_ and keys")
     loss: Any = option(
-        None, "(model, batch) → loss, e.g. a _target_ with _partial_; null: cross-entropy of what it returns"
+        None, "(model, batch) → loss, e.g. a _target_ with _partial_; null: cross-entropy of the model's output"
     )
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class Tracker(Checked, ABC):
 
 @dataclass(frozen=True)
 class NoTracker(Tracker):
-    """Keep metrics.jsonl alone."""
+    """Keep Only metrics.jsonl."""
 
     name = "none"
     shows = False

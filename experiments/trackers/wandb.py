@@ -33,18 +33,17 @@ class Wandb(Tracker):
     project: str = option("mdcs", "W&B project")
     entity: str | None = option(None, "W&B entity")
     group: str | None = option(None, "W&B group; null: the sweep")
-    id: str | None = option(None, "W&B run id; null: a new one for each run, which begins alike for equal jobs")
+    id: str | None = option(None, "W&B run id; null: a new one, whose beginning is the job's identity")
     mode: str | None = option(
         None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
     )
 
     private: bool = option(
-        False, "true: the config and the run's events alone; no system metrics, commit, command line or host"
+        False, "true: send only the config and the run's events; no system metrics, commit, command line or host"
     )
     timeout_s: float = option(
         30.0,
-        "an answer that takes longer, uploads included, is not waited for; a start for half of it, then the run is "
-        "offline",
+        "seconds to wait for W&B, uploads included; without a connection after half of it the run is offline",
         above=0,
     )  # fmt: skip
 

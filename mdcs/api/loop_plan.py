@@ -109,14 +109,14 @@ class LoopPlan:
     trials: list[Trial] = field(default_factory=list)
 
     def stages(self) -> Generator[Stage, Ran, Plan]:
-        """Yield what the loop is to run; return the plan that goes on. Collective.
+        """Yield what the loop is to run; return the plan that is kept. Collective.
 
         1. Under a provisional plan the passes of the first step are counted, unless it is sharded; a profile that an
            earlier start has kept may follow from it.
         2. The slots are measured in the next steps; where the budget needs it, with recomputation, too.
         3. Plans that tell the costs of messages apart run for a few steps each.
         4. The plan that is made with all this, while training goes on, and a few others that differ take turns; the
-           fastest one goes on.
+           fastest one is kept.
         """
         measuring = self._with_passes(self.micro_steps or 1)
         plan = measuring.provisional(measuring.unmeasured())

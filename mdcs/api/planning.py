@@ -89,7 +89,7 @@ class Planning:
     def begin(self, job: Job, device: torch.device) -> Begun[list[Plan]]:
         """Begin to make the plans of :meth:`plans`, in a thread of rank 0: training may go on meanwhile. Collective."""
         if self.budget.is_limit and not any(slot.peak for slot in job.profile.slots):
-            why = unmeasured(device) or "the profile has not measured them"
+            why = unmeasured(device) or "the profile does not have them"
             warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
         strategy, schedule = self.planners()
         limit = limit_of(self.budget, job, self.rule)

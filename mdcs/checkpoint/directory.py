@@ -69,7 +69,7 @@ def finish(folder: Path, files: Iterable[str]) -> Path:
     writing, sizes = partial(folder), {}
     for name in sorted(files):
         if not (writing / name).is_file():
-            raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
+            raise CheckpointError(f"{writing}: {name} is missing: all ranks must see one folder")
         sizes[name] = (writing / name).stat().st_size
     write(writing / MANIFEST, json.dumps({"files": sizes}, indent=1).encode())
     _sync(writing)
@@ -126,7 +126,7 @@ def find_problem(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"it has no {MANIFEST}: it was not finished"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not what was written"
+        return f"{MANIFEST} is damaged"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return None
@@ -161,7 +161,7 @@ def encode(value: Any, what: str) -> bytes:
         data.seek(0)
         torch.load(data, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{what} may have plain numbers, texts, containers and tensors only: {error}") from error
+        raise ValueError(f"{what} may hold numbers, strings, containers and tensors only: {error}") from error
     return data.getvalue()
 
 

@@ -57,7 +57,7 @@ def validate(
     units = job.profile.units
     require_nodes(job.profile, strategies)
     if budget is not None and budget <= job.reserve:
-        raise PlanError(f"budget {budget} bytes leaves nothing beside the reserve of {job.reserve}")
+        raise PlanError(f"budget {budget} bytes is not above the reserve of {job.reserve}")
     if not len(strategies) == len(blocks) == len(units):
         raise PlanError(f"{len(units)} units but {len(strategies)} strategies, {len(blocks)} block lists")
     empty = next((i for i, m in enumerate(messages) if not m.parts), None)

@@ -45,7 +45,7 @@ class Uniform(Checked):
     """All units that can have the choice ``each``. The others keep their activations."""
 
     each: str = option(
-        NONE, "none keeps activations, full inputs, selective outputs of matrix products, too", choices=CHOICES
+        NONE, "none keeps all activations, full the inputs, selective also outputs of matrix products", choices=CHOICES
     )
 
     @property

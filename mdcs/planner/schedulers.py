@@ -237,7 +237,7 @@ class Fusion(Checked):
 
     name: ClassVar[str] = "fusion"
 
-    bucket_mib: float = option(25.0, "fused messages hold about so much, MiB", above=0)
+    bucket_mib: float = option(25.0, "size of a fused message, MiB", above=0)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the messages of WFBP with neighbours fused."""
@@ -308,9 +308,9 @@ class Dear(Checked):
     name: ClassVar[str] = "dear"
 
     bucket_mib: float | None = option(
-        None, "fused messages hold about so much, MiB; null: one message per unit", above=0
+        None, "size of a fused message, MiB; null: one message per unit", above=0
     )
-    ahead: int = option(2, "slots by which fsdp units are gathered ahead", at_least=0)
+    ahead: int = option(2, "slots between the gather of an fsdp unit and its use", at_least=0)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the plan: reductions when ready, gathers from the turn on, in the order of the forward pass."""
@@ -338,8 +338,8 @@ class RandomOrder(Checked):
     name: ClassVar[str] = "random"
 
     seed: int = option(0, "seed of the draw", at_least=0)
-    max_blocks: int = option(3, "a unit is cut into as many blocks at most", at_least=1)
-    fuse: float = option(0.3, "chance of a message to be fused with the one before it", at_least=0, at_most=1)
+    max_blocks: int = option(3, "largest number of blocks of a unit", at_least=1)
+    fuse: float = option(0.3, "probability that a message is fused with the one before it", at_least=0, at_most=1)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return a random valid plan."""

@@ -1,4 +1,4 @@
-"""Plans that a run tries, and which of them goes on: a handful that differ, and successive halving by measured steps.
+"""Plans that a run tries, and the choice among them: a handful that differ, and successive halving by measured steps.
 
 A prediction is wrong by some percent. Among many plans, the best predicted one is the one that the model flatters most.
 So the run trains under a few of them in turns (Karnin, Koren, Somekh: successive halving, ICML 2013).

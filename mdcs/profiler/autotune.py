@@ -69,7 +69,7 @@ def take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple
 
 
 def chosen(trials: Sequence[Trial]) -> Plan:
-    """Return the plan that goes on."""
+    """Return the plan that is kept."""
     return next(trial.plan for trial in trials if trial.is_chosen)
 
 

@@ -81,7 +81,7 @@ class ForwardChanges:
         ):
             if before != after:
                 raise UnsupportedModel(
-                    f"{name}: is changed by forward (max_norm, clamping, .data), which would be lost where it is "
+                    f"{name}: is changed by forward (max_norm, clamping, .data), which is lost where it is "
                     "sharded: change weights between steps, in full_parameters(writeback=True)"
                 )
         pairs = zip(self._unit.modules, self._buffers, strict=True)

@@ -155,7 +155,7 @@ class FailureChannel:
                     _KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone: killed, or cut off from the network"
                 )
         except RuntimeError:
-            return "the process that hosts the store is gone as well"
+            return "the process of the store has ended, too"
         return self.peer_failure()
 
     @staticmethod

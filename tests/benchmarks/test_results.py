@@ -70,17 +70,18 @@ def test_who_wins_is_said_with_its_interval(result):
     assert rows(page([slow]), "| 60 MiB (floor+50%) |", "1.82 [1.67 to 2.00] | wins |")
 
 
-def test_an_engine_stands_under_every_budget_that_it_fits(result):
+def test_an_engine_has_one_row_and_its_ratio_within_every_budget_that_it_fits(result):
     text = page([result])
-    assert rows(text, "do not fit: ddp (90 MiB)") and rows(text, "| none | ddp | 900 [900 to 1,100] | 8.9 | 90 |")
-    assert len(rows(text, "| fsdp2 | 1,500 [1,100 to 1,800] |")) == 2
+    assert rows(text, "| ddp | 900 [900 to 1,100] | 90 |  | – | 1.00 |")
+    assert rows(text, "| fsdp2 | 1,500 [1,100 to 1,800] | 50 |  | 1.50 | 1.67 |")
+    assert rows(text, "| mdcs, none | 1,000 [900 to 1,000] | 80 | 1,000 |  | 1.00 |")
     assert ": zero-1 (is not installed)." in text
     assert len(predictions([result])) == 6 and rows(text, "| all | 6 | 4.5% | -16.7 % |")
 
 
 def test_each_plan_has_the_bytes_of_its_own_floor(result):
     result["comparison"]["candidates"].insert(2, candidate("zero2", [1.3, 1.4, 1.5], 64, 65 * MIB, True, 1.0))
-    assert rows(page([result]), "| 60 MiB (floor+50%) | zero2 | 1,400 [1,300 to 1,500] |")
+    assert rows(page([result]), "| zero2, 65 MiB (floor+50%) | 1,400 [1,300 to 1,500] | 64 | 1,000 | 1.30 |  |")
 
 
 def test_a_comparison_of_plans_alone_has_a_table_for_each_budget(result):
@@ -131,7 +132,7 @@ def test_a_quick_run_keeps_every_repetition_and_writes_no_page(monkeypatch, tmp_
     assert len(kept["load"]) == 2 and kept["versions"]["torch"] and kept["machine"]["processor"]
     assert [each["name"] for each in of["candidates"]] == ["mdcs"] * 2 + ["ddp"] and of["rounds"] == 1
     assert of["candidates"][0]["overrides"][0] == "strategy=joint"
-    assert rows(page([kept]), "| none | mdcs |") and not (tmp_path / "results.md").exists()
+    assert rows(page([kept]), "| mdcs, none |") and not (tmp_path / "results.md").exists()
 
 
 def test_a_result_that_there_is_not_is_named(monkeypatch, capsys):

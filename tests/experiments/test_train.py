@@ -200,7 +200,7 @@ def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     pids = [json.loads((tmp_path / f"out/0/rank{rank}.status").read_text())["pid"] for rank in (0, 1)]
     process.send_signal(signum)
     _, err = process.communicate(timeout=60)
-    goes_on = f"; hydra.sweep.dir={tmp_path / 'out'} goes on with the sweep" if multirun else ""
+    goes_on = f"; hydra.sweep.dir={tmp_path / 'out'} continues the sweep" if multirun else ""
     assert (process.returncode, err) == (130, f"interrupted: all ranks were ended{goes_on}\n")
     deadline = time.monotonic() + 10  # whoever started them has died, too: their entries are cleared by the system
     for pid in pids:

@@ -282,7 +282,7 @@ def test_jobs_whose_profile_was_not_measured_have_failed_with_the_reason(tmp_pat
     """SLURM has removed them from the queue."""
     asked = ("hydra/launcher=mdcs_slurm", "model=mlp", "data=synthetic", "strategy=dp,fsdp")
     done = one_process.call(train, tmp_path, *common(tmp_path), *asked)
-    why = "job 1 has ended and says nothing of how; the output of its ranks is in"
+    why = "job 1 has ended without an exit code; the output of its ranks is in"
     assert done.stderr.count(f"failed: the sweep's profile was not measured: {why} {tmp_path / 'sweep/submitted/1'}\n") == 2
     assert done.returncode == 1 and "2 of 2 jobs failed" in done.stderr
 

@@ -45,7 +45,7 @@ def test_what_srun_says():
     ("said", "complaint"),
     [
         ({**SRUN, "SLURM_STEP_NODELIST": "no-such-host.invalid"}, "host no-such-host.invalid has no address here"),
-        ({**SRUN, "SLURM_STEP_NODELIST": ""}, "nobody says which host the first rank is on"),
+        ({**SRUN, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty: the host of rank 0 is unknown"),
         ({**SRUN, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID must be a whole number, got x"),
         ({**TORCHRUN, "WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number, got nothing"),
     ],

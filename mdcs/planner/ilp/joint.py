@@ -223,7 +223,7 @@ class Joint(SlotPlanner):
 
     trials: int | None = option(
         None,
-        "so many plans, heuristics' too, take turns in the first steps, and the fastest goes on; null: 3 in a long run",
+        "plans that take turns in the first steps, heuristics' too; the fastest is kept. null: 3 in a long run",
         at_least=1,
     )
 

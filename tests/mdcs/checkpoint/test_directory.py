@@ -26,7 +26,7 @@ def test_a_folder_counts_with_its_manifest(tmp_path):
 
 def test_what_a_rank_has_written_elsewhere_does_not_count(tmp_path):
     directory.begin(directory.folder_of(tmp_path, 3))
-    with pytest.raises(directory.CheckpointError, match="step-00000003.partial: a is not here: all ranks must see one folder"):
+    with pytest.raises(directory.CheckpointError, match="step-00000003.partial: a is missing: all ranks must see one folder"):
         directory.finish(directory.folder_of(tmp_path, 3), ["a"])
     assert directory.complete_checkpoints(tmp_path) == []
 
@@ -64,7 +64,7 @@ def cut_manifest(made: Path) -> None:
 
 HARM = {
     cut: "a has 599 bytes, not the 600 that were written",
-    cut_manifest: "manifest.json is not what was written",
+    cut_manifest: "manifest.json is damaged",
     lambda made: (made / "a").unlink(): "a is missing",
     lambda made: (made / directory.MANIFEST).unlink(): "it has no manifest.json: it was not finished",
 }

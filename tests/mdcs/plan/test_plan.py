@@ -215,7 +215,7 @@ def with_order(*order: int) -> Callable[[], Plan]:
         (lambda: replace(ZERO1, blocks=((8, 0), (4,))), r"unit a: blocks \(8, 0\) must be multiples of the world"),
         (lambda: replace(ZERO1, blocks=((8,),)), "2 units but 2 strategies, 1 block lists"),
         (lambda: replace(ZERO1, strategies=(Strategy.dp,)), "2 units but 1 strategies"),
-        (lambda: replace(of_job(ZERO1, reserve=100), budget=100), "budget 100 bytes leaves nothing beside the reserve of 100"),
+        (lambda: replace(of_job(ZERO1, reserve=100), budget=100), "budget 100 bytes is not above the reserve of 100"),
     ],
 )  # fmt: skip
 def test_invalid_plans_are_refused_by_name(make: Callable[[], Plan], message: str) -> None:

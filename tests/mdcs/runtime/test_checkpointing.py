@@ -355,7 +355,7 @@ def refuse(root: str) -> list[str]:
 def test_what_does_not_fit_is_refused_by_name(two: Ranks, tmp_path):
     for none, extra, keep, optimizer, model, missing in two.run(refuse, str(tmp_path)):
         assert none == "None"
-        assert "what the loop gave as extra may have plain numbers, texts, containers and tensors only" in extra
+        assert "what the loop gave as extra may hold numbers, strings, containers and tensors only" in extra
         assert keep == "ValueError: keep must be >= 1, got 0"
         assert "step-00000001: it was saved with other parameter groups" in optimizer
         assert "step-00000001: it was saved from another model: it has no first.weight" in model

@@ -78,7 +78,7 @@ def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], s
     return figure
 
 
-BEST = {"strategies": "#9CC7E4", "inside": "#F2B36B", "schedule": "#8FD0B0", "no matter": "#E2E2E2"}
+BEST = {"strategies": "#9CC7E4", "inside": "#F2B36B", "schedule": "#8FD0B0", "any": "#E2E2E2"}
 """Colour by where the best share of the slack is: 0, inside, 1, or any share."""
 
 
@@ -100,7 +100,7 @@ def share_map(curves: Mapping[str, Sequence[Sequence[tuple[str, float, float]]]]
     for axes in panels[:, 0]:
         axes.set_ylabel("communication / computing")
     words = {"strategies": "0: all for strategies", "inside": "inside: the share, and how much longer both ends take",
-             "schedule": "1: all for the schedule", "no matter": "no matter: within 1 %"}  # fmt: skip
+             "schedule": "1: all for the schedule", "any": "any share: within 1 %"}  # fmt: skip
     style.legend_below(figure, [Patch(color=colour, label=words[name]) for name, colour in BEST.items()])
     return figure
 

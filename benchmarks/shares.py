@@ -40,7 +40,7 @@ BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Fractions of the way from the floor to the peak of data parallelism."""
 SHARES = tuple(i / 8 for i in range(9))
 EQUAL = 0.01
-HEADINGS = "0", "inside", "1", "no matter"
+HEADINGS = "0", "inside", "1", "any"
 SETTINGS: dict[str, Any] = {
     "ranks": 8, "tflops": 20.0, "latency_us": 20, "messages": 64, "shares": SHARES, "schedulers": ["priority", "dear"]
 }  # fmt: skip
@@ -114,7 +114,7 @@ def best(found: dict[str, Any]) -> tuple[str, float, float]:
     share = SHARES[next(i for i, step in enumerate(steps) if step <= 1.001 * least)]
     strategies, schedule = (end / least - 1 for end in (steps[0], steps[-1]))
     if max(steps) <= (1 + EQUAL) * least:
-        return "no matter", share, 0.0
+        return "any", share, 0.0
     if min(strategies, schedule) > EQUAL:
         return "inside", share, min(strategies, schedule)
     return ("strategies" if strategies <= schedule else "schedule"), share, 0.0

@@ -76,7 +76,7 @@ def autoprofile(
       time the mean.
     - ``link``: an emulated link; None: the real one, whose costs are measured.
     - ``depth``: messages in flight. On NCCL it is one.
-    - ``algorithm``: name of a family of collective algorithms; None: the backend's best
+    - ``algorithm``: name of a family of collective algorithms; None: ring on gloo, native on NCCL
       (:meth:`mdcs.Collectives.default`).
     - ``master_dtype``: in mixed precision, type of the copy that the optimizer updates; None: the parameters' type.
     - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.

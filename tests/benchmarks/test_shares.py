@@ -36,7 +36,7 @@ def test_the_data_is_what_is_predicted(document):
     [
         ([2, 1, 1, 1.5], ("inside", 0.125, 0.5)), ([1, 1, 2, 3], ("strategies", 0.0, 0.0)),
         ([3, 2, 1, 1], ("schedule", 0.25, 0.0)),
-        ([1.005, 1, 1, 1.004], ("no matter", 0.125, 0.0)), ([None, 1, 1, 1.5], ("inside", 0.125, 0.5)),
+        ([1.005, 1, 1, 1.004], ("any", 0.125, 0.0)), ([None, 1, 1, 1.5], ("inside", 0.125, 0.5)),
     ],
 )  # fmt: skip
 def test_where_the_best_share_is(steps, where):

@@ -113,6 +113,6 @@ def test_a_budget_below_one_sample_is_one_error(tmp_path):
 def test_programs_that_train_take_a_number(tmp_path):
     config = composed("batch.find=largest", "budget=1GiB")
     for program in (jobs.run, functools.partial(jobs.prepare, "profile")):
-        with pytest.raises(ConfigError, match=r"batch\.find: only mdcs plan finds a batch; here data\.batch_size says it"):
+        with pytest.raises(ConfigError, match=r"batch\.find: is for mdcs plan; other commands take data\.batch_size"):
             program(config, tmp_path, QUIET)
     assert not list(tmp_path.iterdir())

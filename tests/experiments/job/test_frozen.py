@@ -218,7 +218,7 @@ def test_a_profile_of_another_kind_of_node_is_not_planned_with_and_that_is_said(
     folder, first = sweep
     run(first, submission.MEASURE, start)
     monkeypatch.setattr("experiments.config.identity.device_name", lambda config: "another")
-    with pytest.warns(UserWarning, match="that are not like these: this job measures its own"):
+    with pytest.warns(UserWarning, match="or with other libraries: this job measures its own"):
         run(folder / "0", start=start)
     assert checks.load(folder / "0/config.yaml").profile.path is None
 

@@ -40,7 +40,7 @@ def test_a_profile_of_a_model_of_other_shapes_is_refused_with_what_measures_anew
 def test_a_batch_of_another_model_is_named():
     made = workload("data=synthetic", world=2)
     inputs = {name: value for name, value in next(made.batches()).items() if name != "labels"}
-    with pytest.raises(ValueError, match=f"model.loss: a batch of data=synthetic has no 'labels', but {', '.join(inputs)}"):
+    with pytest.raises(ValueError, match=f"model.loss: a batch of data=synthetic has no 'labels', only {', '.join(inputs)}"):
         made.loss(inputs)
 
 

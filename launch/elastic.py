@@ -312,7 +312,7 @@ def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
         return ""
     who = [each for each in mute if each.step == least]
     ranks = f"rank {who[0].rank}" if len(who) == 1 else f"ranks {', '.join(str(each.rank) for each in who)}"
-    return f"; {ranks} had reported nothing for {min(error['time'] - each.time for each in who):.0f} s, since step {least}"
+    return f"; {ranks} reported nothing for {min(error['time'] - each.time for each in who):.0f} s, since step {least}"
 
 
 def _when(error: dict[str, Any]) -> tuple[bool, float]:

@@ -169,10 +169,10 @@ def test_one_that_tells_of_anothers_leaving_is_not_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "message", "named"),
     [
-        ({1: 6, 2: 7}, "step 7: waited 4 s for RS of h.1", "; rank 1 had reported nothing for 5 s, since step 6"),
-        ({1: 7, 2: 7}, "step 7: waited 4 s for RS of h.1", "; ranks 1, 2 had reported nothing for 5 s, since step 7"),
-        ({1: 8, 2: 9}, "step 7: waited 4 s for RS of h.1", "; rank 1 had reported nothing for 5 s, since step 8"),
-        ({1: 6, 2: 7}, "Timed out waiting 4000ms for recv", "; rank 1 had reported nothing for 5 s, since step 6"),
+        ({1: 6, 2: 7}, "step 7: waited 4 s for RS of h.1", "; rank 1 reported nothing for 5 s, since step 6"),
+        ({1: 7, 2: 7}, "step 7: waited 4 s for RS of h.1", "; ranks 1, 2 reported nothing for 5 s, since step 7"),
+        ({1: 8, 2: 9}, "step 7: waited 4 s for RS of h.1", "; rank 1 reported nothing for 5 s, since step 8"),
+        ({1: 6, 2: 7}, "Timed out waiting 4000ms for recv", "; rank 1 reported nothing for 5 s, since step 6"),
         ({1: 6, 2: 7}, "no space left on device", ""),
     ],
 )

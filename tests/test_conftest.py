@@ -4,9 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-FATAL = "import os\ndef test_before(): pass\ndef test_fatal(): os._exit(1)\ndef test_after(): pass\n"
 DRAWN = """
 from hypothesis import given, strategies
 @given(strategies.integers())
@@ -18,15 +15,6 @@ def run(folder: Path, *options: str) -> str:
     (folder / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)]
     return subprocess.run(command, env={"PATH": "/usr/bin:/bin"}, cwd=folder, capture_output=True, text=True, timeout=200).stdout
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_fails_one_test_and_the_others_run(tmp_path):
-    (tmp_path / "test_a.py").write_text(FATAL)
-    for name in "bcd":
-        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
-    said = run(tmp_path, "-n", "2", "--dist", "worksteal")
-    assert "1 failed, 8 passed" in said, said
 
 
 def test_shards_are_all_tests_once(tmp_path):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = (ROOT / "examples/nanogpt.py").read_text()
 WAS = re.compile(r"^( *)(.*?) *# was: (.*)$", re.M)
@@ -23,6 +25,7 @@ def test_five_lines_are_changed():
     assert len(WAS.findall(PROGRAM)) == 5
 
 
+@pytest.mark.slow
 def test_the_ported_program_has_the_losses_of_the_program_that_it_was(tmp_path):
     before = tmp_path / "before.py"
     before.write_text(WAS.sub(r"\1\3", PROGRAM))

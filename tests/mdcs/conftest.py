@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mdcs.profiler import update_timing
 from tests.mdcs.runtime.ranks import Ranks
 
 
@@ -14,6 +15,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"three", "four"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hasty() -> Iterator[None]:
+    """What an update takes is measured on little memory: it is of no use to a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_timing, "_CACHES", 1 << 16)
+        patch.setattr(update_timing, "_LONG", 1 << 14)
+        yield
 
 
 def _pool(world: int) -> Iterator[Ranks]:

@@ -74,8 +74,8 @@ def peaks_of_transformers(name: str, attention: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("name", "attention"), [
     ("GPT2LMHeadModel", "sdpa"), ("GPT2LMHeadModel", "eager"), ("LlamaForCausalLM", "sdpa"), ("BertForMaskedLM", "sdpa"),
 ])  # fmt: skip
-def test_peaks_of_transformers_with_its_cache_are_predicted_within_a_few_percent(two: Ranks, name, attention):
-    for measured, predicted in two.run(peaks_of_transformers, name, attention)[0]:
+def test_peaks_of_transformers_with_its_cache_are_predicted_within_a_few_percent(single: Ranks, name, attention):
+    for measured, predicted in single.run(peaks_of_transformers, name, attention)[0]:
         assert measured <= predicted <= 1.05 * measured
 
 
@@ -85,8 +85,8 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("name", "shape"), few(SHAPES))
-def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(two: Ranks, name, shape):
-    for rank in two.run(measured_and_predicted, name, shape):
+def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(single: Ranks, name, shape):
+    for rank in single.run(measured_and_predicted, name, shape):
         for found, predicted in rank:
             if name in ("gpt2", "bert"):
                 assert predicted == pytest.approx(found, abs=64)  # scalars

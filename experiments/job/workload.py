@@ -37,7 +37,7 @@ from mdcs.torch_compat import has_batch_statistics
 
 _TRIALS, _TRIALS_FROM = 3, 250
 """Default number of plans that are tried, and steps of the shortest run that tries them."""
-_PLANS, _RECOMPUTING = 5, 2
+_PLANS, _RECOMPUTING = 3, 2
 """Plans under which messages are measured, at most, and those under which units recompute."""
 
 T = TypeVar("T")

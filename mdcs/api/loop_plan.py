@@ -32,11 +32,11 @@ from mdcs.runtime.errors import RunError
 from mdcs.sizes import MIB
 
 TRIALS = 3
-"""Plans that take turns, by default."""
+"""Plans that may take turns, by default."""
 WATCHED = 50
 """Steps whose median tells a lasting change."""
 _DIFFERENT = 0.1  # of the step's time
-_MOST_TRIED = 12  # steps of all of them: with those before, the chosen plan runs by step 25
+_TRIED = 8  # steps of two plans in turns
 
 
 def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | None) -> tuple[bool, str]:
@@ -162,7 +162,7 @@ class LoopPlan:
         plans = making.result()
         if len(plans) == 1:
             return plans[0]
-        self.trials[:] = yield from take_turns(plans, _MOST_TRIED)
+        self.trials[:] = yield from take_turns(plans, _TRIED)
         return chosen(self.trials)
 
     def _goes_on(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:

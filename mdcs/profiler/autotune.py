@@ -17,6 +17,9 @@ from mdcs.profiler.cost_fit import run_name
 from mdcs.profiler.measurement import Ran, Stage
 from mdcs.profiler.running_steps import TimedSteps
 
+_WRONG = 0.03
+"""Error of a prediction beyond which more than two plans are tried."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -54,7 +57,17 @@ class Trial:
 
 
 def take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple[Trial, ...]]:
-    """Run the plans in turns, ``steps`` steps in all; return their trials. The plans are the same on all ranks."""
+    """Run the first two plans in turns, ``steps`` steps in all; return their trials. If a prediction was wrong by more
+    than :data:`_WRONG`, the faster one and the other plans take as many again. The plans are the same on all ranks.
+    """
+    trials = yield from _take_turns(plans[:2], steps)
+    if len(plans) == 2 or all(abs(t.standing.median_s / t.predicted_s - 1) <= _WRONG for t in trials):
+        return trials
+    others = yield from _take_turns([chosen(trials), *plans[2:]], steps)
+    return (*(trial for trial in trials if not trial.is_chosen), *others)
+
+
+def _take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple[Trial, ...]]:
     plans = sorted(plans, key=lambda plan: _apart(plans[0], plan))  # in turns to and fro, so neighbours should be alike
     halving = SuccessiveHalving(len(plans), steps=steps)
     while (turn := halving.turn) > 0:

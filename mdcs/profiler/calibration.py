@@ -3,43 +3,79 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mdcs.plan.job import Job
+from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import Plan
-from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers import Dear, Partitioning, Wfbp
+from mdcs.planner.schedulers import Partitioning, StrategyAssignment, buckets, fuse
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.sizes import MIB
 
 _APART = 4
-"""At equal bytes, plans with many messages have at least so many times as many as plans with few."""
+"""Units that are cut have at least so many messages."""
+_FUSED = 2
+"""Fused messages have about so many units."""
 _SMALLEST_MIB = 0.25  # units are not cut into smaller blocks
 
 
+@dataclass(frozen=True)
+class _Halves:
+    """Of four units two are not sharded, and two are in their updates."""
+
+    name: ClassVar[str] = "halves"
+
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        units = range(len(problem.profile.units))
+        decision = StrategyDecision(tuple(Strategy.dp if u % 4 < 2 else Strategy.zero2 for u in units))
+        problem.require(decision.strategies, f"strategies {self.name}")
+        return decision
+
+
+@dataclass(frozen=True)
+class _HalfCut(Partitioning):
+    """Cuts every second unit, and sends messages when they are ready."""
+
+    def partition(self, mix: StrategyAssignment) -> tuple[tuple[int, ...], ...]:
+        cut, whole = super().partition(mix), mix.unpartitioned_blocks()
+        return tuple((cut if u % 2 else whole)[u] for u in range(len(cut)))
+
+
+@dataclass(frozen=True)
+class _HalfFused:
+    """Fuses neighbours into messages of ``bucket_mib``, every second of which is sent as its parts instead."""
+
+    bucket_mib: float
+    name: ClassVar[str] = "fusion"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        def groups(stream: list[Op]) -> list[list[Op]]:
+            fused = enumerate(buckets(mix, stream, self.bucket_mib))
+            return [part for i, group in fused for part in ([[op] for op in group] if i % 2 else [group])]
+
+        return fuse(mix, self.name, groups)
+
+
 def calibration_plans(job: Job, budget: int | None = None) -> list[Plan]:
-    """Return a few plans under which a run's first steps determine the costs of messages.
+    """Return the plans under which a run's first steps determine the costs of messages.
 
-    They have every collective that a plan of the job can have. At equal bytes some have :data:`_APART` times as many
-    messages as others: messages of whole units, fused if units are small, beside blocks. Messages overlap with all of
-    compute, with some and with little of it.
+    The first has every operation, but for those within nodes, and long and short messages of each: of whole units and
+    of blocks of others, or if units are small of several fused and of others alone. The last is what greedy makes of
+    these costs.
 
-    ``budget``: bytes per rank. A strategy that does not keep it is replaced by a mix that does. Raises
-    InfeasibleBudget.
+    ``budget``: bytes per rank. Strategies that do not keep it are replaced by a mix that does. Raises InfeasibleBudget.
     """
     unit, block = statistics.median(layout.param_bytes for layout in job.profile.layouts) / MIB, job.profile.block / MIB
     is_large = unit >= _APART * _SMALLEST_MIB
-    few = Dear(bucket_mib=None if is_large else _APART * unit)
-    many = min(block, unit / _APART) if is_large else unit
-    wanted: list[tuple[str, Scheduler]] = [
-        ("zero2", Priority(block_mib=many)),
-        ("dp", few if few.bucket_mib else Wfbp()),
-        ("zero2", few),
-        ("dp", Partitioning(block_mib=many)),
-        ("hsdp" if job.profile.per_node else "fsdp", Wfbp()),
-    ]
+    mixed: Scheduler = _HalfCut(min(block, unit / _APART)) if is_large else _HalfFused(_FUSED * unit)
+    wanted: list[tuple[StrategyPlanner, Scheduler]] = [(_Halves(), mixed), (Greedy(), Priority())]
+    if job.profile.per_node:
+        wanted.insert(1, (Uniform("hsdp"), mixed))
     found: dict[str, Plan] = {}
     for strategy, scheduler in wanted:
         plan = _plan(job, strategy, scheduler, budget)
@@ -47,9 +83,8 @@ def calibration_plans(job: Job, budget: int | None = None) -> list[Plan]:
     return [*found.values()]
 
 
-def _plan(job: Job, strategy: str, scheduler: Scheduler, budget: int | None) -> Plan:
-    planners: list[StrategyPlanner] = [Uniform(strategy), Greedy()]
+def _plan(job: Job, strategy: StrategyPlanner, scheduler: Scheduler, budget: int | None) -> Plan:
     try:
-        return make_plan(job, planners[0], scheduler, budget=budget)
+        return make_plan(job, strategy, scheduler, budget=budget)
     except InfeasibleBudget:
-        return make_plan(job, planners[1], scheduler, budget=budget)
+        return make_plan(job, Greedy(), scheduler, budget=budget)

@@ -33,7 +33,8 @@ from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import PeriodTrace, Span, union
 
 _IDLE_S = 1e-3  # a link that was idle for longer has let the ranks drift apart
-_TOGETHER = 4  # messages in flight share the link in any way, so their times are added
+_TOGETHER = 4  # messages in flight share the link in any way, so the times of at least so many are added
+_ALIKE = 2  # two messages that differ in bytes by less than this factor gain alike from what they share
 _WAKE_S = 2e-3  # compute that begins later after its message, or the slot before, has waited for something else
 _LARGEST_BLOCK, _SATURATED = 16 * MIB, 0.97
 _LOST = "interference"  # the fraction of compute that is lost while a message is in flight
@@ -345,7 +346,8 @@ def _served(plan: Plan, trace: PeriodTrace, sizes: Sequence[int]) -> Iterator[li
     for message, size, (begin, end, idle, beside) in zip(plan.messages[1:], sizes[1:], rows, strict=True):
         if end <= begin:
             continue
-        if together and (idle > 0 or len(together) == _TOGETHER):
+        ends_alike = together and max(size, together[-1].wire) < _ALIKE * min(size, together[-1].wire)
+        if together and (idle > 0 or (len(together) >= _TOGETHER and ends_alike)):
             yield together
             together = []
         together.append(_Service(message.kind, size, end - begin, max(0.0, idle), beside / (end - begin)))

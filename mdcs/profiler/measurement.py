@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -170,7 +170,7 @@ class Measurement:
         Slots and bytes are measured first, with recomputation where it is asked for or needed, then the costs of
         messages. Raises InfeasibleBudget as soon as it is known that no plan keeps the budget.
         """
-        profiles = yield from self._slots(plan)
+        profiles, runs = yield from self._slots(plan)
         mixed, middle = mix(profiles), typical(profiles)
         if not dist.is_initialized() or dist.get_rank() == 0:
             warn_padding(mixed)
@@ -180,7 +180,7 @@ class Measurement:
         if limit is not None:
             on_rank_zero(lambda: require_floor(self.job(mixed), self.budget, limit))
         torch.compiler.reset()  # what was compiled while operators were watched
-        measured = yield from self.costs(profiles[middle], middle)
+        measured = yield from self.costs(profiles[middle], middle, runs)
         return measured if self.batches == 1 else with_slots_of(measured, profiles[middle], mixed)
 
     @property
@@ -188,12 +188,18 @@ class Measurement:
         """Steps of a stage: the first is watched operator by operator, the others are timed."""
         return 1 + self.iterations
 
-    def _slots(self, plan: Plan) -> Generator[Stage, Ran, list[Profile]]:
-        """Return a profile of slots and bytes for each batch: messages have no measured costs yet."""
+    def _slots(self, plan: Plan) -> Generator[Stage, Ran, tuple[list[Profile], list[Run]]]:
+        """Return a profile of slots and bytes for each batch, without measured costs of messages, and the run if its
+        plan is one that tells them.
+        """
         phase(f"measuring the model in {self.batches * self._steps} steps of training")
         own, heard = [], []
+        tells = self.batches == 1 and plan.world > 1 and plan.scheduler != Sequential.name
+        if tells:
+            plan = on_rank_zero(lambda: calibration_plans(plan.job)[0])
         for batch in range(self.batches):
-            ran = yield Stage(plan, self._steps, RunningSteps, batch=batch)
+            # a period begins in the first timed step, and ends in the one after it
+            ran = yield Stage(plan, self._steps + tells, RunningSteps, batch=batch)
             assert isinstance(ran.heard, RunningSteps)
             heard.append(ran.heard)
             own.append(ran.heard.profile(plan.job.profile, ran.engine.updates.updates))
@@ -205,7 +211,8 @@ class Measurement:
             most = largest(profiles)
             base = heard[most].recorder
             profiles[most] = yield from self._recomputing(ran.engine, base, own[most], profiles[most], most)
-        return profiles
+        before, now = ([(s.unit, s.phase) for s in each.slots] for each in (plan.profile, profiles[0]))
+        return profiles, [_run(ran)] if tells and before == now else []
 
     def _recomputing(
         self, engine: Engine, base: SlotRecorder, own: Profile, profile: Profile, batch: int
@@ -236,19 +243,20 @@ class Measurement:
                 measured = dataclasses.replace(own, recompute=options, about=own.about | kept)
                 return merge_profiles(measured)
 
-    def costs(self, profile: Profile, batch: int = 0) -> Generator[Stage, Ran, Profile]:
-        """Return the profile with the costs of messages and of compute beside them, from steps under other plans."""
+    def costs(self, profile: Profile, batch: int = 0, runs: Sequence[Run] = ()) -> Generator[Stage, Ran, Profile]:
+        """Return the profile with the costs of messages and of compute beside them, from ``runs`` under the first plans
+        that tell them, and from steps under the others.
+        """
         if profile.world == 1:
             return profile
-        runs, found = list[Run](), profile
-        # Costs that are known from the plans before say how large blocks of the next ones are: the plan that is made
-        # from all of them is then alike, and to change to it moves little.
+        runs = [*runs]
+        found = fit_costs(profile, runs)
+        # the first plan tells how large blocks of the next one are
         while len(plans := on_rank_zero(functools.partial(self._calibration_plans, self.job(found)))) > len(runs):
             plan = plans[len(runs)]
             phase(f"measuring messages in {self._steps} steps under {run_name(plan)}")
             ran = yield Stage(plan, self._steps, TimedSteps, batch=batch)  # a period begins in the first of them
-            of_ranks = all_gather_object([*ran.engine.recorder.traces().values()])
-            runs.append(Run(plan, [trace for of_rank in of_ranks for trace in of_rank]))
+            runs.append(_run(ran))
             found = fit_costs(profile, runs)
         if found.reliability_warning and ran.engine.rank == 0:
             warnings.warn(found.reliability_warning, stacklevel=2)
@@ -259,8 +267,13 @@ class Measurement:
         limit = limit_of(self.budget, job, self.recompute)
         if limit is not None and limit < floor_bytes(job):
             job = make_plan(job, Greedy(), Sequential(), budget=limit, recompute=self.recompute).job
-        # one after the other those that a change between moves little: of alike strategies, then of alike blocks
-        return sorted(calibration_plans(job, limit), key=lambda plan: (plan.strategies, sum(map(len, plan.blocks))))
+        return calibration_plans(job, limit)
+
+
+def _run(ran: Ran) -> Run:
+    """Return the periods of all ranks. Collective."""
+    of_ranks = all_gather_object([*ran.engine.recorder.traces().values()])
+    return Run(ran.engine.plan, [trace for of_rank in of_ranks for trace in of_rank])
 
 
 def likely_link(per_node: int, depth: int) -> Link:

@@ -97,6 +97,7 @@ class RunningSteps:
             self._watch_no_more()
             refuse_kept(self.storages)
             self._watched, recorder.seconds, recorder.came = recorder.seconds, [], {}
+            self._engine.recorder.begin_timing()
         recorder.restart(Measures(True, not recorder.meter.disturbs))
 
     @contextlib.contextmanager

@@ -34,7 +34,7 @@ def measure_profile(
     )  # fmt: skip
 
     def stages() -> Generator[Stage, Ran, mdcs.Profile]:
-        profiles = yield from measuring._slots(measuring.provisional(measuring.unmeasured()))
+        profiles, _ = yield from measuring._slots(measuring.provisional(measuring.unmeasured()))
         return profiles[0]
 
     profile = rehearse(stages(), model, optimizer, units, [step])
@@ -48,7 +48,7 @@ def recorded(
     measuring = Measurement(units, Optimizers(optimizer), units[0].parameters[0][1].device)
 
     def stages() -> Generator[Stage, Ran, SlotRecorder]:
-        [profile] = yield from measuring._slots(measuring.provisional(measuring.unmeasured()))
+        [profile], _ = yield from measuring._slots(measuring.provisional(measuring.unmeasured()))
         plan = measuring.provisional(*with_recomputation(profile, choice))
         ran = yield Stage(plan, 2, RunningSteps)
         assert isinstance(ran.heard, RunningSteps)

@@ -77,7 +77,7 @@ def test_known_costs_are_found_within_their_standard_errors(noise: float) -> Non
         is_rate = "byte" in name or "beta" in name
         assert abs(got[name] - wanted[name]) <= 3 * error + 0.02 * wanted[name] + (0 if is_rate else 3e-6), name
     assert sum(s.seconds for s in found.slots) == pytest.approx(sum(s.seconds for s in true.slots), rel=0.01)
-    assert found.prediction_error is not None and found.prediction_error < 0.02
+    assert found.prediction_error is not None and found.prediction_error < 0.04
 
 
 @pytest.mark.parametrize("share", [1.1, 1.3])
@@ -108,7 +108,7 @@ def test_a_cost_per_message_stays_at_its_prior_where_the_number_of_messages_does
 
 
 def test_operations_that_no_plan_has_are_as_far_off_as_the_others() -> None:
-    plans = [plan for plan in calibration_plans(Job(PROFILE)) if plan.strategy != "dp"]
+    plans = [make_plan(PROFILE, Uniform(k), Partitioning(size)) for k, size in (("zero2", 0.5), ("fsdp", 0.5), ("fsdp", 2))]
     found = fit_costs(PROFILE, runs(plans, replace(PROFILE, link=TRUE_LINK)))
     assert "beta of all_reduce" not in found.errors and found.link.beta[0] == pytest.approx(1.45e-8, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""Export a plan: write the nearest configuration of torch's FSDP2 as JSON, and show what is lost.
+"""Export a plan: write the nearest configuration of torch's FSDP2 as JSON, and show it.
 
     mdcs export outputs/first
     mdcs export outputs/first/plan.json --to fsdp2.json
@@ -89,7 +89,7 @@ def _other(to: Path, text: str) -> str | None:
 
 
 def show(made: dict[str, Any], console: Console) -> None:
-    """Print the groups, and the losses of the export."""
+    """Print the groups."""
     rows = []
     for group in made["groups"]:
         ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
@@ -104,10 +104,6 @@ def show(made: dict[str, Any], console: Console) -> None:
         "modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward",
     )
     console.print(new_table(title, headings, left=headings, rows=rows, overflow="fold"))
-    console.print("What the plan does and FSDP2 does not:", highlight=False)
-    for each in made["lost"]:
-        units = ", ".join(each["units"]) if each["units"] else "the whole plan"
-        console.print(f"- {units}: {each['what']}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

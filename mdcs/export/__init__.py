@@ -1,4 +1,4 @@
-"""Export of a plan to torch's fully_shard (FSDP2): a JSON file, or calls on a model, with losses and predicted cost.
+"""Export of a plan to torch's fully_shard (FSDP2): a JSON file, or calls on a model.
 
-Only `fsdp2` imports torch. Imports `mdcs.simulator` and below.
+Only `fsdp2` imports torch. Imports `mdcs.plan` and below.
 """

@@ -1,4 +1,4 @@
-"""The JSON file of an exported plan: calls of fully_shard, and features that FSDP2 lacks.
+"""The JSON file of an exported plan: calls of fully_shard.
 
 A group is one call: modules that are gathered and reduced together, with the groups that it prefetches. A unit becomes
 a group of its own. Units that share a module, and neighbours whose every message the plan fuses, become one group.
@@ -6,11 +6,11 @@ a group of its own. Units that share a module, and neighbours whose every messag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mdcs.plan.period import Op, Strategy
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
@@ -29,7 +29,6 @@ def document(plan: Plan) -> dict[str, Any]:
     """
     groups = groups_of(plan)
     forward, backward = (prefetch_lists(plan, groups, kind, _AHEAD) for kind in (Kind.AG_F, Kind.AG_B))
-    lists = {Kind.AG_F: forward, Kind.AG_B: backward}
     return {
         "schema": SCHEMA,
         "about": "how torch's fully_shard (FSDP2, torch >= 2.6) comes nearest to a plan of mdcs; docs/export.md has "
@@ -37,7 +36,6 @@ def document(plan: Plan) -> dict[str, Any]:
         "plan": plan.hash,
         "ranks": plan.world,
         "groups": [_describe(plan, g, forward, backward) for g in groups],
-        "lost": [{"what": what, "units": units} for what, units in limitations(plan, groups, lists).items()],
     }
 
 
@@ -55,64 +53,6 @@ def _describe(plan: Plan, group: Group, forward: PrefetchLists, backward: Prefet
         "forward_prefetch": list(forward.get(group.name, ())),
         "backward_prefetch": list(backward.get(group.name, ())),
     }
-
-
-def limitations(plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]) -> dict[str, list[str]]:
-    """Return sentences that say what FSDP2 lacks -> names of the units that lose it. No units: the whole plan."""
-    lost: dict[str, list[str]] = {}
-    for unit, what in _limitations_by_unit(plan, groups, lists):
-        units = lost.setdefault(what, [])
-        if plan.profile.units[unit].name not in units:
-            units.append(plan.profile.units[unit].name)
-    of_all = {
-        "has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to":
-        plan.budget is not None,
-        "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them "
-        "in optimizer.step(), after backward, and gathers nothing before it": plan.cross_iteration,
-        "has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy "
-        "with param_dtype, and with reduce_dtype where gradients are summed in another type":
-        any(unit.master_dtype for unit in plan.profile.units),
-    }  # fmt: skip
-    return lost | {what: [] for what, is_lost in of_all.items() if is_lost}
-
-
-def _limitations_by_unit(
-    plan: Plan, groups: tuple[Group, ...], lists: Mapping[Kind, PrefetchLists]
-) -> Iterator[tuple[int, str]]:
-    together = fused_with(plan)
-    ahead = {kind: prefetch_distance(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
-    group_of = {u: g for g in groups for u in g.units}
-    for u, strategy in enumerate(plan.strategies):
-        g, messages = group_of[u], [m for m in plan.messages if m.micro == 0 and any(v == u for v, _ in m.parts)]
-        if strategy is Strategy.zero2 and g.strategy is Strategy.sdp:
-            yield u, (
-                "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held "
-                "from forward to backward, not between steps, and are gathered right before their use"
-            )
-        elif fsdp2_strategy(strategy) is not g.strategy:
-            yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
-        if g.strategy is Strategy.dp:
-            what = "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters in use"
-            yield u, what
-        uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)
-        if g.strategy.regathers and uses > len(modules_of(plan, u)):
-            yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
-        for kind in Kind:
-            if sum(m.kind is kind for m in messages) > 1:
-                yield u, f"is sent in parts ({kind}); FSDP2 sends it whole"
-            if together.get((kind, u), {u}) - {*g.units}:
-                yield u, f"shares messages ({kind}) with units that FSDP2 sends by themselves"
-        late = [m.slot > plan.period.window(Op(m.kind, u, 0))[0] for m in messages if not m.kind.is_gather]
-        if late and all(late):
-            yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
-        if any(m.kind.plain is Kind.AG_F and m.slot < plan.period.turn for m in messages):
-            yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
-        for kind, ahead_of in lists.items():
-            order = [each.name for each in in_order(groups, kind)]
-            by = next((name for name, targets in ahead_of.items() if g.name in targets), g.name)
-            if g.name in order and ahead[kind].get(g.name, 0) > order.index(g.name) - order.index(by):
-                what = f"is gathered further ahead ({kind}) in the plan"
-                yield u, what
 
 
 def describe_group(group: Mapping[str, Any]) -> str:

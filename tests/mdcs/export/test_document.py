@@ -1,4 +1,4 @@
-"""A plan as calls of fully_shard: which modules go together, what they gather ahead, what is lost, and what is predicted."""
+"""A plan as calls of fully_shard: which modules go together, what they gather ahead."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
 from mdcs.planner.registry import Scheduler
-from mdcs.planner.schedulers import Dear, Partitioning, StrategyAssignment
+from mdcs.planner.schedulers import Dear, StrategyAssignment
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile
-from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, in_nodes, link, planned, tied
 
 NATIVE = Collectives("native")
@@ -20,10 +19,6 @@ NATIVE = Collectives("native")
 
 def named(profile: Profile, *names: str) -> Profile:
     return replace(profile, units=tuple(replace(u, name=n) for u, n in zip(profile.units, names, strict=True)))
-
-
-def lost_of(plan: Plan) -> dict[str, list[str]]:
-    return {each["what"]: each["units"] for each in document(plan)["lost"]}
 
 
 # ---- groups
@@ -74,7 +69,6 @@ def test_neighbours_are_one_group_if_every_message_has_both() -> None:
     assert [g.modules for g in groups_of(fused(plan, Kind.RS, Kind.AG_F))] == [("a", "b"), ("",)]
     alone = fused(plan, Kind.RS)
     assert [g.modules for g in groups_of(alone)] == [("a",), ("b",), ("",)]
-    assert lost_of(alone)["shares messages (RS) with units that FSDP2 sends by themselves"] == ["a", "b"]
 
 
 # ---- what is gathered ahead
@@ -94,23 +88,6 @@ def test_backward_gathers_one_ahead_by_itself() -> None:
     assert prefetch_lists(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
 
 
-# ---- what is lost
-
-
-def test_what_fsdp2_cannot_say_is_told_by_unit() -> None:
-    plan = planned(chain(64, 64, link=link(1.0)), ["zero2", "dp"], Partitioning(64 / MIB))
-    found = lost_of(plan)
-    assert found["is sent in parts (AG_F); FSDP2 sends it whole"] == ["a"]
-    assert [units for what, units in found.items() if what.startswith("zero2 becomes sdp")] == [["a"]]
-    assert [units for what, units in found.items() if "(ranks, 1)" in what] == [["b"]]
-    assert any("optimizer.step()" in what and units == [] for what, units in found.items())
-
-
-def test_the_sequential_plan_of_fsdp_units_loses_nothing_but_early_updates() -> None:
-    plan = planned(chain(8, 4, link=link(1.0)), "fsdp", cross_iteration=False)
-    assert lost_of(plan) == {}
-
-
 def test_a_group_is_named_by_its_first_module() -> None:
     assert Group(("a", "b"), (0, 1), Strategy.dp, (0, 1), None).name == "a"
 
@@ -128,11 +105,6 @@ def test_each_unit_has_the_mesh_of_its_strategy() -> None:
     groups = document(plan)["groups"]
     assert [group["mesh"] for group in groups] == [[4], [2, 2], [4, 1], [2, 2], [4], [4]]
     assert [group["reshard_after_forward"] for group in groups][:5] == [True, False, True, True, False]
-
-
-def test_what_shards_within_nodes_do_is_not_lost() -> None:
-    lost = lost_of(replace(of_nodes("hsdp_no_reshard", "hsdp", "hsdp_no_reshard"), budget=None))
-    assert [what for what in lost if "optimizer.step()" not in what] == []
 
 
 def test_gathers_within_nodes_are_made_ahead_as_others_are() -> None:

@@ -186,15 +186,17 @@ class InfeasibleBudget(ValueError):
     def __init__(
         self, budget: int, smallest: int | None, what: str, is_bound: bool = False, recomputed: int | None = None
     ) -> None:
-        feasible = "no budget is enough"
-        if smallest is not None:
-            feasible = "every plan needs more than" if is_bound else "the smallest feasible budget is"
-            feasible += f" {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
-        if recomputed is not None:
-            feasible += f", with recompute=planned {recomputed}"
-        super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
         self.budget, self.smallest, self.what = budget, smallest, what
         self.is_bound, self.recomputed = is_bound, recomputed
+        super().__init__(f"{what} does not fit {budget} bytes: {self._enough(_in_bytes)}")
+
+    def _enough(self, words: Callable[[int], str]) -> str:
+        """Return which budget would be enough, in these words for bytes."""
+        if self.smallest is None:
+            return "no budget is enough"
+        least = "every plan needs more than" if self.is_bound else "the smallest budget is"
+        more = "" if self.recomputed is None else f", with recomputation {words(self.recomputed)}"
+        return f"{least} {words(self.smallest)}{more}"
 
     def __reduce__(self) -> tuple[Any, ...]:  # rank 0 sends its error to all ranks
         values = self.budget, self.smallest, self.what, self.is_bound, self.recomputed
@@ -206,26 +208,19 @@ class InfeasibleBudget(ValueError):
         - ``ddp``: returns the bytes that DDP needs.
         - ``before``: begins the message: the key of a config.
         """
-        if asked.of_ddp is not None:
+        if asked.of_ddp is None:
+            said = f"{self.what} does not fit {_in_words(self.budget)}; {self._enough(_in_words)}"
+        else:
             whole = ddp()
-            said = f"{100 * asked.of_ddp:g} % of DDP's {_in_words(whole)} is {_in_words(self.budget)}; "
-
-            def least(size: int) -> str:
-                return f"{math.ceil(100 * size / whole)} %"
-        else:
-            said, least = f"{self.what} does not fit {_in_words(self.budget)}; ", _in_words
-
-        if self.smallest is None:
-            said += "no budget is enough"
-        else:
-            said += (
-                f"{'every plan needs more than' if self.is_bound else 'the smallest budget is'} {least(self.smallest)}"
-            )
-        if self.recomputed is not None:
-            said += f", with recomputation {least(self.recomputed)}"
+            enough = self._enough(lambda size: f"{math.ceil(100 * size / whole)} %")
+            said = f"{100 * asked.of_ddp:g} % of DDP's {_in_words(whole)} is {_in_words(self.budget)}; {enough}"
         error = InfeasibleBudget(self.budget, self.smallest, self.what, self.is_bound, self.recomputed)
         error.args = (before + said,)
         return error
+
+
+def _in_bytes(size: int) -> str:
+    return f"{size} bytes ({math.ceil(size / GIB * 1e4) / 1e4:g} GiB)"
 
 
 def _in_words(size: int) -> str:

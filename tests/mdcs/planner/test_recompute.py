@@ -127,7 +127,7 @@ def test_a_plan_fits_every_budget_from_the_lower_floor_on() -> None:
 
 def test_a_budget_that_only_recomputation_keeps_is_refused_with_both_floors() -> None:
     low, high = floor_bytes(DEEP, Planned()), floor_bytes(DEEP)
-    with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {high} bytes .*, with recompute=planned {low}"):
+    with pytest.raises(InfeasibleBudget, match=f"the smallest budget is {high} bytes .*, with recomputation {low}"):
         make_plan(DEEP, Greedy(), Priority(), budget=high - 1)
 
 

@@ -114,7 +114,7 @@ def test_the_bound_of_a_large_job_does_not_wait_for_heuristics(monkeypatch: pyte
 @pytest.mark.slow
 def test_a_budget_below_the_floor_names_the_floor() -> None:
     floor = mdcs.floor_bytes(job(0))
-    with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {floor} bytes"):
+    with pytest.raises(InfeasibleBudget, match=f"the smallest budget is {floor} bytes"):
         mdcs.make_plan(job(0), Joint(), budget=floor - 1)
     mdcs.make_plan(job(0), Joint(seconds=2), budget=floor)
 

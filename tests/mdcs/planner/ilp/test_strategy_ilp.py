@@ -77,7 +77,7 @@ def test_it_beats_greedy_where_greedy_is_not_optimal() -> None:
 def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
     profile = chain(random.Random(3), 3, 2)
     floor = PlanningProblem(Job(profile), None).floor
-    with pytest.raises(InfeasibleBudget, match=f"smallest feasible budget is {floor} bytes"):
+    with pytest.raises(InfeasibleBudget, match=f"smallest budget is {floor} bytes"):
         Ilp().choose(PlanningProblem(Job(profile), floor - 1))
 
 

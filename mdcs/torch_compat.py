@@ -68,6 +68,11 @@ def copy_all(into: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> N
     torch._foreach_copy_(into, values)
 
 
+def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup, size: int) -> None:
+    """Broadcast rank 0's values of tensors [any shapes], those of one type packed up to ``size`` bytes, as DDP does."""
+    dist._broadcast_coalesced(group, tensors, size, 0)
+
+
 def norms_in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return each tensor's 2-norm [scalar], summed in float64: on a GPU in a few kernels that read values once."""
     return list(torch._foreach_norm(list(tensors), 2, torch.float64))

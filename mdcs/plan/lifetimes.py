@@ -100,14 +100,10 @@ def message_rows(profile: Profile, kind: Kind, payload: int, parts: int, scratch
 
     - ``scratch``: temporary bytes of its updates, the largest of all: updates run one after another.
     """
-    shard = payload // profile.group(kind) if kind.plain is Kind.RS else 0
-    return _message_rows(kind, staging_bytes(profile, kind, payload, parts), shard, scratch)
-
-
-@lru_cache(maxsize=1 << 14)
-def _message_rows(kind: Kind, staging: int, shard: int, scratch: int) -> tuple[Row, ...]:
+    staging = staging_bytes(profile, kind, payload, parts)
     rows = [Row("staging", staging, Event("start", THIS), Event("landed", THIS))]
     if kind.plain is Kind.RS:
+        shard = payload // profile.group(kind)
         rows.append(Row("gradient_shards", shard, Event("start", THIS), Event("done", THIS)))
     if not kind.is_gather:
         rows.append(Row("update_scratch", scratch, Event("update", THIS), Event("done", THIS)))

@@ -122,9 +122,9 @@ class Checkpoints:
     def _has_room(self, size: int) -> bool:
         """Return whether the budget has room for a copy of ``size`` bytes: on a CPU the copy counts in it."""
         plan = self._engine.plan
-        if plan.budget is None or self._device.type != "cpu":
+        if plan.admissible is None or self._device.type != "cpu":
             return True
-        return size <= plan.budget - plan.reserve - (plan.prediction.peak_bytes if plan.prediction else plan.budget)
+        return plan.prediction is not None and plan.prediction.peak_bytes + size <= plan.admissible
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises RunError if it could not be written."""

@@ -22,7 +22,7 @@ from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.storage import UnitStorage
 from mdcs.sizes import MIB
-from mdcs.torch_compat import copy_all, has_batch_statistics, version_of, without_autograd
+from mdcs.torch_compat import broadcast_coalesced, has_batch_statistics, version_of, without_autograd
 
 InitFunction = Callable[[nn.Module], object]
 """Initialises a module's own parameters and buffers, not those of its children."""
@@ -265,44 +265,19 @@ def _send(
     place: ErrorContext,
 ) -> None:  # fmt: skip
     """Broadcast rank 0's values of these buffers, whose :func:`layout` must be the same on all ranks."""
-    with place.during(f"broadcast of buffer {buffers[0][0]}" if buffers else "broadcast of buffers"):
+    with place.during("broadcast of buffers"):
         layouts = groups.agree_on_call("the broadcast of buffers", checksum)
     if len(set(layouts)) > 1:
         raise place.error(
             "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
             "broadcast_buffers=False) leaves each rank its own"
         )
-    with without_autograd():
-        for members in _together(buffers):
-            (name, first), others = members[0], len(members) - 1
-            with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):
-                if others:
-                    _broadcast_together([unexpanded(buffer) for _, buffer in members], group)
-                else:
-                    broadcast(first, group)
-
-
-def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-    """Return the (name, buffer) lists that share a broadcast each: one type, in order, at most ``_TOGETHER`` bytes."""
-    out: list[list[tuple[str, Tensor]]] = []
-    latest: dict[torch.dtype, tuple[list[tuple[str, Tensor]], int]] = {}
-    for name, buffer in buffers:
-        size = buffer.numel() * buffer.element_size()
-        members, before = latest.get(buffer.dtype, ([], _TOGETHER))
-        if before + size > _TOGETHER:
-            members, before = [], 0
-            out.append(members)
-        members.append((name, buffer))
-        latest[buffer.dtype] = members, before + size
-    return out
-
-
-def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    whole = torch.cat([b.clone().reshape(-1) if b.is_inference() else b.data.reshape(-1) for b in buffers])
-    dist.broadcast(whole, group_src=0, group=group)
-    parts = whole.split([b.numel() for b in buffers])
-    ours = [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True) if not b.is_inference()]
-    copy_all([b for b, _ in ours], [part for _, part in ours])
+    with without_autograd(), place.during("broadcast of buffers"):
+        # made in an evaluation: cannot be written here, and training does not read it
+        # squeezed: strides of a side of length 1, which may be anything, would count as an overlap
+        written = [b.clone() if b.is_inference() else unexpanded(b).squeeze() for _, b in buffers if b.numel()]
+        if written and group is not None:
+            broadcast_coalesced(written, group, _TOGETHER)
 
 
 def unexpanded(tensor: Tensor) -> Tensor:

@@ -278,10 +278,10 @@ class OptimizerState:
                     for key, value in own.items()
                 }
         for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
-            values = self._unsharder.gather_by_parameter(unit, self._parts(unit, key), "optimizer state")
-            for name, p in zip(storage.names, storage.parameters, strict=True):
+            whole = self._unsharder.start_gather(unit, self._parts(unit, key), "optimizer state")()
+            for p, place in zip(storage.parameters, storage.places, strict=True):
                 if keep and key in started.get(p, ({}, ()))[1]:
-                    state[p][key] = values[name].cpu() if cpu else values[name]
+                    state[p][key] = copy_of(place.view(whole), cpu)
         return state
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:

@@ -81,11 +81,6 @@ class Unsharder:
         if not storage.is_open_between_steps:
             storage.guard.close()
 
-    def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
-        """Return whole tensors [shape of the parameter] by its name, gathered as by :meth:`start_gather`."""
-        whole, storage = self.start_gather(unit, blocks, what)(), self.storages[unit]
-        return {name: place.view(whole).clone() for name, place in zip(storage.names, storage.places, strict=True)}
-
     def start_gather(
         self, unit: int, blocks: dict[int, Tensor], what: str, to: UnitStorage | None = None
     ) -> Callable[[], Tensor]:

@@ -34,7 +34,6 @@ Change = Callable[[tuple[Row, ...]], tuple[Row, ...]]
 
 def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict[str, Any]:
     """Everything that counts bytes, with a changed table."""
-    of_message = lifetimes._message_rows
     with monkeypatch.context() as patched:
 
         def of_unit(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
@@ -42,7 +41,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
 
         for module in (ledger, slot_model, lifetimes):
             patched.setattr(module, "unit_rows", of_unit)
-        patched.setattr(lifetimes, "_message_rows", lambda *sizes: change(of_message(*sizes)))
+        patched.setattr(ledger, "message_rows", lambda *sizes: change(lifetimes.message_rows(*sizes)))
         patched.setattr(simulate, "CATEGORIES", (*CATEGORIES, NEW))
         profile = chain(64, 32, 96, 48, world=2, optimizer=ADAM, link=link(1e-3, 1e-2, depth=2))
         job = Job(profile, 2, cross_iteration=not barrier)

@@ -86,7 +86,8 @@ def masters_of(parallel: mdcs.Session) -> dict[str, torch.Tensor]:
     whole = parallel.state_dict()
     for u, storage in enumerate(parallel._engine.storages):
         parts = {b: storage.owned_shard(b) for b in range(len(storage.blocks))}
-        whole |= parallel._engine.unsharder.gather_by_parameter(u, parts, "masters")
+        flat = parallel._engine.unsharder.start_gather(u, parts, "masters")()
+        whole |= {name: place.view(flat).clone() for name, place in zip(storage.names, storage.places, strict=True)}
     return whole
 
 

@@ -111,6 +111,7 @@ def with_plan(paths: Paths, job: Job, plan: mdcs.Plan) -> tuple[list[float], dic
                 loss.backward()
                 losses.append(loss.item())
             parallel.step()
+            assert parallel._engine.account.outside == 0, "what the plan has freed is held"
         state = parallel.state_dict()
         records = parallel.records(flush=True)
     return losses, state, Counter(word for record in records for word in record.departures)

@@ -15,7 +15,7 @@ from mdcs.profile.schema import Profile
 
 
 class Strategy(str, Enum):
-    """How one unit is sharded. docs/glossary.md lists the bytes that each strategy holds and when they are freed.
+    """Sharding of one unit. docs/concepts.md has the bytes that each strategy holds and sends.
 
     - ``sharded``: the parameters at rest are a shard. They are gathered before forward.
     - ``regathers``: the unit is resharded after forward and gathered again for backward.

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from analysis.comparison import compare
 from analysis.executed import run_notebooks
-from analysis.layers import write_layers
 from analysis.page import write_page
-from analysis.report import FORMATS, write_report
+from analysis.report import FORMATS, write_layers, write_report
 from analysis.sources import WANDB, runs, write_wandb_report
 from analysis.table import print_comparison, print_table, write_csv
 

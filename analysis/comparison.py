@@ -120,8 +120,7 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
 
 def loss_differences(curves: Mapping[str, Sequence[Sequence[float]]], base: str) -> dict[str, float]:
     """The greatest relative difference of any loss of an engine from that of the first run of ``base`` at the same
-    step; infinite for another number of steps, and for a loss that is not finite.
-    """
+    step; infinite for another number of steps, and for a loss that is not finite."""
     wanted = curves[base][0]
     return {engine: max(_difference(curve, wanted) for curve in of) for engine, of in curves.items()}
 

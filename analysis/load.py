@@ -199,8 +199,7 @@ def load_runs(folder: str | Path) -> list[Run]:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A dataframe of rows with `COLUMNS`, all but text and flags as numbers, and a column for each setting that was
-    swept."""
+    """A dataframe of rows with `COLUMNS`, numbers as numbers, and a column for each setting that was swept."""
     frame = pd.DataFrame(rows)
     frame = frame.reindex(columns=[*COLUMNS, *(key for key in frame if "." in key and _is_swept(frame, key))])
     numbers = [column for column in COLUMNS if column not in (*_TEXT, *_FLAGS)]

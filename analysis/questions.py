@@ -65,8 +65,7 @@ def drawn(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def alike(frame: pd.DataFrame) -> list[pd.DataFrame]:
-    """The measured runs of each plan that several runs of one workload have run, whoever planned it for whatever
-    budget."""
+    """The measured runs of each plan that several runs of one workload have run, for whatever budget."""
     rows = measured(frame)
     rows = rows[rows["execution_hash"].notna()]
     others = (
@@ -114,15 +113,13 @@ def time_of(frame: pd.DataFrame) -> str:
 
 
 def swept(frame: pd.DataFrame | pd.Series) -> list[str]:
-    """The settings in which runs differ, by their full keys: the columns with a dot (:func:`analysis.load.table_of`).
-    """
+    """The settings in which runs differ, by full key: the columns with a dot (:func:`analysis.load.table_of`)."""
     return [str(key) for key in (frame.columns if isinstance(frame, pd.DataFrame) else frame.index) if "." in str(key)]
 
 
 def label(row: pd.Series | dict, *, without: str = "") -> str:
-    """Name a run in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in
-    it, nor the setting `without`, nor an option that is none.
-    """
+    """Name a run in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in it, nor
+    the setting `without`, nor an option that is none."""
     strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
     words = [strategy] if scheduler in (strategy, "own") else [strategy, scheduler]
     if pd.notna(row["cross_iteration"]) and not row["cross_iteration"]:
@@ -179,8 +176,7 @@ def best_points(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
 
 def over_memory(frame: pd.DataFrame) -> pd.DataFrame:
     """`best_points` of each budget at the peaks of a rank: bytes in `at`, and predicted ones in `predicted_at`. Points
-    of which none is known are left out.
-    """
+    of which none is known are left out."""
     points = best_points(frame, "budget_bytes")
     peak = memory_of(points)
     points = points.assign(at=peak, predicted_at=points["predicted_peak_bytes"].fillna(peak))[peak.notna()]
@@ -195,8 +191,7 @@ def over_share(curve: pd.DataFrame) -> pd.DataFrame:
 
 def fastest(points: pd.DataFrame, time: str) -> tuple[pd.Series, str]:
     """The fastest of rows with a `label`, and in words: which, its step time with its range, and how many others have a
-    median in that range, so that noise decides.
-    """
+    median in that range, so that noise decides."""
     best = points.loc[points[time].idxmin()]
     share = "" if pd.isna(best["schedule_share"]) else f", share {best['schedule_share']:.3g}"
     words = f"{best['label']}{share}: {milliseconds(best[time])} ms"
@@ -229,8 +224,7 @@ def on_front(points: pd.DataFrame, time: str) -> pd.DataFrame:
 
 def named(frame: pd.DataFrame) -> set[str]:
     """Labels of the series that an overview names: those on the front of time over memory, the curve with the least
-    stop point, other engines, and the fastest of each strategy that is the same for all units.
-    """
+    stop point, other engines, and the fastest of each strategy that is the same for all units."""
     rows, time = drawn(frame), time_of(drawn(frame))
     points, curves = over_memory(frame), share_curves(frame)
     names = {*on_front(points, time)["label"], *peers(rows)}
@@ -248,8 +242,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def repeated(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Runs of one workload that differ in nothing but seeds, if there are several: how they were made in words, and the
-    runs."""
+    """Runs of one workload that differ in seeds alone, if several: how they were made in words, and the runs."""
     rows = measured(frame)
     return [(str(name), runs) for name, runs in rows.groupby(settings(rows), sort=False) if len(runs) > 1]
 
@@ -299,8 +292,7 @@ def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
 
 def plateau(frame: pd.DataFrame, time: str = "step_s") -> tuple[float, float]:
     """The least and the greatest schedule_share around the stop point that are as fast: within its p10 to p90 if
-    measured, within a thousandth if predicted. Raises ValueError as `stop_point` does.
-    """
+    measured, within a thousandth if predicted. Raises ValueError as `stop_point` does."""
     stop = stop_point(frame, time)
     points = median_by(frame[frame["schedule_share"].notna() & frame[time].notna()], "schedule_share")
     limit = stop["step_s_p90"] if time == "step_s" and pd.notna(stop["step_s_p90"]) else stop[time] * 1.001
@@ -364,8 +356,7 @@ def budget_words(budget_bytes: float) -> str:
 
 
 def short(key: str, keys: Iterable[str]) -> str:
-    """The key without its group, where no other of the keys ends alike. The name of a group's option is the group, as
-    typed."""
+    """The key without its group, where no other key ends alike. The name of a group's option is the group."""
     group, _, last = key.rpartition(".")
     if last == "name":
         return group

@@ -29,8 +29,7 @@ _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
 def new_console(width: int = WIDTH, **options: Any) -> Console:
     """A console as wide as its terminal; without one `width` columns, for rich takes a pipe for 80, and wrapped tables
-    cannot be read or searched.
-    """
+    cannot be read or searched."""
     console = Console(**options)
     console.width = console.width if console.is_terminal else width
     return console
@@ -51,9 +50,8 @@ def new_table(
 
 def print_table(frame: pd.DataFrame, file: IO[str] | None = None) -> None:
     """Print the sweep, a table per workload, sorted by strategy, scheduler, budget and share; the fastest run is
-    marked, the reasons of failed and incomplete runs, and of doubts of predictions, stand below. Without colours
-    when `file` (default stdout) is no terminal; within `WIDTH` columns.
-    """
+    marked, the reasons of failed and incomplete runs, and of doubts of predictions, stand below. Without colours when
+    `file` (default stdout) is no terminal; within `WIDTH` columns."""
     console = new_console(file=file or sys.stdout, highlight=False, emoji=False, markup=False)
     console.width = min(console.width, WIDTH)
     for title, rows in titled(frame):
@@ -128,8 +126,7 @@ def print_comparison(table: pd.DataFrame, names: Sequence[str]) -> None:
 
 
 def cells_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a workload's runs, sorted, in words: a column per heading and swept setting, without those that are
-    empty."""
+    """The sorted table of a workload's runs in words, without the columns that are empty."""
     for key in reversed(ask.swept(rows)):
         by = pd.DataFrame({"number": ask.numbers(rows[key]), "word": rows[key].astype(str)})
         rows = rows.loc[by.sort_values(["number", "word"], kind="stable").index]

@@ -145,8 +145,7 @@ def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
 @style.styled
 def time_over_memory(measurements: Sequence[tuple[str, pd.DataFrame]]) -> Figure:
     """A panel per measurement (title and rows, one per round): all candidates at their measured peak, and the fastest
-    in less memory as a line.
-    """
+    in less memory as a line."""
     all_rows = pd.concat([rows for _, rows in measurements], ignore_index=True)
     looks = style.looks(all_rows)
     grid = -(-len(measurements) // 2), 2

@@ -52,8 +52,7 @@ SEEDS = (0, 1)
 
 
 def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0) -> Profile:
-    """A chain of uneven layers. ``ratio`` is the time of one all-gather of the model over the time of the forward pass.
-    """
+    """A chain of uneven layers. ``ratio``: seconds of one all-gather of the model over those of the forward pass."""
     rng = random.Random(seed)
     sizes = [rng.choice([1, 1, 2, 4]) * rng.randint(200_000, 400_000) for _ in range(units)]
     forward = [rng.uniform(2e-3, 6e-3) for _ in range(units)]

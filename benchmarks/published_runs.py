@@ -130,8 +130,7 @@ class Case:
         )  # fmt: skip
 
     def plan(self, rate: float) -> Plan:
-        """Return the plan that stands for the published loop: messages as ready, gathers one unit ahead, updates at the
-        end."""
+        """Return the plan of the published loop: messages as ready, gathers one unit ahead, updates at the end."""
         profile = self.profile(rate)
         job = Job(profile, cross_iteration=False, recompute=self._choices(profile))
         return make_plan(job, Uniform(self.strategy), Wfbp())
@@ -176,8 +175,7 @@ class Predicted:
 
     @property
     def needed(self) -> int:
-        """Bytes of the device without which the run cannot be: what is cached but not allocated is given back in time.
-        """
+        """Bytes of the device that the run needs: what is cached but not allocated is given back in time."""
         return self.peak + CONTEXT_BYTES + NCCL_BYTES
 
     @property

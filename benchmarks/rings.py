@@ -53,8 +53,6 @@ class Cluster:
     - ``card_rate``: bytes/s of a network card, by its name.
     - ``cards``: network cards of a node, which its devices share.
     - ``nvlink``: whether devices of a node are connected by NVLink. Otherwise by PCIe.
-
-    Raises ValueError for a number that is not positive.
     """
 
     nodes: int
@@ -63,11 +61,6 @@ class Cluster:
     card_rate: float
     cards: int = 1
     nvlink: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "per_node", "inside_rate", "card_rate", "cards"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
     @property
     def world(self) -> int:

@@ -54,8 +54,7 @@ SHARES = (0.5, 0.25)
 @dataclass(frozen=True)
 class Settings:
     """Jobs to plan: models and devices of published.yaml, eight devices a node, Gbit/s of a node's network, GiB of a
-    device, tokens of a sequence, sequences per device, and TFLOP/s that a device reaches.
-    """
+    device, tokens of a sequence, sequences per device, and TFLOP/s that a device reaches."""
 
     models: tuple[str, ...] = ("Llama-3-8B", "Llama-3-70B")
     device: str = "h100-80"
@@ -70,8 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan: what is the same for all of its blocks (else ``mixed``), seconds of a step, and bytes that the device
-    needs."""
+    """A plan: what all its blocks have (else ``mixed``), seconds of a step, and bytes that the device needs."""
 
     strategy: str
     recompute: str
@@ -130,8 +128,7 @@ class Curve:
         return Tried.of(make_plan(job, strategy, scheduler or Wfbp(), budget=limit, schedule_share=share))
 
     def point(self, gib: float) -> dict[str, Any]:
-        """The best plan that is the same for all blocks, and the best that decides something by block, within the
-        budget."""
+        """The best plan within the budget that is alike for all blocks, and the best that decide something by block."""
         limit = int(gib * GIB)
         fitting = [(job, tried) for job, tried in self.alike if tried.bytes <= limit]
         if not fitting:
@@ -196,8 +193,7 @@ class Curve:
 
 
 def curves(asked: Settings) -> list[Curve]:
-    """Return the curves of all models and clusters. Raises ValueError for a cluster that is not of two full nodes or
-    more."""
+    """Return the curves of all models and clusters. Raises ValueError for fewer than two full nodes."""
     if partial := [n for n in asked.devices if n % Case.per_node or n < 2 * Case.per_node]:
         raise ValueError(f"must be two nodes of {Case.per_node} devices or more, got {partial[0]}")
     made = itertools.product(asked.models, asked.devices, asked.node_gbit)

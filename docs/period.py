@@ -16,7 +16,7 @@ if __name__ == "__main__":  # from any folder and without being installed
 
 import mdcs
 from analysis.pictures import save
-from analysis.pictures.gantt import Panel, draw
+from analysis.pictures.period import Panel, draw
 from analysis.questions import count
 from benchmarks.layers import Decoder, Precision
 from benchmarks.rings import Cluster, cluster_profile

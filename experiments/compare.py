@@ -43,12 +43,11 @@ from experiments.compare_tables import show
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
 from experiments.config.targets import plain
-from experiments.explain import bounds_of, ideal_ddp_s
+from experiments.explain import bounds_of
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.arguments import with_lists
-from experiments.job.planning import floor_of, job_of, make_plan
-from experiments.job.profiles import Profiles
+from experiments.job.profiles import Profiles, floor_of, job_of, make_plan
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.planner.recompute import AUTO, Planned
 from mdcs.planner.strategies import Uniform
@@ -57,6 +56,8 @@ from mdcs.sizes import Budget
 SCHEMA = 3
 TOLERANCE = 5e-3  # greatest relative difference of equal losses
 BOUNDS_S = 20.0  # time limit of each of two solves
+
+
 def main() -> int:
     """Run the comparison of the command line. Return the exit code."""
 
@@ -139,8 +140,7 @@ class Comparison:
         return failed or ("" if document["losses"]["equal"] else "losses differ")
 
     def _find_floors(self) -> str:
-        """Find the floors of all plans by their profiles, measured if not known. Return the reason of a failure, or "".
-        """
+        """Find the floors of all plans, measuring unknown profiles. Return the reason of a failure, or ""."""
         for each in self.candidates:
             if not each.config.engine.plans or each.name in self.floors and not self._recomputes(each):
                 continue
@@ -281,11 +281,9 @@ class Comparison:
                 for each in here}  # fmt: skip
         limit = self._limit(budget, self.base)
         limits = {each.name: self._limit(budget, each.name) for each in here}
-        plan = plans[base.name] if base is not None and shared is not None and limit is None else None
         return {
             "budget": None if budget is None else str(budget), "budget_bytes": limit,
             "bounds": {} if shared is None else {"traffic": shared[0], "structural": shared[1]},
-            "ideal_ddp_s": None if plan is None else ideal_ddp_s(plan.job.profile, plan.micro_steps),
             "lines": lines(rows, self.base, limits),
             "infeasible": {each.name: needs for each, needs in self.infeasible.values() if each.budget == budget},
         }  # fmt: skip

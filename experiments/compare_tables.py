@@ -1,5 +1,4 @@
-"""Tables of ``experiments/compare.py``: a table for each budget, one over all budgets, and whether the losses are
-equal."""
+"""Tables of ``experiments/compare.py``: one for each budget, one over all budgets, and whether losses are equal."""
 
 from __future__ import annotations
 
@@ -19,8 +18,6 @@ def show(document: dict[str, Any]) -> None:
     console = new_console(WIDTH, highlight=False, markup=False)
     for part in document["budgets"]:
         console.print(table(document, part))
-        if part["ideal_ddp_s"] is not None:
-            console.print(over_ddp(document, part))
         console.print()
     if len(document["budgets"]) > 1:
         console.print(overview(document))
@@ -41,19 +38,6 @@ def show(document: dict[str, Any]) -> None:
     for what, of in (("left out", document["left_out"]), ("failed", document["failed"])):
         for name, reason in of.items():
             console.print(f"{what}: {name}: {reason}", soft_wrap=True)
-
-
-def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
-    """The possible gain over DDP without a limit, as simulated, and the measured gain."""
-    ideal, bound = part["ideal_ddp_s"], part["bounds"]["structural"]
-    words = f"an ideal DDP: {ideal * 1e3:.1f} ms, {ideal / bound:.3f} × the structural bound"
-    steps = {line["engine"]: line["step_s"]["median"] for line in part["lines"]}
-    base = document["base"]
-    if "ddp" not in steps or base not in steps:
-        return words
-    could, won = ideal - bound, steps["ddp"] - steps[base]
-    share = f", {won / could:.2f} of it" if could > 0 else ""
-    return f"{words}; {could * 1e3:.1f} ms could be won over it, {base} wins {won * 1e3:.1f} ms over ddp{share}"
 
 
 def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
@@ -102,8 +86,7 @@ def _error(line: dict[str, Any]) -> float | None:
 
 
 def overview(document: dict[str, Any]) -> Table:
-    """A row per budget: the best peer, the best other plan and the base that fit, with the base's prediction and bound.
-    """
+    """A row per budget: the best peer, other plan and base that fit, with the base's prediction and bound."""
     base, rows = document["base"], []
     for part in document["budgets"]:
         fitting = {line["engine"]: line for line in part["lines"] if line["fits"] is not False}

@@ -33,14 +33,14 @@ from rich.table import Table
 
 import analysis
 import mdcs
+from analysis.pictures.comparisons import SHARES, three_shares
 from analysis.pictures.style import save
-from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import budget_words, plateau, workloads
 from analysis.table import milliseconds, new_console, new_table
 from experiments import points as on
 from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
-from experiments.job import app, planning
+from experiments.job import app, profiles
 from experiments.job import run as jobs
 from experiments.job.arguments import with_lists
 from experiments.job.events import job_event, start_event
@@ -78,10 +78,10 @@ class Planner:
 
     @cached_property
     def planned_for(self) -> mdcs.Job:
-        return planning.job_of(self.config, self.profile)
+        return profiles.job_of(self.config, self.profile)
 
     def make(self, budget: int, share: float | None, activations: float | None = None) -> mdcs.Plan:
-        return planning.make_plan(self.job(budget, share, activations), self.planned_for, self.floor)
+        return profiles.make_plan(self.job(budget, share, activations), self.planned_for, self.floor)
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ def main() -> int:
             if reason := jobs.prepare("profile", with_recomputation(config), folder, console):
                 return reason
             profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = planning.floor_of(config, planning.job_of(config, profile))
+        floor = profiles.floor_of(config, profiles.job_of(config, profile))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,7 @@ def main() -> int:
 
 
 def compared(config: Config) -> list[Config]:
-    """The job with every strategy and scheduler to compare. Raises ConfigError for a combination that is not possible.
-    """
+    """The job with every strategy and scheduler to compare. Raises ConfigError for an impossible combination."""
     made: list[Config] = []
     for strategy, scheduler in itertools.product(
         config.curve.strategies or [""], config.curve.schedulers or [""]
@@ -186,12 +185,11 @@ def _check_plane(config: Config) -> None:
 
 
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
-    """The curve of the config's budget with its stop point, if it has a budget, and the front over `curve.budgets`.
-    """
+    """The curve of the config's budget with its stop point, if it has one, and the front over `curve.budgets`."""
     make, asked = cache(planner.make), config.curve
     divides = planner.config.scheduler is not None
     of = on.shares(asked.shares) if divides else ()
-    budget = planning.budget_bytes(config, planner.floor, planner.planned_for) if divides else None
+    budget = profiles.budget_bytes(config, planner.floor, planner.planned_for) if divides else None
     out: list[Entry] = []
     if budget is not None:
         parts = {"curve": on.curve(make, budget, of)}

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mdcs.plan.job import Job
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
@@ -23,10 +22,9 @@ from mdcs.plan.schedule import Message
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.schedulers import StrategyAssignment, as_ready, sequential
-from mdcs.profile.link import Contention, Kind
+from mdcs.planner.schedulers import StrategyAssignment, sequential
+from mdcs.profile.link import Kind
 from mdcs.profile.recompute import NONE
-from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 
 _AHEAD = (1, 2, 4, 8)
@@ -180,7 +178,6 @@ def binding_slot(plan: Plan) -> BindingSlot:
     return BindingSlot(plan.period.name(q), curve[q]["total"], memory)
 
 
-_BUCKETS = 8
 _SLOTS = 96  # with more slots, neighbouring slots are put into bins
 
 
@@ -195,8 +192,7 @@ class Bounds:
     - solver: the bound that a planner's solver has proven for the whole slot model.
 
     The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule
-    needs no memory, and units may mix strategies. The step of an ideal DDP (:func:`ideal_ddp_s`) shows how much an
-    ideal schedule at the structural bound could gain over DDP.
+    needs no memory, and units may mix strategies.
 
     ``solver_s`` is None when no solver has proven a bound.
     """
@@ -219,19 +215,3 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
     traffic = max(model.compute_s + (1 - 1 / model.slowdown) * busy, busy)
     exposed = solve(model.program, seconds=seconds, relax=True).bound or 0.0
     return Bounds(traffic, max(traffic, model.step_bound(exposed)), plan.bound_s)
-
-
-def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
-    """Return the seconds per step of an ideal DDP.
-
-    All units are replicated. Messages cost no compute time, and the link only the time of their bytes. Each unit is
-    all-reduced during backward as its gradients become ready, in blocks of an eighth of the largest unit. All updates
-    end before the next forward.
-    """
-    none = (0.0,) * len(profile.link.kinds)
-    link = dataclasses.replace(profile.link, alpha=none, gap=none)
-    free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
-    problem = PlanningProblem(Job(free, micro_steps, cross_iteration=False), None)
-    mix = problem.mix([Strategy.dp] * len(free.units))
-    blocks = mix.partition(max(1, max(layout.grad_bytes for layout in free.layouts) // _BUCKETS))
-    return replay(as_ready(mix, "ddp", blocks)).period_s

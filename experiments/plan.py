@@ -32,7 +32,7 @@ from rich.table import Table
 from analysis.table import milliseconds, new_console, new_table
 from experiments import explain
 from experiments.config.schema import Config
-from experiments.explain import bounds_of, ideal_ddp_s
+from experiments.explain import bounds_of
 from experiments.job import app, batch
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
@@ -180,7 +180,6 @@ def document(plan: Plan) -> dict[str, Any]:
         "schema": SCHEMA,
         **told(plan),
         "bounds": dataclasses.asdict(bounds_of(plan, BOUNDS_S)),
-        "ideal_ddp_s": ideal_ddp_s(plan.job.profile, plan.micro_steps),
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
         "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
         "units": [dataclasses.asdict(choice) for choice in explain.choices(plan)],
@@ -206,10 +205,6 @@ def show(plan: Plan, console: Console) -> None:
     console.print()
     console.print(prediction_table(plan))
     console.print(bounds_table(plan))
-    ddp = ideal_ddp_s(plan.job.profile, plan.micro_steps)
-    alone = plan.micro_steps * sum(slot.seconds for slot in plan.profile.slots)
-    words = f"{ddp * 1e3:.1f} ms: its messages would take nothing from computing, {alone * 1e3:.1f} ms alone"
-    console.print(f"an ideal DDP, without a budget, would take {words}", highlight=False, soft_wrap=True)
     if line := calibration_errors(plan.profile):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(memory_table(plan))

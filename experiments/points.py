@@ -1,7 +1,6 @@
-"""Trade-offs: memory of the strategies against memory of the schedule, and memory against time.
+"""Trade-offs: memory of strategies against memory of the schedule, and memory against time, as replays predict them.
 
-Pure functions over a function that makes a plan for a budget and a share of the slack for the schedule
-(:func:`mdcs.planner.pipeline.make_plan` with fixed planners). All times are predicted by replays.
+Functions of one that makes a plan (:func:`mdcs.planner.pipeline.make_plan` with fixed planners).
 """
 
 from __future__ import annotations
@@ -10,39 +9,28 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 
-Make = Callable[[int, float | None], Plan]
-"""(budget in bytes, schedule_share) -> plan with its prediction.
-
-Share None: the slack is not divided. Raises InfeasibleBudget.
-"""
-
-MakeDivided = Callable[[int, float, float], Plan]
+Make = Callable[[int, float | None, float | None], Plan]
 """(budget in bytes, schedule_share, activation_share) -> plan with its prediction. Raises InfeasibleBudget."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The plan for a budget and a share, or the reason why there is none.
+    """The plan for a budget (bytes) and shares of its slack, or the reason why there is none.
 
-    - ``budget``: bytes.
-    - ``share``: part of the slack for the schedule. None: not divided.
-    - ``activations``: part of what the schedule leaves that is for activations. None: not divided.
-    - ``plan``: the plan, or None.
-    - ``reason``: why there is no plan.
-    - ``planned_for``: the budget that the plan was made for, if smaller than ``budget``.
+    - share, activations: parts for the schedule, and of the rest for activations. None: not divided.
+    - planned_for: the budget that the plan was made for, if smaller than `budget`.
     """
 
     budget: int
     share: float | None
+    activations: float | None
     plan: Plan | None
     reason: str = ""
     planned_for: int | None = None
-    activations: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -51,46 +39,30 @@ class Point:
 
 
 def shares(count: int) -> tuple[float, ...]:
-    """Return ``count`` equally spaced shares from 0 to 1. Raises ValueError for fewer than two."""
-    if count < 2:
-        raise ValueError(f"a curve has two shares or more, got {count}")
+    """Return ``count`` equally spaced shares from 0 to 1."""
     return tuple(i / (count - 1) for i in range(count))
 
 
-def point(make: Make, budget: int, share: float | None) -> Point:
-    """Return the plan for one budget and share, or the reason why there is none."""
+def point(make: Make, budget: int, share: float | None, activations: float | None = None) -> Point:
+    """Return the plan for one budget and shares, or the reason why there is none."""
     try:
-        return Point(budget, share, make(budget, share))
-    except InfeasibleBudget as e:
-        return Point(budget, share, None, str(e))
+        return Point(budget, share, activations, make(budget, share, activations))
+    except InfeasibleBudget as error:
+        return Point(budget, share, activations, None, str(error))
 
 
 def curve(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
-    """Return a point for every share."""
+    """Return a point for every share of the schedule."""
     return [point(make, budget, share) for share in of]
 
 
-def plane(make: MakeDivided, budget: int, count: int) -> list[Point]:
-    """Return a point for each division of the slack into ``count`` - 1 equal parts: for schedule, activations,
-    strategies.
-
-    Raises ValueError for fewer than two parts.
-    """
-    if count < 3:
-        raise ValueError(f"a plane has three shares or more, got {count}")
-    parts, found = count - 1, []
-    for schedule in range(count):
-        rest = parts - schedule
-        for activations in range(rest + 1):
-            share, part = schedule / parts, activations / rest if rest else 0.0
-            made = point(partial(_divided, make, part), budget, share)
-            found.append(dataclasses.replace(made, activations=part))
-    return found
-
-
-def _divided(make: MakeDivided, activations: float, budget: int, share: float | None) -> Plan:
-    assert share is not None
-    return make(budget, share, activations)
+def plane(make: Make, budget: int, count: int) -> list[Point]:
+    """Return a point for each division of the slack into ``count`` - 1 parts: schedule, activations, strategies."""
+    parts = count - 1
+    return [
+        point(make, budget, schedule / parts, activations / max(1, parts - schedule))
+        for schedule in range(count) for activations in range(count - schedule)
+    ]  # fmt: skip
 
 
 def best(points: Iterable[Point]) -> Point:
@@ -109,8 +81,7 @@ def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[
         candidates = [point(make, budget, None), *curve(make, budget, of)]
         if found:
             before = found[-1]
-            candidates.append(
-                dataclasses.replace(before, budget=budget, planned_for=before.planned_for or before.budget)
-            )
+            earlier = before.planned_for or before.budget
+            candidates.append(dataclasses.replace(before, budget=budget, planned_for=earlier))
         found.append(best(candidates))
     return found

@@ -53,8 +53,7 @@ def provenance(frame: pd.DataFrame) -> dict[str, str]:
 
 
 def commands(frame: pd.DataFrame) -> list[str | None]:
-    """Return the command that runs each job again: from the sweep.json above its folder, else its own; None without
-    any."""
+    """The command that runs each job again: from the sweep.json above its folder, else its own, or None."""
     known: dict[Path, str] = {}
     for sweep in {above for folder in frame["folder"] for above in Path(folder).parents}:
         file = sweep / "sweep.json"

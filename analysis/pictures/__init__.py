@@ -6,8 +6,7 @@ workload (`looks`).
 """
 
 from analysis.pictures.comparisons import engine_comparison, predictions
-from analysis.pictures.gantt import gantt
-from analysis.pictures.memory_by_slot import memory_over_period
+from analysis.pictures.period import gantt, memory_over_period
 from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import save
 

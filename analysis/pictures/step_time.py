@@ -1,5 +1,4 @@
-"""Step time over peak memory, over a swept number, and over the share of the schedule; and the picture of a whole
-sweep."""
+"""Step time over peak memory, a swept number, and the share of the schedule; and the picture of a sweep."""
 
 from __future__ import annotations
 
@@ -194,8 +193,7 @@ def _draw(
     narrow: float = 0.0,
 ) -> str:  # fmt: skip
     """Draw a line per series over `at` of the points, each run of several as a dot at its own `at`, and the fastest as
-    a star; return that in words. `keys`, beside label and share, say which runs a point stands for.
-    """
+    a star; return that in words. `keys`, beside label and share, say which runs a point stands for."""
     on, time = ["label", "schedule_share", *keys], ask.time_of(rows)
     rows = rows if "label" in rows else rows.assign(label=ask.labels(rows))
     for label, line in points.groupby("label"):

@@ -131,8 +131,7 @@ def palette(names: Iterable[str]) -> Looks:
 
 def looks(rows: pd.DataFrame) -> Looks:
     """Colour and mark of each series (`label`): the colour is the strategy's, the mark the scheduler's, in all
-    pictures. Series that differ in something else have shades of the colour; other engines are black, or grey.
-    """
+    pictures. Series that differ in something else have shades of the colour; other engines are black, or grey."""
     made, alike = Looks(), Counter[tuple[str, str]]()
     for label, of in rows.groupby(rows["label"] if "label" in rows else ask.labels(rows)):
         strategy, scheduler, engine = of[["strategy", "scheduler", "engine"]].iloc[0].map(str)
@@ -207,8 +206,7 @@ def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
 
 def shortened(names: Iterable[str]) -> dict[str, str]:
     """Each name with as few trailing parts of its dotted paths as keep all apart: B:transformer.h.3 becomes B:3, and in
-    a message of several units, transformer.h.3+transformer.wpe, 3+wpe.
-    """
+    a message of several units, transformer.h.3+transformer.wpe, 3+wpe."""
 
     def short(name: str, parts: int) -> str:
         head, colon, path = name.rpartition(":")

@@ -20,12 +20,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.config.commands import OWN
 from experiments.config.errors import explain
 from experiments.config.files import CONF
 from experiments.config.identity import with_profile
 from experiments.config.rules import check
-from experiments.config.schema import OPTION_GROUPS, Config, ConfigError, register, schema
+from experiments.config.schema import OPTION_GROUPS, OWN, Config, ConfigError, register, schema
 from experiments.config.started import adapted
 from experiments.config.targets import TARGET, make, plain
 from experiments.tasks.builtin import Auto
@@ -35,8 +34,7 @@ from mdcs.planner.registry import decides_schedule
 
 @contextmanager
 def composing(folder: Path = CONF) -> Iterator[None]:
-    """Initialize Hydra for the block, for programs with a command line of their own. The folder has the primary config.
-    """
+    """Initialize Hydra for the block. The folder has the primary config."""
     register()
     with initialize_config_dir(str(folder), version_base="1.3"):
         yield
@@ -141,8 +139,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Read a file that `save` wrote, of a config that was checked. Raises ConfigError for keys and types that are
-    wrong."""
+    """Read a file that `save` wrote. Raises ConfigError for keys and types that are wrong."""
     composed = OmegaConf.load(path)
     assert isinstance(composed, DictConfig)
     return from_composed(composed)

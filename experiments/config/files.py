@@ -1,4 +1,4 @@
-"""YAML files of options: one folder per group, one file per option, in conf/ and in folders that a user adds."""
+"""Options: a YAML file each, in conf/ and in folders that a user adds, one folder per group; and budgets in words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from mdcs.sizes import Budget
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """The folder of this repository."""
@@ -71,3 +79,56 @@ def _folder(name: str) -> Path:
 def _about(file: Path) -> str:
     said = re.match(r"(?:# @package .*\n)?# (.*)", file.read_text(encoding="utf-8"))
     return said.group(1) if said else ""
+
+
+# ---- budgets in words: `budget=40GiB`, `75% of ddp` and `floor+10%` are options of a group, and no files
+
+GROUP = "budget"
+
+
+class BudgetSource(ConfigSource):
+    """Answers `budget/TEXT` with `budget.limit`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "mdcs-budget"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        found = _budget(config_path)
+        if found is None:
+            raise ConfigLoadError(f"{config_path} is no budget")
+        config = OmegaConf.create({"limit": str(found)})
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") == GROUP
+
+    def is_config(self, config_path: str) -> bool:
+        return _budget(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+def _budget(config_path: str) -> Budget | None:
+    group, _, text = config_path.removesuffix(".yaml").partition("/")
+    try:
+        return Budget.of(text) if group == GROUP else None
+    except ValueError:
+        return None
+
+
+class BudgetPath(SearchPathPlugin):
+    """Search path with which Hydra also finds budgets that are written as words."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="mdcs", path=f"{BudgetSource.scheme()}://")
+
+
+def register_budgets() -> None:
+    """Make budgets in words known to Hydra."""
+    for plugin in (BudgetSource, BudgetPath):
+        Plugins.instance().register(plugin)

@@ -11,9 +11,8 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.checks import composing
-from experiments.config.commands import OWN
 from experiments.config.files import CONF, added_folders, groups, primary
-from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
+from experiments.config.schema import OPTION_GROUPS, OWN, Config, fields_by_key
 from experiments.config.targets import TARGET, load
 from mdcs.options import options, shown
 

@@ -52,8 +52,6 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Config], object], str]] = [
      "must be < run.steps={c.run.steps}, got {value}"),
     ("run.grad_precision", lambda c: c.run.grad_precision != "same" and c.run.precision not in HALF,
      "has no effect with run.precision={c.run.precision}, got {value}"),
-    ("model.norms_fp32", lambda c: c.model.norms_fp32 and c.run.precision not in HALF,
-     "has no effect with run.precision={c.run.precision}, got true"),
     ("cluster.backend", lambda c: c.cluster.backend == "nccl" and c.cluster.device != "cuda",
      "nccl needs cluster.device=cuda, got {c.cluster.device}"),
     # an emulated rank sends nothing, and cannot do what needs the other ranks' values

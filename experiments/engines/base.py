@@ -65,15 +65,12 @@ class Trained(Protocol):
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer with the config's options."""
-        ...
 
     def loss(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
         """Loss of the model, or of `model`, which wraps it."""
-        ...
 
     def blocks(self) -> list[nn.Module]:
         """The modules that the wrap policy names, in the model's order. Where they nest, inner modules come first."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -116,51 +113,40 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Run backward. `loss` is already divided by the number of micro-steps."""
-        ...
 
     def step(self) -> None: ...
 
     def drain(self) -> None:
         """Finish all messages in flight."""
-        ...
 
     def pause(self) -> AbstractContextManager[None]:
         """Context of work between two steps that is not training: its seconds belong to no step."""
-        ...
 
     def evaluate(self) -> AbstractContextManager[Any]:
         """Context for forward passes of the job's model without gradients."""
-        ...
 
     def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> SaveHandle:
         """Write a checkpoint. Configs that request checkpoints from a peer are refused before."""
-        ...
 
     def resume(self, path: Path) -> ResumeInfo | None:
         """Load the newest checkpoint; None where there is none. The steps of `records` continue its count."""
-        ...
 
     def records(self, *, flush: bool = False) -> list[Record]:
         """Steps that have ended and were not returned before. The last step is included only with `flush`."""
-        ...
 
     def reset_memory(self) -> None: ...
 
     def allocator_retries(self) -> int | None:
         """Number of allocations that had to free cached memory first; None where it is not counted."""
-        ...
 
     def peak_bytes(self) -> int | None:
         """The allocator's highest total in bytes since the start or `reset_memory`; None where it is not measured."""
-        ...
 
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
         """Values of this engine alone for the summary. `sent` has the bytes of a whole step."""
-        ...
 
     def write(self, folder: Path) -> None:
         """Write files of this engine alone. Called by all ranks."""
-        ...
 
 
 @dataclass

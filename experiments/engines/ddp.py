@@ -83,8 +83,7 @@ class DdpEngine(Peer):
 
 
 def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
-    """Hook of DDP for a bucket whose gradients are ready: with the last one, all that are held leave. Returns its
-    Future."""
+    """Hook of DDP for a bucket whose gradients are ready: with the last one, all leave. Returns its Future."""
     import torch
     import torch.distributed as dist
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config, ConfigError, EngineOptions
 from experiments.engines.base import Engine, Peer, Trained
-from mdcs.options import OptionError, option, shown
+from mdcs.options import OptionError, option
 from mdcs.profile.link import Collectives, Kind
 
 if TYPE_CHECKING:
@@ -24,19 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fsdp2(EngineOptions):
-    """Options of FSDP2.
-
-    Raises OptionError for `reshard_group` without reshard=group, for reshard=group without `reshard_group`, and for
-    `plan` together with options that the plan decides.
-    """
+    """Options of FSDP2. Raises OptionError for `plan` together with options that the plan decides."""
 
     name = "fsdp2"
 
-    reshard: str = option(
-        "always", "reshard blocks after forward: always, never, or over groups of ranks",
-        choices=("always", "never", "group"),
-    )  # fmt: skip
-    reshard_group: int | None = option(None, "reshard=group: ranks of a group", at_least=2)
+    reshard: str = option("always", "reshard blocks after forward: always, or never", choices=("always", "never"))
     prefetch: int | None = option(
         None, "blocks that are gathered ahead; null: fully_shard's default", at_least=1
     )
@@ -47,9 +39,6 @@ class Fsdp2(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.reshard == "group") != (self.reshard_group is not None):
-            got = f"{self.reshard} with {shown(self.reshard_group)}"
-            raise OptionError("reshard_group", f"goes with reshard=group and no other; got {got}")
         if self.plan is not None and (self.reshard, self.prefetch) != ("always", None):
             got = f"reshard={self.reshard}, prefetch={self.prefetch}"
             raise OptionError("plan", f"says what to reshard and prefetch itself; got {got}")
@@ -57,18 +46,14 @@ class Fsdp2(EngineOptions):
     @property
     def label(self) -> str:
         """Label in tables, for instance "fsdp2 never all_to_all 2"."""
-        values = ("plan" if self.plan else self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch)
+        values = ("plan" if self.plan else self.reshard, self.reduce_scatter, self.prefetch)
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for groups that do not divide the ranks, and for an unreadable plan or one of other ranks.
-        """
+        """Raise ConfigError for an unreadable plan, or one of other ranks."""
         super().check(config)
-        group, ranks = self.reshard_group, config.cluster.ranks
-        if group is not None and ranks % group:
-            raise ConfigError("engine.reshard_group", f"must divide cluster.ranks={ranks}, got {group}")
         if self.plan is not None:
-            self._check_plan(self.plan, ranks)
+            self._check_plan(self.plan, config.cluster.ranks)
 
     def _check_plan(self, plan: str, ranks: int) -> None:
         from mdcs.export.document import SCHEMA
@@ -105,9 +90,8 @@ class Fsdp2Engine(Peer):
             return
         blocks = workload.blocks()
         mesh = init_device_mesh(workload.device.type, (workload.world,))
-        reshard = {"always": True, "never": False, "group": options.reshard_group}[options.reshard]
         for block in blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard == "always")
         root: Any = fully_shard(workload.model, mesh=mesh, reshard_after_forward=False)  # its backward comes at once
         super().__init__(config, workload, root, workload.optimizer_of(root))
         self.shows_waits = self.shows_messages = workload.device.type == "cpu"

@@ -301,8 +301,7 @@ def _ended(result: JobResult) -> JobResult:
 
 
 def _write_hydra(folder: Path, composed: DictConfig, settings: Any) -> None:
-    """Write `.hydra/` into the folder of a job that has run. Hydra itself would write before the folder is the job's.
-    """
+    """Write `.hydra/` into the folder of a job that has run. Hydra would write before the folder is the job's."""
     own = folder / ".hydra"
     own.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, own / "config.yaml")

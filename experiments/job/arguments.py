@@ -10,10 +10,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from experiments.config.commands import OWN
 from experiments.config.errors import unknown_key
 from experiments.config.files import groups
-from experiments.config.schema import Config, ConfigError, fields_by_key
+from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
 from mdcs.planner.registry import decides_schedule
 
 
@@ -42,8 +41,7 @@ _FLAGS = ("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "
 
 
 def require_own(argument: str, own: Sequence[str]) -> None:
-    """Raise ConfigError for an override with dashes or with a space in a list, a key of another program, and numbers as
-    options of a group."""
+    """Raise ConfigError for overrides that Hydra would take for something else, and keys of another program."""
     plain = argument.lstrip("-")
     key, _, value = plain.partition("=")
     # of which Hydra makes a traceback

@@ -14,8 +14,7 @@ from experiments.config.identity import job_identity
 from experiments.config.schema import BatchConfig, BudgetConfig, Config, ConfigError
 from experiments.job import profiles, record
 from experiments.job import run as jobs
-from experiments.job.planning import job_of, make_plan, write_plan
-from experiments.job.profiles import Profiles
+from experiments.job.profiles import Profiles, job_of, make_plan, write_plan
 from experiments.job.resolved import resolve
 from experiments.job.tracking import show_files
 from mdcs.plan.plan import Plan

@@ -24,7 +24,7 @@ from analysis.events import SCHEMA
 from experiments.config.checks import as_mapping
 from experiments.config.schema import Config
 from experiments.config.targets import TARGET
-from experiments.job.planning import budget_bytes
+from experiments.job.profiles import budget_bytes
 from launch import network
 from mdcs import cli
 from mdcs.plan.cost import TIMES
@@ -34,8 +34,7 @@ from mdcs.profile.schema import is_far_off
 
 if TYPE_CHECKING:  # these modules import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
-    from experiments.job.throughput import Throughput
-    from experiments.job.workload import Workload
+    from experiments.job.workload import Throughput, Workload
     from mdcs.profiler.autotune import Trial
 
 
@@ -76,8 +75,7 @@ def command_began() -> float:
 
 @cache
 def provenance() -> dict[str, str | None]:
-    """Return the origin of a job's figures. commit: this checkout's, with "+" if files differ; None without git.
-    """
+    """Return the origin of a job's figures. commit: with a "+" if files differ from it; None without git."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -242,8 +240,7 @@ def departures(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def doubt(plan: mdcs.Plan, measured_s: float) -> str:
-    """Reason why the predictions of a run are not reliable, given the measured step in seconds; empty if there is none.
-    """
+    """Reason why predictions of a run with this measured step (s) are not reliable; empty if there is none."""
     assert plan.prediction is not None
     predicted_s, warning = plan.prediction.step_s, plan.profile.reliability_warning
     if not is_far_off(predicted_s, measured_s):

@@ -61,8 +61,7 @@ class JobProgress:
             self._line(phase)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Show a step; of the plan the solver's outcome, and what recomputation frees and costs. Other events are
-        ignored."""
+        """Show a step; of the plan the solver's outcome, and what recomputation frees and costs."""
         for said in ("outcome", "recomputation") if event.get("event") == "start" else ():
             if event.get(said):
                 self._line(f"plan: {event[said]}")

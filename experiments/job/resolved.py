@@ -42,8 +42,7 @@ def crowded(config: Config) -> str | None:
 
 
 def require_room(config: Config) -> None:
-    """Raise ConfigError for more ranks on this machine than its cores or its free memory carry, or its GPUs with NCCL.
-    """
+    """Raise ConfigError for more ranks than this machine's cores, free memory, or GPUs with NCCL, carry."""
     cluster, ranks = config.cluster, config.cluster.processes
     if cluster.device == "cuda":
         import torch  # late: this takes seconds
@@ -107,8 +106,7 @@ def _with_absolute(options: Any, *names: str) -> Any:
 
 
 def environment(cluster: ClusterConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that the ranks' environment has in addition to `base`, the environment of the process that starts them.
-    """
+    """Variables of the ranks' environment beside `base`, that of the process that starts them."""
     threads = str(cluster.resolved_threads())
     env = {key: value for key, value in _WARM_HEAP.items() if key not in base}
     env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}

@@ -22,8 +22,7 @@ from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints, profiles, record
 from experiments.job.events import failure_event, job_event
-from experiments.job.planning import floor_of, job_of, make_plan, write_plan
-from experiments.job.profiles import Profiles
+from experiments.job.profiles import Profiles, floor_of, job_of, make_plan, write_plan
 from experiments.job.progress import JobProgress
 from experiments.job.resolved import crowded, environment, require_room, resolve
 from experiments.job.tracking import Event, Follower, JsonLines, show_files

@@ -1,4 +1,9 @@
-"""Jobs that run later, perhaps on other machines: what their launcher gives them, and the files from which they run."""
+"""Jobs that run later, perhaps on other machines: what their launcher gives them, and the files from which they run.
+
+The program of such a job is `python -m experiments.job.submission FOLDER train|profile PROGRAM ARGUMENT…`, on every
+rank. Rank 0's folder is FOLDER, with the config in frozen.yaml. Other ranks have temporary folders
+(`experiments.job.spmd`). The rest is the command line that has submitted the job: its records name that one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,21 +21,28 @@ from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from analysis.events import METRICS, read_events
-from experiments.config import checks
-from experiments.config.schema import BudgetConfig, Config
+from experiments.config import checks, rules
+from experiments.config.schema import BudgetConfig, Config, ConfigError
 from experiments.config.started import adapted, require_as_asked, with_ranks
-from experiments.job import profiles, record
+from experiments.job import checkpoints, profiles, record
+from experiments.job import run as jobs
 from experiments.job.events import command_began, failure_event
+from experiments.job.profiles import Profiles
 from experiments.job.resolved import with_absolute_paths
+from experiments.job.spmd import on_rank_zero
 from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
+from launch import preemption
+from launch.claim import Occupied
 from mdcs.planner.recompute import AUTO
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile import cache
+from mdcs.sizes import Budget
 
 CONFIG = "frozen.yaml"
 """File in a job's folder: its resolved config."""
@@ -127,7 +140,7 @@ def _profile(config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
 
 def _leave(config: Config, folder: Path, what: str) -> None:
     checks.save(with_absolute_paths(config), folder / CONFIG)
-    command = ["-P", "-m", "experiments.job.frozen", str(folder.resolve()), what, *sys.argv]
+    command = ["-P", "-m", "experiments.job.submission", str(folder.resolve()), what, *sys.argv]
     (folder / submitted.COMMAND).write_text(shlex.join(command), encoding="utf-8")
 
 
@@ -154,8 +167,7 @@ def fail(folder: Path, identity: str, reason: str) -> None:
 
 
 def settled(folder: Path, *, waited: bool) -> str | None:
-    """`why_failed`. A job that was ended from outside and could write nothing has failed from now on, in its files too.
-    """
+    """`why_failed`. A job that was ended from outside has failed from now on in its files too."""
     reason, said = why_failed(folder, waited=waited), record.read(folder)
     if reason and said is not None and said.state == record.RUNNING:
         fail(folder, said.identity, reason)
@@ -172,3 +184,85 @@ def why_no_profile(folder: Path) -> str:
         failures = []
     why = f"{failures[-1]} (its logs are in {folder})" if failures else submitted.failure(folder)
     return f"the sweep's profile was not measured: {why}"
+
+
+def run(folder: Path, what: str = TRAIN) -> int:
+    """Run the job on rank 0. Return the exit code."""
+    before = record.read(folder)
+    try:
+        config = adapted(checks.load(folder / CONFIG), ("cluster.ranks", "cluster.nodes", "cluster.network"))
+        rules.check(config)
+        if what == MEASURE:
+            reason = jobs.prepare(MEASURE, config, folder, Console())
+            if not reason and _needs_recomputation(config, folder):
+                reason = jobs.prepare(MEASURE, profiles.with_recomputation(config), folder, Console())
+            if not reason:
+                (folder / METRICS).unlink(missing_ok=True)  # written by an attempt that failed
+        else:
+            reason = _train(config, folder, None if before is None else before.identity)
+    except ConfigError as error:
+        # a job in the folder writes its own record
+        if before is not None and not isinstance(error.__cause__, Occupied):
+            record.write(folder, before.identity, record.FAILED, str(error))
+        print(error, file=sys.stderr)
+        return 2
+    if reason:
+        print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr, flush=True)
+    return 1 if reason else 0
+
+
+def _needs_recomputation(config: Config, folder: Path) -> bool:
+    """Return whether a job that waits for the profile in the folder has a budget that only recomputation keeps."""
+    profile, file = cache.read(folder / "profile.json"), folder / BUDGETS
+    if profile is None or not file.exists():
+        return False
+    budgets = map(Budget.of, {*file.read_text(encoding="utf-8").splitlines()})
+    return profiles.is_short(replace(config, recompute=AUTO), profile, *budgets)
+
+
+def _train(config: Config, folder: Path, identity: str | None) -> str:
+    """Return the reason of a failure, else "". A job that is preempted is queued again."""
+    known = Profiles()
+    if preemption.restarted() and config.engine.plans:
+        if config.run.resume is None or checkpoints.any_in(folder):
+            config.run.resume = "auto"
+        known.adopt(config, folder)
+    shared = submitted.before(folder)
+    for place in shared:
+        _adopt(known, config, place)
+    reason = jobs.run(config, folder, Console(), known=known, identity=identity).reason
+    for place in shared:
+        known.leave(config, place)
+    after = record.read(folder)
+    if after is not None and after.state == record.PREEMPTED:
+        refused = preemption.requeue()
+        reason += f"; {refused or 'queued again'}"
+        if refused:
+            fail(folder, after.identity, reason)
+    return reason
+
+
+def _adopt(known: Profiles, config: Config, folder: Path) -> None:
+    """Use the profile in the folder for planning. Raises ConfigError if its job has ended without a profile.
+
+    If the profile was measured on a different kind of node, this function warns, and the job measures its own.
+    """
+    if known.adopt(config, folder):
+        return
+    if (folder / "profile.json").exists():
+        told = "was measured on another kind of node or with other libraries: this job measures its own"
+        warnings.warn(f"the sweep's profile {folder / 'profile.json'} {told}", stacklevel=2)
+    elif why := why_no_profile(folder):
+        raise ConfigError("profile", why)
+
+
+def main(folder: str, what: str, *command: str) -> int:
+    """Run one rank of the job. Return the exit code."""
+    sys.argv = [*command]
+    if preemption.expected():
+        preemption.ignore()  # the ranks listen, once they run
+    return on_rank_zero(lambda: run(Path(folder), what))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

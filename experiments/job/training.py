@@ -19,9 +19,8 @@ from analysis.events import METRICS, last_attempt, read_events
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
-from experiments.job.throughput import throughput_of
 from experiments.job.tracking import JsonLines
-from experiments.job.workload import Workload, make_schedule
+from experiments.job.workload import Workload, make_schedule, throughput_of
 from launch import preemption, status
 
 _STOP_EVERY_S, _STOP_MOST_STEPS = 1.0, 1000
@@ -61,8 +60,7 @@ def train(folder: Path, workload: Workload) -> None:
         warmup = min(done + run.unmeasured_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
 
         def tell(*, flush: bool) -> list[Record]:
-            """Write the events of steps that have ended on the device, one step later than compute. Return the records.
-            """
+            """Write the events of steps that have ended on the device. Return the records."""
             records = engine.records(flush=flush)
             for record in records:
                 losses[record.step] = loss = float(losses[record.step])
@@ -74,8 +72,7 @@ def train(folder: Path, workload: Workload) -> None:
 
         @contextmanager
         def beside(what: str) -> Iterator[None]:
-            """Time the block by itself, not as a part of the next step; messages that are in flight are of that step.
-            """
+            """Time the block by itself, not as a part of the next step, to which messages in flight belong."""
             nonlocal used
             engine.drain()
             began, used_before = time.perf_counter(), time.process_time()
@@ -192,8 +189,7 @@ def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step
 
 
 def over_ranks(workload: Workload, loss: float, peak: int | None) -> tuple[float, int | None]:
-    """Mean loss and highest peak in bytes of all ranks; no peak if a rank measures no memory. Called after training
-    only."""
+    """Mean loss and highest peak in bytes of all ranks; no peak if a rank measures none. Called after training."""
     told: list[Any] = [None] * workload.processes
     dist.all_gather_object(told, (loss, peak))
     losses, peaks = zip(*told, strict=True)

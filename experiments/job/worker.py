@@ -23,7 +23,7 @@ from experiments.config.checks import load
 from experiments.config.schema import Config
 from experiments.job import checkpoints
 from experiments.job.events import failure_event
-from experiments.job.planning import floor_of, job_of, make_plan, write_plan
+from experiments.job.profiles import floor_of, job_of, make_plan, write_plan
 from experiments.job.record import INFEASIBLE
 from experiments.job.tracking import JsonLines
 from experiments.job.training import train

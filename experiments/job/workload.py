@@ -1,4 +1,4 @@
-"""The workload of a job: model, units, optimizer with its schedule, and data, as in the config; and their profile."""
+"""The workload of a job: model, units, optimizer with its schedule, and data; their profile and throughput."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import datetime
 import fnmatch
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -14,12 +15,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 import mdcs
 from experiments.config.identity import RECOMPUTATION, about, measures_recomputation
 from experiments.config.schema import Config
 from experiments.job import profiles
-from experiments.job.planning import job_of, require_activations
+from experiments.job.profiles import job_of, require_activations
 from launch import status
 from mdcs.api.loop_plan import Choice, must_shard
 from mdcs.api.offline import STEPS
@@ -33,7 +36,6 @@ from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.measurement import Measurement, Ran, Stage
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import unmeasured
-from mdcs.torch_compat import has_batch_statistics
 
 _TRIALS, _TRIALS_FROM = 3, 250
 """Default number of plans that are tried, and steps of the shortest run that tries them."""
@@ -67,8 +69,6 @@ class Workload:
             for held_out in (False, True)[: 1 + bool(config.run.eval_every)]:
                 prepared("preparing data", partial(data.samples, self.task.inputs, held_out), in_turn=True)
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
-        if config.model.norms_fp32:
-            widen_norms(self.model)
         freeze(self.model, config.model.frozen)
         self.plan: mdcs.Plan | None = None
         self.choice: Choice | None = None
@@ -217,8 +217,7 @@ class Workload:
         )  # fmt: skip
 
     def _require_same_units(self, profile: mdcs.Profile) -> None:
-        """Raise ValueError if the profile's model has other units, for instance because the model's code has changed.
-        """
+        """Raise ValueError if the profile's model has other units, e.g. because its code has changed."""
         of_profile = [(unit.name, unit.numel, unit.trainable) for unit in profile.units]
         of_model = [(u.name, sum(aligned(p.numel()) for _, p in u.parameters), u.trainable) for u in self.units]
         if of_profile == of_model:
@@ -278,16 +277,6 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             p.requires_grad_(False)
 
 
-def widen_norms(model: nn.Module) -> None:
-    """Let norms compute in float32, parameters and statistics included, in a model of lower precision.
-
-    They take inputs of the lower precision, and their outputs have it too.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm) or has_batch_statistics(module):
-            module.float()
-
-
 def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf | None:
     """The policy that chooses units; None: repeated blocks are found (:func:`mdcs.partition`)."""
     if config.model.wrap == "size":
@@ -300,3 +289,68 @@ def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate of every step of the run, from the config's optimizer."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.optimizer.factor(step, config.run.steps))
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Work of one step of a job.
+
+    - samples: of all ranks.
+    - tokens: of all ranks; None for models that do not read tokens.
+    - flops: of forward and backward on one rank, without recomputation; None where they cannot be counted or are not
+      asked for.
+    - peak: of one device, FLOPs/s; None where it is not given.
+    """
+
+    samples: int
+    tokens: int | None = None
+    flops: float | None = None
+    peak: float | None = None
+
+    def in_step(self, seconds: float) -> dict[str, float]:
+        """The rates of a step that took `seconds`, by their names in events."""
+        return {
+            "throughput_samples_s": self.samples / seconds,
+            **({} if self.tokens is None else {"throughput_tokens_s": self.tokens / seconds}),
+            **({} if self.flops is None or self.peak is None else {"mfu": self.flops / seconds / self.peak}),
+        }
+
+
+def throughput_of(workload: Workload) -> Throughput:
+    """The throughput of a workload whose model no engine has wrapped yet.
+
+    FLOPs are counted if `cluster.peak_tflops` says what to compare them with: three times those of a forward pass.
+    """
+    config, samples = workload.config, workload.samples_per_step
+    each = config.data.tokens(workload.task.inputs)
+    tokens = None if each is None else samples * each
+    if config.cluster.peak_tflops is None or not config.model.computes:
+        return Throughput(samples, tokens)
+    peak = config.cluster.peak_tflops * 1e12
+    batch = next(config.data.batches(workload.task.inputs, rank=workload.rank, world=workload.world))
+    try:
+        forward = forward_flops(workload.model, workload.task.loss, batch, workload.dtype)
+    except Exception:  # the model's own code, on tensors without values
+        return Throughput(samples, tokens)
+    return Throughput(samples, tokens, 3.0 * forward * config.run.accumulation, peak)
+
+
+def forward_flops(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """FLOPs of a forward pass, counted on tensors without memory. Raises what the model raises on them."""
+    meta = {key: v.to("meta", dtype if v.is_floating_point() else None) for key, v in batch.items()}
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        loss(_OnMeta(model), meta)
+    return counter.get_total_flops()
+
+
+class _OnMeta(nn.Module):
+    """A model, called with parameters and buffers on the meta device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._call = model
+        self._state = {name: v.to("meta") for name, v in [*model.named_parameters(), *model.named_buffers()]}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return functional_call(self._call, self._state, args, kwargs)

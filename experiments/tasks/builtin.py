@@ -13,8 +13,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import Data, image_arrays, token_samples
-from experiments.tasks.inputs import CONTENT, SPLIT, Arrays, Images, Inputs, Pairs, Sampled, Samples, Tokens, random
+from experiments.tasks.data import (
+    CONTENT,
+    SPLIT,
+    Arrays,
+    Data,
+    Images,
+    Inputs,
+    Pairs,
+    Sampled,
+    Samples,
+    Tokens,
+    image_arrays,
+    random,
+    token_samples,
+)
 from mdcs.options import option
 
 SAMPLES = 65_536
@@ -27,7 +40,7 @@ class Synthetic(Data):
     name = "synthetic"
 
     def require(self, inputs: Inputs) -> None:
-        """Raise ValueError unless the inputs are of :mod:`experiments.tasks.inputs` or have a method `sample`."""
+        """Raise ValueError unless the inputs are of :mod:`experiments.tasks.data` or have a method `sample`."""
         given: object = inputs
         if not isinstance(given, (Tokens, Images, Pairs, Sampled)):
             kind = type(given).__name__

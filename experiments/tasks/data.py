@@ -1,4 +1,4 @@
-"""Base class of training data that a config can choose.
+"""Inputs of models, and the base class of training data that a config can choose. Imports no torch at once.
 
 A data set is a dataclass with `samples`; this module makes its batches. Data is held in numpy arrays on purpose:
 torch's memory is measured, and a data set is not part of a training step.
@@ -10,20 +10,155 @@ ranks are exactly the batch of a single process with an N times larger batch, an
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.inputs import MASK, Arrays, Images, Inputs, Pairs, Samples, Stream, Tokens, described, random
 from mdcs.options import Checked, option
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a data set is chosen before any process starts
+    from numpy.random import Generator
     from torch import Tensor
+
+
+MASKED_SHARE = 0.15
+"""Share of a sequence's positions that a masked language model predicts (BERT, Devlin et al. 2019)."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Batches of a language model: `input_ids` and `labels`, both int64 [batch, sequence].
+
+    Labels are aligned with positions. A causal model's label is the *next* token, so no loss has to shift anything. A
+    masked model's label is the original token where it was masked, and `IGNORED` elsewhere. Every sequence has the same
+    number of labels, so the mean of the ranks' mean losses is the mean loss of the global batch.
+
+    Raises ValueError when `sequence` or `vocabulary` is out of range.
+    """
+
+    what: ClassVar[str] = "tokens"
+
+    sequence: int
+    vocabulary: int = 256
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1:
+            raise ValueError(f"sequence must be at least 1, got {self.sequence}")
+        if self.vocabulary < 2:
+            raise ValueError(f"vocabulary must be at least 2, got {self.vocabulary}")
+
+    @property
+    def mask_token(self) -> int:
+        """The id of the mask token: the first id after the vocabulary."""
+        return self.vocabulary
+
+    @property
+    def masked_positions(self) -> int:
+        """Number of labelled positions of each sequence in a masked batch, at least 1."""
+        return max(1, round(MASKED_SHARE * self.sequence))
+
+
+@dataclass(frozen=True)
+class Images:
+    """Batches of an image classifier: float32 images, and int64 `labels` [batch].
+
+    Images are `pixel_values` [batch, channels, size, size] or, with `flat`, `inputs` [batch, channels·size·size].
+
+    Raises ValueError when a number is out of range.
+    """
+
+    what: ClassVar[str] = "images"
+
+    size: int
+    channels: int
+    classes: int
+    flat: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("channels", 1), ("classes", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def features(self) -> int:
+        """Number of values in one image."""
+        return self.channels * self.size * self.size
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Batches of a classifier of pairs of sentences.
+
+    `input_ids`, `token_type_ids` and `attention_mask` are int64 [batch, sequence]; `labels` is int64 [batch].
+    """
+
+    what: ClassVar[str] = "pairs of sentences"
+
+    sequence: int
+    vocabulary: int
+    classes: int
+
+
+@runtime_checkable
+class Sampled(Protocol):
+    """Inputs of a user's own model that make their own samples, for `data=synthetic`."""
+
+    def sample(self, random: Generator) -> Mapping[str, Any]:
+        """The arrays of one sample, drawn from `random`, by the names that the loss uses. All have the same shapes."""
+
+
+Inputs = Tokens | Images | Pairs | Sampled
+
+
+def described(inputs: object) -> str:
+    """Describe a model's inputs for messages: in words, or by the name of their class."""
+    return str(getattr(inputs, "what", type(inputs).__name__))
+
+
+SHUFFLE, MASK, CONTENT, SPLIT = range(4)
+"""One word of the seed sequence per purpose. So an epoch's shuffle and its masks are independent."""
+
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A split of a data set: the number of samples, and `at(indices, epoch)`, which returns the arrays of one batch."""
+
+    count: int
+    at: Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A split that is read in its own order.
+
+    - samples: an iterable, read anew in every epoch.
+    - batch: samples → the arrays of one batch.
+    """
+
+    samples: Any
+    batch: Callable[[list[Any]], Any]
+
+
+@lru_cache(maxsize=2)
+def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The samples of an epoch in their order."""
+    return random(seed, SHUFFLE, epoch).permutation(count)
+
+
+def random(seed: int, *words: int) -> np.random.Generator:
+    """A random generator for a seed and a purpose, independent of other purposes."""
+    return np.random.default_rng([seed, *words])
+
 
 IGNORED = -100
 """Label of a position that is not part of the loss (torch's default `ignore_index`)."""
@@ -80,8 +215,7 @@ class Data(Checked, ABC):
 
     @abstractmethod
     def samples(self, inputs: Inputs, held_out: bool) -> Samples | Stream:
-        """The training split or the held-out split, for a model that reads `inputs`. `require` has accepted `inputs`.
-        """
+        """The training or the held-out split, for a model that reads `inputs`, which `require` has accepted."""
 
     def batches(
         self, inputs: Inputs, *, rank: int, world: int, held_out: bool = False, epochs: int | None = None,
@@ -108,10 +242,84 @@ class Data(Checked, ABC):
                 f"{self.name} has {samples.count} {'held-out' if held_out else 'training'} samples, fewer than one"
                 f" global batch of {world} ranks times {self.batch_size}"
             )
-        from experiments.tasks.loading import Part, loader
+        part = _Part(rank, world, self.batch_size, self.seed)
+        return _loader(samples, part, epochs=epochs, first_step=first_step, workers=workers, pinned=pinned)
 
-        part = Part(rank, world, self.batch_size, self.seed)
-        return loader(samples, part, epochs=epochs, first_step=first_step, workers=workers, pinned=pinned)
+
+# ---- a rank's parts of the global batches, in the same order for any number of ranks and workers
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of every global batch, and the seed of the order of samples."""
+
+    rank: int
+    world: int
+    batch_size: int
+    seed: int
+
+    def per_epoch(self, samples: Samples) -> int:
+        """Number of global batches in an epoch."""
+        return samples.count // (self.world * self.batch_size)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Batches by step."""
+
+    samples: Samples
+    part: _Part
+
+    def __getitem__(self, step: int) -> Arrays:
+        part = self.part
+        epoch, position = divmod(step, part.per_epoch(self.samples))
+        start = (position * part.world + part.rank) * part.batch_size
+        return self.samples.at(order(part.seed, epoch, self.samples.count)[start : start + part.batch_size], epoch)
+
+
+def _streamed(
+    stream: Stream, part: _Part, first_step: int, epochs: int | None, own: int, workers: int
+) -> Iterator[Any]:
+    """Yield batches from a step on. All ranks and workers read the whole stream; several workers take turns."""
+    size, step = part.world * part.batch_size, 0
+    for epoch in itertools.count() if epochs is None else range(epochs):
+        if hasattr(stream.samples, "set_epoch"):
+            stream.samples.set_epoch(epoch)
+        before, samples = step, iter(stream.samples)
+        while len(batch := list(itertools.islice(samples, size))) == size:
+            if step >= first_step and (step - first_step) % workers == own:
+                yield stream.batch(batch[part.rank * part.batch_size :][: part.batch_size])
+            step += 1
+        if step == before:
+            raise ValueError(f"data: the stream has fewer samples than one global batch of {size}")
+
+
+def _loader(
+    samples: Samples | Stream, part: _Part, *, epochs: int | None, first_step: int, workers: int, pinned: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the batches of a part."""
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+    class Streamed(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            assert isinstance(samples, Stream)
+            info = get_worker_info()
+            own, of = (0, 1) if info is None else (info.id, info.num_workers)
+            return _streamed(samples, part, first_step, epochs, own, of)
+
+    made: Any = Streamed()
+    steps: Iterable[int] | None = None
+    if isinstance(samples, Samples):
+        made = _Batches(samples, part)
+        steps = itertools.count(first_step) if epochs is None else range(first_step, epochs * part.per_epoch(samples))
+    return iter(
+        DataLoader(
+            made, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,
+            multiprocessing_context="fork" if workers else None,  # a data set of one's own may be no pickle
+            generator=torch.Generator().manual_seed(part.seed),  # else torch's global one would be drawn from
+        )
+    )  # fmt: skip
 
 
 # ---- from a source's samples to a model's batches

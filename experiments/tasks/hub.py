@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import Data, token_samples
-from experiments.tasks.inputs import Arrays, Inputs, Pairs, Samples, Tokens
+from experiments.tasks.data import Arrays, Data, Inputs, Pairs, Samples, Tokens, token_samples
 from mdcs.options import OptionError, option
 
 _HELD_OUT = ("validation_matched", "validation", "test")
@@ -61,8 +60,7 @@ def is_local(name: str) -> bool:
 
 @lru_cache(maxsize=4)
 def rows_of(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, bool]:
-    """The rows of a split, and whether they are a split of the source's own. Raises ValueError if they cannot be read.
-    """
+    """The rows of a split, and whether the source itself has it. Raises ValueError if they cannot be read."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -125,8 +123,7 @@ class Text(Named):
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Windows of the texts, one after another and across rows; the last, if short, is left out. In a source without
-        splits, every tenth window is held out.
-        """
+        splits, every tenth window is held out."""
         import datasets
         import pyarrow as pa
 
@@ -172,8 +169,7 @@ Encode = Any
 @dataclass(frozen=True, kw_only=True)
 class Nli(Named):
     """Pairs of sentences; without a path, those of a small file of this repository. Without a tokenizer, tokens are
-    bytes and three special ones.
-    """
+    bytes and three special ones."""
 
     name, gives, classes, vocabulary = "nli", Pairs, 3, SEP + 1
 

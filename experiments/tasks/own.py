@@ -20,8 +20,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.tasks.data import Data
-from experiments.tasks.inputs import Inputs, Samples, Stream, Tokens
+from experiments.tasks.data import Data, Inputs, Samples, Stream, Tokens
 from experiments.tasks.model import Model
 from experiments.tasks.optimizers import Optimizer
 from mdcs.options import Checked, OptionError, option, shown
@@ -70,8 +69,7 @@ class Own(Checked):
         return {name: value for name, value in values.items() if value is not None or name not in self.unknown}
 
     def call(self, *first: Any, **more: Any) -> Any:
-        """Call the callable with its arguments, and with `first` and `more`. Raises ValueError for whatever it raises.
-        """
+        """Call the callable with its arguments, `first` and `more`. Raises ValueError for whatever it raises."""
         try:
             made = instantiate({"_convert_": "all", **self.arguments(), "_target_": self.target, "_partial_": True})
             return made(*first, **more)
@@ -87,7 +85,7 @@ class OwnModel(Own, Model):
 
     _group = "model"
     blocks: tuple[str, ...] = option((), "classes whose modules become units; none: repeated blocks are found")
-    reads: Any = option({}, "the model's inputs: keys of experiments.tasks.inputs.Tokens, or another _target_ and keys")
+    reads: Any = option({}, "the model's inputs: keys of experiments.tasks.data.Tokens, or another _target_ and keys")
     loss: Any = option(
         None, "(model, batch) → loss, e.g. a _target_ with _partial_; null: cross-entropy of the model's output"
     )

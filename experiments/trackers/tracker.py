@@ -1,10 +1,12 @@
-"""Base classes of trackers: an option of a config that makes a mirror of one run. Imports no tracker's package."""
+"""Base classes of trackers: an option of a config that makes a mirror of one run; and TensorBoard."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import queue
+import shutil
 import threading
 import time
 import warnings
@@ -115,8 +117,7 @@ def train_values(step: Event) -> dict[str, Any]:
 
 
 def predicted_values(start: Event) -> dict[str, Any]:
-    """Predicted values of a start event, for charts beside those of `train_values`: predicted/step_s; none for other
-    events."""
+    """Predicted values of a start event, for charts beside `train_values`: predicted/step_s; of others none."""
     return {
         f"predicted/{key}": value
         for key, value in start.get("predicted", {}).items()
@@ -187,3 +188,75 @@ def one_line(error: Exception) -> str:
         if secret := os.environ.get(name):
             text = text.replace(secret, f"${name}")
     return f"{type(error).__name__}: {' '.join(text.split()) or 'no reason given'}"
+
+
+FOLDER = "tensorboard"
+
+
+@dataclass(frozen=True)
+class TensorBoard(Tracker):
+    """TensorBoard."""
+
+    name = "tensorboard"
+    title = "TensorBoard"
+
+    def mirror(self, run: Shown) -> Mirror:
+        """A mirror that writes event files in the run's folder."""
+        return TensorBoardMirror(run)
+
+
+class TensorBoardMirror(Mirror):
+    """The event files of one run. A resumed run writes them anew."""
+
+    def __init__(self, run: Shown) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
+        self._predicted: dict[str, Any] = {}
+        self._writer: Any = SummaryWriter(str(folder))
+        self._text("config", run.config)
+        self._text("run", {"id": run.id, "name": run.name, "group": run.group, "kind": run.kind})
+
+    def event(self, event: Event) -> None:
+        """Write numbers of steps and evaluations as curves, other events as text."""
+        name = event["event"]
+        if name == "step":
+            self._scalars(train_values(event) | self._predicted, int(event["step"]))
+        elif name == "eval":
+            values = {key: value for key, value in event.items() if key not in ("event", "step")}
+            self._scalars(flat(values, "eval/"), int(event["step"]))
+        else:
+            self._predicted = predicted_values(event) or self._predicted
+            self._text(name, event)
+        self._writer.flush()
+
+    def pictures(self, files: Sequence[Path]) -> None:
+        """Add the pictures under the names of their files."""
+        import numpy as np
+        from PIL import Image
+
+        for file in files:
+            self._writer.add_image(file.stem, np.asarray(Image.open(file).convert("RGB")), dataformats="HWC")
+
+    def document(self, kind: str, file: Path, used: bool) -> None:
+        """Add the path of the file, which is in the same folder as the event files."""
+        self._writer.add_text(kind, str(file))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Add the table as Markdown."""
+        from analysis.table import markdown  # late: pandas takes a second
+
+        self._writer.add_text("runs", markdown(columns, rows))
+
+    def finish(self, ok: bool) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+    def _scalars(self, values: dict[str, Any], step: int) -> None:
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, step)
+
+    def _text(self, name: str, value: Any) -> None:
+        self._writer.add_text(name, f"```json\n{json.dumps(value, indent=1, default=str)}\n```")

@@ -139,8 +139,7 @@ class WandbMirror(Mirror):
             self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
 
     def document(self, kind: str, file: Path, used: bool) -> None:
-        """Log the file as an artifact that the run made or used. Its name is its content's, so equal files are sent
-        once."""
+        """Log the file as an artifact that the run made or used, named by its content: equal files are sent once."""
         artifact = self._wandb.Artifact(f"{kind}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}", type=kind)
         artifact.add_file(str(file), name=f"{kind}.json")
         if not used:

@@ -24,8 +24,8 @@ from analysis.pictures import (
     style,
     tradeoff_curve,
 )
+from analysis.pictures.comparisons import SHARES, three_shares
 from analysis.pictures.style import shortened
-from analysis.pictures.three_shares import SHARES, three_shares
 from analysis.questions import fastest, share_curves
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import SlotMemory, Timeline

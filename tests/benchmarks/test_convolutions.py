@@ -23,8 +23,3 @@ def test_networks_are_those_of_torchvision(layers, parameters, giga):
 def test_most_of_vgg_is_in_a_layer_that_comes_early_in_backward():
     largest = max(vgg16(1), key=lambda layer: layer.parameters)
     assert largest.unit == "fc6" and largest.parameters * 4 == pytest.approx(411e6, rel=0.001)
-
-
-def test_another_depth_is_refused():
-    with pytest.raises(ValueError, match="ResNet has a depth of 50, 101, 152, got 34"):
-        resnet(34, 1)

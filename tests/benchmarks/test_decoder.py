@@ -45,12 +45,3 @@ def test_a_token_uses_its_experts_only():
 def test_log_probabilities_of_16_bit_take_half():
     wide, narrow = (LLAMA_2_7B.of_batch(1, 16, loss_bytes=size)[-1] for size in (4, 2))
     assert wide.kept - narrow.kept == 2 * 16 * 32000 and wide.workspace == 2 * narrow.workspace
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"layers": 0}, "layers must be > 0"), ({"kv_heads": 5}, "kv_heads must divide 32"), ({"active": 2}, "2 of 1 experts")],
-)
-def test_shapes_that_cannot_be_are_refused(change, reason):
-    with pytest.raises(ValueError, match=reason):
-        replace(LLAMA_3_8B, **change)

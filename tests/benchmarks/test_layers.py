@@ -1,6 +1,5 @@
 """Profiles of calculated layers: slots, units and recomputation, against numbers worked out by hand."""
 
-import pytest
 
 from benchmarks.layers import Layer, Precision, layers_profile
 from mdcs.plan.job import Job, recomputing
@@ -58,8 +57,3 @@ def test_masters_are_what_shards_hold():
 def test_messages_slow_computing():
     quiet, disturbed = (make_plan(profile(i), Uniform("fsdp"), Wfbp()).prediction for i in (0.0, 0.5))
     assert quiet.step_s < disturbed.step_s < quiet.step_s + 0.5 * quiet.communication_s + 1e-12
-
-
-def test_a_negative_number_is_refused():
-    with pytest.raises(ValueError, match="a layer has no negative numbers"):
-        Layer("x", -1, 0.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mdcs
 from experiments.config.checks import load
-from experiments.job.planning import job_of, make_plan
+from experiments.job.profiles import job_of, make_plan
 
 folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")

@@ -106,7 +106,6 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     beyond = [line.split() for line in limited.splitlines() if "does not fit" in line]
     assert [(each[0], each[-1]) for each in beyond] == [("mdcs", "1.0"), ("ddp", "8.0"), ("fsdp2", "1.0")]
     assert "traffic bound" in unlimited and "structural bound" in unlimited
-    assert "an ideal DDP: " in unlimited and "mdcs wins 50.0 ms over ddp" in unlimited and "ideal DDP" not in limited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
     assert all(Path("results/compare", name).stat().st_size > 10_000 for name in ("comparison.png", "step_time.png"))
     [limited] = [line for line in printed.splitlines() if line.startswith("  floor+50%")]

@@ -51,7 +51,7 @@ ENGINES = {
     "timed": ["engine=ddp engine.bucket_mib=0.03", "engine=fsdp2", "engine=fairscale",
               "engine=fsdp2 engine.plan=sdp", "engine=fsdp2 engine.plan=fsdp-dp",
               "engine=mdcs strategy=fsdp scheduler=dear link=emulated link.rate_gbit=10 run.save_every=3"],
-    "resnet": ["engine=ddp", "engine=fsdp2 engine.reshard=group engine.reshard_group=2 engine.reduce_scatter=all_to_all"],
+    "resnet": ["engine=ddp", "engine=fsdp2 engine.reshard=never engine.reduce_scatter=all_to_all"],
 }  # fmt: skip
 JOBS = [(workload, overrides) for workload, chosen in ENGINES.items() for overrides in chosen]
 

@@ -20,7 +20,7 @@ from tests.mdcs.planner.test_every_plan import job
 def maker(seed: int, strategy: StrategyPlanner, scheduler: Scheduler) -> tuple[Make, int]:
     """Plans for a random job, and its floor."""
     profile = job(seed)
-    return lambda budget, share: make_plan(
+    return lambda budget, share, _: make_plan(
         profile, strategy, scheduler, budget=budget, schedule_share=share
     ), floor_bytes(profile)
 
@@ -31,12 +31,6 @@ def test_a_share_that_nothing_fits_is_a_point_with_a_reason() -> None:
     assert tight.plan is None and tight.step_s == float("inf")
     assert "does not fit" in tight.reason
     assert best([tight, point(make, 4 * floor, 0.0)]).plan is not None
-
-
-def test_a_curve_needs_two_shares() -> None:
-    assert shares(3) == (0.0, 0.5, 1.0)
-    with pytest.raises(ValueError, match="two shares or more, got 1"):
-        shares(1)
 
 
 # ---- the front
@@ -58,20 +52,19 @@ def test_a_plan_of_a_smaller_budget_stands_in_for_a_worse_one() -> None:
     make, floor = maker(3, Greedy(), Wfbp())
     small, large = floor, 2 * floor
 
-    def worse_with_more(budget: int, share: float | None) -> Plan:
-        return make_plan(job(3), Uniform("fsdp"), Sequential()) if budget == large else make(budget, share)
+    def worse_with_more(budget: int, share: float | None, activations: float | None) -> Plan:
+        return make_plan(job(3), Uniform("fsdp"), Sequential()) if budget == large else make(budget, share, activations)
 
     points = front(worse_with_more, [large, small])
     assert points[1].plan is points[0].plan
     assert (points[1].budget, points[1].planned_for) == (large, small)
 
 
-
 def test_a_plane_has_every_division_in_equal_parts_once() -> None:
     asked: list[tuple[float, float]] = []
 
-    def make(budget: int, schedule: float, activations: float) -> Plan:
-        asked.append((schedule, activations))
+    def make(budget: int, schedule: float | None, activations: float | None) -> Plan:
+        asked.append((schedule or 0.0, activations or 0.0))
         raise InfeasibleBudget(budget, None, "nothing")
 
     points = plane(make, 100, 5)
@@ -79,5 +72,3 @@ def test_a_plane_has_every_division_in_equal_parts_once() -> None:
     divided = {(schedule, round((1 - schedule) * activations, 9)) for schedule, activations in asked}
     assert divided == {(i / 4, j / 4) for i in range(5) for j in range(5 - i)}
     assert all("nothing" in p.reason for p in points)
-    with pytest.raises(ValueError, match="three shares or more, got 2"):
-        plane(make, 100, 2)

@@ -12,7 +12,6 @@ from tests.experiments.batch import run_all
 pytestmark = pytest.mark.slow
 
 JOBS = {
-    "norms": ("run.precision=bf16", "model.norms_fp32=true", "strategy=greedy", "scheduler=priority", "budget=floor+20%"),
     "bf16": ("run.precision=bf16", "run.grad_precision=fp32", "strategy=greedy", "scheduler=dear", "budget=floor+20%"),
     "fp16": ("run.precision=fp16", "strategy=zero2", "scheduler=priority", "run.eval_every=4"),
 }
@@ -36,8 +35,7 @@ def test_a_job_trains_and_holds_what_was_predicted(folder, precision):
     assert summary["status"] == "ok" and losses[-1] < losses[0]
     profile = Plan.from_json((out / "plan.json").read_text()).profile
     widths = {(layout.param_width, layout.grad_width, layout.master_width) for layout in profile.layouts}
-    assert widths == ({(2, 2, 4), (4, 4, 0)} if precision == "norms" else {(2, 4 if precision == "bf16" else 2, 4)})
-    assert any(unit.name.endswith("[float32]") for unit in profile.units) == (precision == "norms")
+    assert widths == {(2, 4 if precision == "bf16" else 2, 4)}
     assert start["cross_iteration"] == (precision != "fp16")  # an update may be left out only when all gradients are known
     ledger, measured = summary["memory"]["ledger"], summary["memory"]["measured"]
     assert {c: measured[c] for c in ("parameters", "optimizer", "gradients")} == {

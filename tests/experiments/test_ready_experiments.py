@@ -12,7 +12,7 @@ import pytest
 from hydra import compose
 from rich.console import Console
 
-from analysis import layers
+from analysis import report as layers
 from experiments import curve, train
 from experiments.config import checks
 from launch.elastic import Warm

@@ -1,16 +1,27 @@
 """A strategy, a scheduler and a model of a package and a config folder outside of this repository: chosen, checked, trained."""
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from analysis.events import read_events
 from experiments import train as program
+from mdcs import make_plan
+from mdcs.options import Checked, option
+from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
+from mdcs.plan.schedule import Message
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.registry import StrategyDecision
+from mdcs.planner.schedulers import StrategyAssignment
 from tests.experiments import one_process
+from tests.mdcs.planner.test_every_plan import job
 
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = Path(__file__).with_name("third_party")
@@ -83,3 +94,14 @@ def test_help_tells_of_them(train):
 def test_a_search_path_does_as_well(train):
     done = train(f"hydra.searchpath=[file://{THEIRS / 'conf'}]", "strategy=every_nth", "--cfg", "job")
     assert done.returncode == 0 and "_target_: stranger.planners.EveryNth" in done.stdout
+
+
+def test_the_strategy_and_the_scheduler_of_the_guide_make_a_plan():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
+    [strategy] = [block for block in blocks if "def choose" in block]
+    [schedule] = [block for block in blocks if "def schedule" in block]
+    known = (Checked, ClassVar, Message, Plan, PlanningProblem, Strategy, StrategyAssignment, StrategyDecision)
+    space = {"dataclass": dataclasses.dataclass, "option": option, **{each.__name__: each for each in known}}
+    exec(f"{strategy}\nclass Mine:\n    name = 'mine'\n{schedule}", space)
+    plan = make_plan(job(3), space["EveryNth"](2), space["Mine"]())
+    assert plan.scheduler == "mine" and plan.prediction.step_s > 0

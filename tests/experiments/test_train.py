@@ -14,9 +14,8 @@ import pytest
 
 from analysis.events import read_events
 from experiments import train as program
-from experiments.config.commands import OWN
 from experiments.config.files import groups
-from experiments.config.schema import fields_by_key
+from experiments.config.schema import OWN, fields_by_key
 from experiments.job import record
 from tests.experiments import one_process
 

@@ -239,7 +239,7 @@ def test_one_job_is_submitted_without_m_and_a_comparison_is_the_program_itself(t
     monkeypatch.setitem(sys.modules, "__main__", compare)
     assert one_process.call(compare, tmp_path, *asked, "compare.rounds=3").returncode == 0
     jobs, comparison = accepted()
-    assert "--array" not in jobs + comparison and f"experiments.job.frozen {tmp_path / 'sweep/0'}" in jobs
+    assert "--array" not in jobs + comparison and f"experiments.job.submission {tmp_path / 'sweep/0'}" in jobs
     assert 'command=("$code"/experiments/compare.py ' in comparison and "compare.rounds=3" in comparison
     [code] = (tmp_path / "sweep/code").iterdir()
     assert f"code={code}\n" in comparison and "MDCS_REQUEUE" in jobs and "MDCS_REQUEUE" not in comparison

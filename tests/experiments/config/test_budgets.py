@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.config.schema import BudgetConfig, ConfigError
-from experiments.job.planning import budget_bytes, job_of
+from experiments.job.profiles import budget_bytes, job_of
 from mdcs.planner.pipeline import unsharded_bytes
 from tests.experiments.config.test_config import composed
 from tests.experiments.test_plan import PROFILE

@@ -112,14 +112,12 @@ model=llama-tiny model.kv_heads=3 | model=vit-tiny model.patch=5 data=synthetic 
 model=bert-tiny-pairs data=stdlib_bytes | data=nli | model=bert-tiny-pairs data=nli model.vocab=256 -> data
 model=bert-tiny-pairs data=nli model.classes=2 -> data | model=bert-tiny-pairs data=nli data.path=none.jsonl
 model=bert-tiny-pairs data=nli data.tokenizer=./none | model=gpt2-tiny data=text -> data.path
-model.norms_fp32=true | model.frozen=5 | model=mlp data=stdlib_bytes | model=timed data=stdlib_bytes
+model.frozen=5 | model=mlp data=stdlib_bytes | model=timed data=stdlib_bytes
 data=digits | data.batch_size=0 | tracker.project=x | profile.path=/no/such/file
 profile.path=x profile.refresh=true | profile.layers=2
 engine=horovod | engine=fairscale_fsdp | engine=dataparallel
 engine=dataparallel cluster.device=cuda -> cluster.ranks | engine=ddp engine.bucket_mib=0
 engine=ddp engine.bucket_mib=null | engine.bucket_mib=4 | engine=deepspeed engine.stage=4
-engine=fsdp2 engine.reshard=group -> engine.reshard_group | engine=fsdp2 engine.reshard_group=2
-engine=fsdp2 engine.reshard=group engine.reshard_group=3
 engine=fsdp2 engine.plan=/no/such engine.prefetch=1 -> engine.plan | engine=fsdp2 engine.plan=/no/such
 engine=ddp strategy=fsdp | engine=ddp strategy=joint | engine=fsdp2 scheduler=dear
 engine=fsdp2 collectives=ring -> collectives.algorithm | engine=ddp run.cross_iteration=false
@@ -156,7 +154,7 @@ HINTS = {
     "hydra/launcher=mdcs_slrm": "mdcs_slurm",
     "hydra.run.dri=x": "hydra.run.dir",
     "steps=3": "run.steps",
-    "model._target_=mdcs.gone.Vit": "experiments.tasks.library.Vit",
+    "model._target_=mdcs.gone.Vit": "experiments.tasks.model.Vit",
     "runs.steps=3": "run.steps",
 }
 
@@ -169,7 +167,7 @@ def test_what_was_meant_is_said(overrides, meant):
 
 def test_no_limit_is_left_unchecked():
     """A misspelt limit in a field's metadata would be ignored in silence."""
-    known = {"about", *LIMITS, "used_by", "needed_by", "profiled"}
+    known = {"about", *LIMITS, "used_by", "needed_by", "profiled", "sets", "divides"}
     declared = dict(schema.fields_by_key())
     for group in OPTION_GROUPS:
         for path in (files.CONF / group).glob("[!_]*.yaml"):
@@ -251,7 +249,7 @@ def test_a_profile_that_cannot_be_used_is_refused_and_one_written_by_hand_is_not
     moved = tmp_path / "moved.json"
     moved.write_text(json.dumps(json.loads(PROFILE.read_text()) | {"about": {"model": "experiments.tasks.gpt2.Gpt2"}}))
     for asked, why in ((profile_of(tmp_path, emulated=True), "has not measured the link"),
-                       (f"profile.path={moved}", "did you mean experiments.tasks.library.Gpt2"),
+                       (f"profile.path={moved}", "did you mean experiments.tasks.model.Gpt2"),
                        ("profile.path=setup.cfg", "is not a profile.json: Expecting value")):  # fmt: skip
         with pytest.raises(ConfigError, match=why) as error:
             composed(asked)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from experiments.config import checks
-from experiments.job.throughput import Throughput, throughput_of
-from experiments.job.workload import Workload
+from experiments.job.workload import Throughput, Workload, throughput_of
 
 
 def throughput(*overrides: str, change=None) -> Throughput:

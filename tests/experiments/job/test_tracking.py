@@ -176,7 +176,7 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
 
 
 def test_without_a_tracker_nothing_is_imported_or_shown(tmp_path):
-    code = """import sys, experiments.job.tracking, experiments.trackers.wandb, experiments.trackers.tensorboard
+    code = """import sys, experiments.job.tracking, experiments.trackers.wandb, experiments.trackers.tracker
 sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"""
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     with checks.composing():

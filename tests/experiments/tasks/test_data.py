@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiments.tasks.builtin import Digits, StdlibBytes, Synthetic, text
-from experiments.tasks.data import IGNORED, Data
+from experiments.tasks.data import IGNORED, Data, Images, Inputs, Pairs, Tokens
 from experiments.tasks.hub import CLS, PAD, SEP, SHIPPED, Nli, Text
-from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens
 
 TEXT = Tokens(sequence=32)
 MASKED = Tokens(sequence=40, masked=True)

@@ -269,11 +269,10 @@ def test_loss_falls_on_real_data(name: str, options: dict[str, Any], source: str
         ("gpt2-tiny", {"layers": 0}, "layers: must be >= 1, got 0"),
         ("bert-tiny", {"dropout": 1.0}, "dropout: must be < 1, got 1"),
         ("bert-tiny", {"sequence": 0}, "sequence: must be >= 1, got 0"),
-        ("resnet50", {"depths": (1, 2)}, "hidden_sizes: must have a value for each of depths=[1,2], got [256,512,1024,2048]"),
+        ("resnet50", {"depths": (1, 2)}, "depths: must have 4 values, got [1,2]"),
         ("resnet50", {"width_divisor": 3}, "width_divisor: must divide 64, got 3"),
-        ("resnet50", {"hidden_sizes": (6, 8, 8, 8)}, "hidden_sizes: must be multiples of 4 × width_divisor=1, got 6"),
         ("mlp", {"classes": 1}, "classes: must be >= 2, got 1"),
-        ("mlp", {"heads": 3}, "heads: no such key of Mlp; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, "
+        ("mlp", {"heads": 3}, "heads: no such key of Mlp; its keys: name, wrap, wrap_min_params, frozen, "
                               "image, channels, classes, depth, width"),
     ],
 )  # fmt: skip

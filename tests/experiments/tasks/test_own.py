@@ -11,7 +11,7 @@ from experiments.config import checks
 from experiments.config.identity import job_identity
 from experiments.config.schema import ConfigError
 from experiments.job.workload import wrap_policy
-from experiments.tasks.inputs import Tokens
+from experiments.tasks.data import Tokens
 from mdcs import partition
 
 HERE = "tests.experiments.tasks.test_own"
@@ -152,8 +152,6 @@ def test_what_a_callable_raises_is_one_line_with_its_key(overrides, line):
         else:
             config.optimizer.make([nn.Parameter(torch.zeros(3))])
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
-
-
 
 
 # ---- models of a folder

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from experiments.tasks import waiting
+from experiments.tasks import task as waiting
 from experiments.tasks.model import Timed
 from mdcs.sizes import MIB
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.trackers.tensorboard import FOLDER, TensorBoard
-from experiments.trackers.tracker import Shown
+from experiments.trackers.tracker import FOLDER, Shown, TensorBoard
 
 pytest.importorskip("tensorboard")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mdcs
-from experiments.tasks.waiting import Block, Clock, Waiting
+from experiments.tasks.task import Block, Clock, Waiting
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.runtime import context
 from mdcs.telemetry.memory_meter import Reading, ShimMeter

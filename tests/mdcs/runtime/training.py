@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments.tasks.library import Bert, Gpt2, Llama, ResNet
-from experiments.tasks.model import Model
+from experiments.tasks.model import Bert, Gpt2, Llama, Model, ResNet
 from mdcs.model.recompute import reasons_to_keep
 from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import PlanningProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.tasks.inputs import Images
+from experiments.tasks.data import Images
 from experiments.tasks.model import Model
 from mdcs.options import OptionError, option
 

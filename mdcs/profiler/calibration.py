@@ -26,7 +26,7 @@ _SMALLEST_MIB = 0.25  # units are not cut into smaller blocks
 
 @dataclass(frozen=True)
 class _Halves:
-    """Of four units two are not sharded, and two are in their updates."""
+    """Two of four units are not sharded, and two are in their updates."""
 
     name: ClassVar[str] = "halves"
 

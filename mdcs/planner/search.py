@@ -295,11 +295,15 @@ def anneal(
     Plans are judged by replay and stay within the budget of ``plan``. The number of candidates grows with the plan. If
     the time suffices for all of them, the same ``seed`` gives the same plan.
     """
-    among = Candidates(plan.job, plan.admissible)
-    moves = {move: often for move, often in MOVES.items() if strategies or move is not change_strategy}
-    weights = moves | (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
-    found = deque(_improvements(among, plan, seconds, bound, weights, stop, random.Random(seed)), maxlen=1)
-    return among.plan(found[0], plan) if found else plan
+    among, rng = Candidates(plan.job, plan.admissible), random.Random(seed)
+    moves = MOVES | (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
+    schedules = {move: often for move, often in moves.items() if move is not change_strategy}
+    # A strategy is judged by the schedule that it gets, so schedules come first.
+    for weights in (schedules, moves) if strategies else (schedules,):
+        part = seconds / (1 + strategies)
+        found = deque(_improvements(among, plan, part, bound, weights, stop, rng), maxlen=1)
+        plan = among.plan(found[0], plan) if found else plan
+    return plan
 
 
 def _improvements(

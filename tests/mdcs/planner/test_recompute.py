@@ -303,7 +303,7 @@ def test_more_bytes_are_never_slower(profile: Profile, count: int) -> None:
     low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
     budgets = [low + i * (high - low) // (count - 1) for i in range(count)]
     points = front(
-        lambda budget, share: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets
+        lambda budget, *_: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets
     )
     steps = [point.step_s for point in points]
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]

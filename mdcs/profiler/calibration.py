@@ -13,7 +13,7 @@ from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, Strategy
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.registry import Scheduler, StrategyPlanner
-from mdcs.planner.schedulers import Partitioning, StrategyAssignment, buckets, fuse
+from mdcs.planner.schedulers import Partitioning, StrategyAssignment, Wfbp, buckets, fuse
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.sizes import MIB
 
@@ -75,7 +75,7 @@ def calibration_plans(job: Job, budget: int | None = None) -> list[Plan]:
     mixed: Scheduler = _HalfCut(min(block, unit / _APART)) if is_large else _HalfFused(_FUSED * unit)
     wanted: list[tuple[StrategyPlanner, Scheduler]] = [(_Halves(), mixed), (Greedy(), Priority())]
     if job.profile.per_node:
-        wanted.insert(1, (Uniform("hsdp"), mixed))
+        wanted.insert(1, (Uniform("hsdp"), Wfbp()))
     found: dict[str, Plan] = {}
     for strategy, scheduler in wanted:
         plan = _plan(job, strategy, scheduler, budget)

@@ -347,7 +347,7 @@ def _served(plan: Plan, trace: PeriodTrace, sizes: Sequence[int]) -> Iterator[li
         if end <= begin:
             continue
         ends_alike = together and max(size, together[-1].wire) < _ALIKE * min(size, together[-1].wire)
-        if together and (idle > 0 or (len(together) >= _TOGETHER and ends_alike)):
+        if together and (idle > 0 or len(together) >= (_TOGETHER if ends_alike else 2 * _TOGETHER)):
             yield together
             together = []
         together.append(_Service(message.kind, size, end - begin, max(0.0, idle), beside / (end - begin)))

@@ -38,9 +38,9 @@ def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
     profile = Profile.from_json((tmp_path / "profile.json").read_text())
     for kind in (Kind.AR, Kind.AG_F, Kind.RS):
         rate = 8e-9 / profile.link.beta_of(kind)
-        # The rate of the line that is fitted: after a pause the bucket's 128 KiB of a message's 257 pass at once, headers take
-        # next to nothing, and where other tests have the cores less is sent.
-        assert 0.4 * RATE <= rate <= 1.4 * RATE, (kind, rate, profile.collectives)
+        # The rate of the line that is fitted: after a pause the bucket's 128 KiB of a message's 257 pass at once, so that it may
+        # seem twice as fast, and where other tests have the cores less is sent.
+        assert 0.4 * RATE <= rate <= 2 * RATE, (kind, rate, profile.collectives)
     assert (profile.about["shaped_link"], profile.link.emulated) == ("0.5 Gbit/s", False)
     congestion = profile.about["congestion_control"]
     asked, start, *_ = read_events(tmp_path / "metrics.jsonl")

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported is no garbage: to look through it takes longer than most tests."""
+    """Leave out of garbage collection all that has been imported: to look through it takes longer than most tests."""
     gc.collect()
     gc.freeze()
 

@@ -36,7 +36,7 @@ TRIALS = 3
 WATCHED = 50
 """Steps whose median tells a lasting change."""
 _DIFFERENT = 0.1  # of the step's time
-_TRIED = 8  # steps of two plans in turns
+_TRIED = 8  # steps of two plans in turns, and of the others if they are tried
 
 
 def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | None) -> tuple[bool, str]:
@@ -162,7 +162,7 @@ class LoopPlan:
         plans = making.result()
         if len(plans) == 1:
             return plans[0]
-        self.trials[:] = yield from take_turns(plans, _TRIED)
+        self.trials[:] = yield from take_turns(plans, _TRIED * min(2, len(plans) - 1))
         return chosen(self.trials)
 
     def _goes_on(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:

@@ -71,7 +71,7 @@ def parallelize(
 
     - ``plan``: its hash is compared. A program may give its own :class:`mdcs.api.loop_plan.Choice` instead: the plans
       of its stages. None: the loop trains from its first step, under a plan that is made from bytes alone; its steps
-      are measured, a few other plans run for some steps each, and the fastest is kept after about 25 steps
+      are measured, a few other plans run for some steps each, and the fastest is kept after about 20 steps
       (``parallel.is_choosing``, ``parallel.explain()``). Each of these steps trains as any other. In the first steps
       all units are whole on every rank, or all are sharded: the latter for a model on the meta device, and where
       parameters, gradients and optimizer state are more than the budget in bytes. A whole model may take more than
@@ -85,7 +85,7 @@ def parallelize(
       Ignored when the model is sharded from the start.
     - ``micro_steps``: backward passes of a step. None: the first step counts them, and its messages wait for its end; 1
       where the model is sharded from the start. A given plan has them.
-    - ``trials``: plans that take turns before one is chosen; 1: the planner's runs without a trial.
+    - ``trials``: plans that may take turns before one is chosen; 1: the planner's runs without a trial.
     - ``replan``: "auto" chooses anew when steps take 10 % more or less than the chosen plan's first ones, in the median
       of 50: another network, another batch. None: never.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which

@@ -57,9 +57,13 @@ class Trial:
 
 
 def take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple[Trial, ...]]:
-    """Run the first two plans in turns, ``steps`` steps in all; return their trials. If a prediction was wrong by more
-    than :data:`_WRONG`, the faster one and the other plans take as many again. The plans are the same on all ranks.
+    """Run two or more plans in turns, about ``steps`` steps in all, but at least two each; return their trials.
+
+    With more than two plans the first two come first. If a prediction was wrong by more than :data:`_WRONG`, the faster
+    one and the other plans take the second half of the steps. The plans are the same on all ranks.
     """
+    if len(plans) > 2:
+        steps //= 2
     trials = yield from _take_turns(plans[:2], steps)
     if len(plans) == 2 or all(abs(t.standing.median_s / t.predicted_s - 1) <= _WRONG for t in trials):
         return trials
@@ -69,7 +73,7 @@ def take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple
 
 def _take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple[Trial, ...]]:
     plans = sorted(plans, key=lambda plan: _apart(plans[0], plan))  # in turns to and fro, so neighbours should be alike
-    halving = SuccessiveHalving(len(plans), steps=steps)
+    halving = SuccessiveHalving(len(plans), steps=max(steps, 2 * len(plans)))
     while (turn := halving.turn) > 0:
         phase(f"training under {run_name(plans[halving.current])}")
         ran = yield Stage(plans[halving.current], turn, TimedSteps)

@@ -192,14 +192,14 @@ class Measurement:
         """Return a profile of slots and bytes for each batch, without measured costs of messages, and the run if its
         plan is one that tells them.
         """
-        phase(f"measuring the model in {self.batches * self._steps} steps of training")
-        own, heard = [], []
         tells = self.batches == 1 and plan.world > 1 and plan.scheduler != Sequential.name
+        steps = self._steps + tells  # a period begins in the first timed step, and ends in the one after it
+        phase(f"measuring the model in {self.batches * steps} steps of training")
+        own, heard = [], []
         if tells:
             plan = on_rank_zero(lambda: calibration_plans(plan.job)[0])
         for batch in range(self.batches):
-            # a period begins in the first timed step, and ends in the one after it
-            ran = yield Stage(plan, self._steps + tells, RunningSteps, batch=batch)
+            ran = yield Stage(plan, steps, RunningSteps, batch=batch)
             assert isinstance(ran.heard, RunningSteps)
             heard.append(ran.heard)
             own.append(ran.heard.profile(plan.job.profile, ran.engine.updates.updates))

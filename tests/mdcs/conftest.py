@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def hasty() -> Iterator[None]:
-    """What an update takes is measured on little memory: it is of no use to a test."""
+    """Measure the seconds of updates on little memory: no test needs them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_timing, "_CACHES", 1 << 16)
         patch.setattr(update_timing, "_LONG", 1 << 14)

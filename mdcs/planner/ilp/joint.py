@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -24,7 +25,7 @@ from typing import ClassVar
 
 from mdcs.options import option
 from mdcs.plan.ledger import check, min_feasible_budget
-from mdcs.plan.period import Strategy
+from mdcs.plan.period import Strategy, block_ready_fractions
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
@@ -41,8 +42,9 @@ from mdcs.planner.ilp.decode import (
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.priority import COARSER, Priority
 from mdcs.planner.schedulers import Dear, StrategyAssignment, Wfbp
-from mdcs.planner.search import EvaluatedPlan, evaluate, merge_adjacent_blocks, race
+from mdcs.planner.search import EvaluatedPlan, evaluate, race
 from mdcs.planner.strategies import Greedy
+from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import compiled_loops, replay
 from mdcs.sizes import MIB
 
@@ -188,6 +190,46 @@ def merge_blocks(best: EvaluatedPlan, until: float) -> EvaluatedPlan:
                     break
                 best = merged
     return best
+
+
+def merge_adjacent_blocks(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
+    """Return the plan with pairs of a unit's blocks merged, or None without any pair.
+
+    Two blocks are merged if they follow each other in every kind of message. Unless ``apart``, their gradients must
+    also become ready together. A merged block is reduced where its last block was, and gathered where its first was.
+    """
+    sent: dict[int, dict[tuple[Kind, int], int]] = {b: {} for b in range(len(plan.blocks[unit]))}
+    for i, m in enumerate(plan.messages):
+        for u, b in m.parts:
+            if u == unit:
+                stays = len(m.parts) > 1 or m.blocking
+                sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # negative and even: never next to another number
+    parts = block_ready_fractions(plan.profile, unit, plan.blocks[unit])
+    first, b = set[int](), 0  # first block of each pair
+    while b + 1 < len(parts):
+        neighbours = bool(sent[b]) and all(abs(i - sent[b + 1][op]) == 1 for op, i in sent[b].items())
+        if neighbours and (apart or parts[b] == parts[b + 1]):
+            first.add(b)
+            b += 1
+        b += 1
+    if not first:
+        return None
+    number = list(itertools.accumulate([b - 1 not in first for b in range(len(parts))]))  # block -> new block, from 1
+    messages = []
+    for i, m in enumerate(plan.messages):
+        (u, b), *more = m.parts
+        if u == unit and not more and (b in first or b - 1 in first):
+            other = sent[b + 1 if b in first else b - 1][m.kind, m.micro]
+            if (i < other) is not m.kind.is_gather:
+                continue
+        messages.append(
+            dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts]))
+        )
+    sizes = [0] * number[-1]
+    for b, size in enumerate(plan.blocks[unit]):
+        sizes[number[b] - 1] += size
+    blocks = (*plan.blocks[:unit], tuple(sizes), *plan.blocks[unit + 1 :])
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
 
 
 def minimize_peak(best: EvaluatedPlan, floor: int, until: float) -> Plan:

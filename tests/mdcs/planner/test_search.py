@@ -17,6 +17,7 @@ from mdcs.plan.schedule import Message
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidates
 from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.ilp.joint import merge_adjacent_blocks
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.planner.search import (
@@ -27,7 +28,6 @@ from mdcs.planner.search import (
     advance_blocking,
     anneal,
     change_strategy,
-    merge_adjacent_blocks,
 )
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay

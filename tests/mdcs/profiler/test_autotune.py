@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from mdcs.api.offline import fastest
 from mdcs.model.units import ByLeaf, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
-from mdcs.planner.schedulers import Sequential
+from mdcs.planner.schedulers import Partitioning, Sequential
 from mdcs.planner.strategies import Uniform
 from mdcs.planner.trials import proposals
 from mdcs.profile.link import Link
-from mdcs.profiler.autotune import Trial
+from mdcs.profiler.autotune import Trial, take_turns
 from tests.mdcs.measured import measure_profile
 
 from ..optimizers import Counting, OwnCount
@@ -66,3 +67,25 @@ def test_a_world_of_one_tries_nothing() -> None:
     units = partition(model, ByLeaf())
     plan = make_plan(chain(3, world=1), Uniform("dp"), Sequential())
     assert fastest([plan, plan], model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer) == (plan, ())
+
+
+def measured(count: int, off: float) -> list[int]:
+    """The messages of plans that were tried of ``count``, where each step takes its prediction times 1 + ``off``."""
+    profile = chain(*[10**6] * 4, link=Link.uniform(1, 50), forward_s=0.01, backward_s=0.02)
+    plans = [make_plan(profile, Uniform("zero2"), Partitioning(block_mib=4 / blocks)) for blocks in range(1, count + 1)]
+    turns = take_turns(plans, 8)
+    stage = next(turns)
+    try:
+        while True:
+            assert stage.plan is not None and stage.plan.prediction is not None
+            record: Any = SimpleNamespace(times=SimpleNamespace(step_s=stage.plan.prediction.step_s * (1 + off)))
+            ran: Any = SimpleNamespace(records=[record] * stage.steps)
+            stage = turns.send(ran)
+    except StopIteration as end:
+        assert sum(trial.is_chosen for trial in end.value) == 1
+        return [len(trial.plan.messages) for trial in end.value]
+
+
+def test_more_than_two_plans_are_tried_only_where_a_prediction_was_wrong() -> None:
+    assert len(measured(3, 0.01)) == 2 and len(set(measured(3, 0.1))) == 3
+    assert len(set(measured(8, 0.1))) == 8  # more than the steps suffice for: each has two

@@ -21,7 +21,9 @@ keeps no scores. Selective recomputation keeps outputs of matrix products and of
 norms and activations.
 
 The first and the last layer, embedding and head, share the root unit, as with FSDP. The head keeps logits and
-log-probabilities; a third tensor of this size lives for a moment, in forward and in backward.
+log-probabilities; a third tensor of this size lives for a moment, in forward and in backward. A fused loss keeps the
+logits only, and its backward writes their gradient
+(https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/losses/cross_entropy.py).
 
 **Convolutional networks** are VGG-16, ResNet-50, 101 and 152 and Inception V3, from their tables.
 
@@ -213,7 +215,7 @@ class Decoder:
     def of_batch(self, sequences: int, sequence: int, loss_bytes: int = 4) -> tuple[Layer, ...]:
         """Return the layers for a batch of ``sequences`` of ``sequence`` tokens.
 
-        - ``loss_bytes``: bytes of a log-probability: 4 under autocast, 2 in pure 16 bit.
+        - ``loss_bytes``: bytes of a log-probability: 4 under autocast, 2 in pure 16 bit, 0 with a fused loss.
         """
         w, tokens = self.width, sequences * sequence
         used = self._attention + self.active * self._mlp
@@ -236,7 +238,7 @@ class Decoder:
                 self._last_norm + (0 if self.tied else self.vocab * w),
                 2.0 * logits * w,
                 kept=_WIDTH * tokens * w + (_WIDTH + loss_bytes) * logits,
-                workspace=loss_bytes * logits,
+                workspace=max(_WIDTH, loss_bytes) * logits,
             ),
         )
 

@@ -24,7 +24,6 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
-from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE
 from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB, MIB
@@ -44,7 +43,6 @@ NCCL_BYTES = 32 * 2 * (4 * MIB + 2 * MIB + MIB // 2)
 """Buffers of a communicator: 32 channels, two neighbours, a buffer for each protocol. The Simple protocol's is the
 documented 4 MiB of NCCL_BUFFSIZE."""
 
-NCCL = Collectives.default("nccl")
 PRECISIONS = {
     "fp32": Precision(4, 4),
     "bf16": Precision(2, 2, 4),  # fp32 masters; gradients are reduced in bf16
@@ -74,6 +72,7 @@ class Case:
     - ``devices``, ``per_node``, ``cards``, ``card_gbit``, ``tcp``: the cluster. ``cards`` of each node are shared.
     - ``batch``: samples per device and micro-step. ``sequence``: tokens of a sample.
     - ``strategy``: the strategy of all units that stands for the loop.
+    - ``fused_loss``: whether the loss keeps no log-probabilities.
     - ``recompute``: none, full, selective, or full for a number of blocks, or for ``half`` of them.
     - ``seconds``: published seconds per step. None: only ``gib`` or ``fits`` are published.
     - ``gib``: published memory that the allocator reserves. ``fits``: whether the run fits on the device.
@@ -94,6 +93,7 @@ class Case:
     tcp: bool = False
     sequence: int = 0
     micro_steps: int = 1
+    fused_loss: bool = False
     recompute: str | int = NONE
     seconds: float | None = None
     gib: float | None = None
@@ -111,7 +111,8 @@ class Case:
         """Return the layers of the model for the batch."""
         if self.model in CONVOLUTIONAL:
             return CONVOLUTIONAL[self.model](self.batch)
-        return DECODERS[self.model].of_batch(self.batch, self.sequence, 2 if self.precision == "bf16" else 4)
+        loss_bytes = 0 if self.fused_loss else 2 if self.precision == "bf16" else 4
+        return DECODERS[self.model].of_batch(self.batch, self.sequence, loss_bytes)
 
     def cluster(self) -> Cluster:
         """Return the cluster. Several devices fill one node before the next."""

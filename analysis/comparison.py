@@ -24,6 +24,7 @@ def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     """Step times of two sweeps (:func:`analysis.runs`): a row for each workload and plan that both have measured, and a
     last one over all of them.
 
+    - workload: in words; what the sweeps tell differently, such as the link's measured rate, of both.
     - runs, other_runs: number of runs; step_s, other_step_s: their medians.
     - ratio: the other's median as a multiple of the first's; in the last row the geometric mean.
     - low, high: ends of its 95 % bootstrap interval over runs (in the last row over plans); NaN where a sweep has one
@@ -31,7 +32,7 @@ def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
 
     Raises ValueError if no plan is in both.
     """
-    both = _steps(one).join(_steps(other)["step_s"].rename("theirs"), how="inner")
+    both = _steps(one).join(_steps(other).rename(columns={"step_s": "theirs", "title": "their_title"}), how="inner")
     if not len(both):
         raise ValueError("the sweeps have no measured plan in common: model, ranks, link, strategy, scheduler, budget, "
                          "share and what was swept must be alike")  # fmt: skip
@@ -40,7 +41,8 @@ def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
         own, theirs, ends = row.step_s, row.theirs, (np.nan, np.nan)
         if min(len(own), len(theirs)) > 1:
             ends = ask.bootstrap(lambda a, b, axis: np.median(b, axis) / np.median(a, axis), own, theirs)
-        rows.append((row.title, row.Index[-1], len(own), len(theirs), np.median(own), np.median(theirs), *ends))
+        workload = _of_both(row.title, row.their_title)
+        rows.append((workload, row.Index[-1], len(own), len(theirs), np.median(own), np.median(theirs), *ends))
     columns = ["workload", "plan", "runs", "other_runs", "step_s", "other_step_s", "low", "high"]
     table = pd.DataFrame(rows, columns=columns)
     table.insert(6, "ratio", table["other_step_s"] / table["step_s"])
@@ -61,6 +63,14 @@ def _steps(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=["title", "step_s"])
     groups = pd.concat(told).groupby([*WORKLOAD, "plan"], sort=False, dropna=False)
     return groups.agg({"title": "first", "step_s": list})
+
+
+def _of_both(one: str, other: str) -> str:
+    """The parts of two sweeps' titles of a workload: those that differ are of the first sweep and of the other."""
+    parts, others = one.split(" · "), other.split(" · ")
+    if len(parts) != len(others):
+        return f"{one} and {other}"
+    return " · ".join(a if a == b else f"{a} and {b}" for a, b in zip(parts, others, strict=True))
 
 
 Row = Mapping[str, Any]

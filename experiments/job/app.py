@@ -39,6 +39,7 @@ from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
 from experiments.job.arguments import prepared, require_one_job, require_own, unused_of
+from experiments.job.profiles import PlannerFault
 from experiments.job.run import Infeasible
 from experiments.job.spmd import on_rank_zero
 from experiments.job.submission import config_of, freeze, launcher_of, settled, starts_its_ranks
@@ -216,11 +217,13 @@ class _Call:
                     session.results.append(JobResult(record.INFEASIBLE, overrides, str(error), folder))
                     print(f"does not fit: {error} (job {' '.join(overrides)})", file=sys.stderr)
             except Exception as error:
-                if not isinstance(error, OSError):  # not e.g. a full disk, but a fault of the code
+                told = isinstance(error, PlannerFault) and not self.wants_tracebacks
+                if not told and not isinstance(error, OSError):  # not e.g. a full disk, but a fault of the code
                     if session.sweep is None:
                         raise
                     traceback.print_exc()
-                session.results.append(_failed(overrides, " ".join(f"{type(error).__name__}: {error}".split()), folder))
+                reason = str(error) if told else f"{type(error).__name__}: {error}"
+                session.results.append(_failed(overrides, " ".join(reason.split()), folder))
         os.environ[_FULL] = "1"
         if self.program.objective is None:
             return None

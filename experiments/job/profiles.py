@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from pathlib import Path
 
 import mdcs
@@ -146,7 +147,7 @@ def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
 def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     """Make the plan of the config. `floor` is the smallest feasible budget of the job in bytes.
 
-    Raises ValueError, and InfeasibleBudget, which is one.
+    Raises ValueError, InfeasibleBudget, which is one, and PlannerFault.
     """
     budget = budget_bytes(config, floor, job)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
@@ -160,6 +161,26 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
         raise error.in_words_of(config.budget.value, lambda: unsharded_bytes(job), "budget: ") from error
+    except Exception as error:
+        for group, planner in (("strategy", config.strategy), ("scheduler", config.scheduler)):
+            if where := _own_line(type(planner), error):
+                target = f"{type(planner).__module__}.{type(planner).__qualname__}"
+                raise PlannerFault(f"{group} {target}, {where}: {type(error).__name__}: {error}") from error
+        raise
+
+
+class PlannerFault(Exception):
+    """Error: a strategy planner or a scheduler that is not of mdcs has failed. The message has its class and line."""
+
+
+def _own_line(planner: type, error: Exception) -> str:
+    """File and line of the planner's own code that an error has passed last. Empty if none, or for one of mdcs."""
+    own = {cls.__module__ for cls in planner.__mro__ if cls.__module__.partition(".")[0] not in ("mdcs", "builtins")}
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_globals.get("__name__") in own
+    ]  # fmt: skip
+    return lines[-1] if lines else ""
 
 
 def require_activations(why: str) -> None:

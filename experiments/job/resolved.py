@@ -124,7 +124,8 @@ def _name(config: Config) -> str:
         plan += "" if budget.activation_share is None else f" a={budget.activation_share:g}"
     parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
     if budget.limited:
-        parts.append(str(budget.value))
+        said = str(budget.value)
+        parts.append(f"{int(said) / MIB:.6g}MiB" if said.isdecimal() else said)
     ranks = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
     if cluster.emulated:
         return f"{', '.join([*parts, config.model.label])} (rank {cluster.rank} of {cluster.ranks}, emulated)"

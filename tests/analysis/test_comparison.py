@@ -30,6 +30,14 @@ def test_two_sweeps_are_compared_plan_by_plan(tmp_path):
         compare(analysis.runs(tmp_path / "one"), analysis.runs(tmp_path / "other").query("strategy == 'dp'"))
 
 
+def test_a_rate_that_each_of_two_sweeps_has_measured_is_told_of_both(tmp_path):
+    for name in ("one", "other"):
+        write_run(tmp_path / name / "0", emulated=False)
+    one, other = (analysis.runs(tmp_path / name).assign(link_gbit=rate) for name, rate in (("one", 1.25), ("other", 0.8)))
+    assert compare(one, other)["workload"].iloc[0] == "gpt-small · 2 ranks · link of 1.25 Gbit/s and link of 0.8 Gbit/s"
+    assert compare(one, one)["workload"].iloc[0] == "gpt-small · 2 ranks · link of 1.25 Gbit/s"
+
+
 def row(step_s, peak_bytes=100, **known):
     other = dict.fromkeys(("compute_s", "communication_s", "exposed_s", "stalled_s", "overlap_ratio", "bytes_total"))
     return other | {"step_s": step_s, "peak_bytes": peak_bytes} | known

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 
 from analysis.events import read_events
+from experiments import plan as plan_program
 from experiments import train as program
 from mdcs import make_plan
 from mdcs.options import Checked, option
@@ -70,6 +71,22 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path, train, overrides
     done = train(*CHOSEN, *SMALL, *overrides.split())
     assert (done.returncode, done.stderr) == (2, line + "\n")
     assert not list(tmp_path.rglob("launch.json"))
+
+
+def test_a_fault_of_theirs_is_a_line_with_class_file_line_and_job(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(THEIRS / "package"))
+    profile = Path(__file__).with_name("profile.json")
+    arguments = ["--config-dir", str(THEIRS / "conf"), "strategy=every_nth", "scheduler=late", f"profile.path={profile}"]
+    sweep = ["-m", *arguments, "scheduler._target_=stranger.odd.Careless,stranger.planners.Late", "hydra.sweep.dir=out"]
+    done = one_process.call(plan_program, tmp_path, *sweep)
+    file = THEIRS / "package/stranger/odd.py"
+    at = file.read_text().splitlines().index('        return {}["plan"]') + 1
+    line = f"failed: scheduler stranger.odd.Careless, {file}:{at}: KeyError: 'plan' (its logs are in {tmp_path}/out/0)\n"
+    assert done.returncode == 1 and done.stderr.startswith(line + "1 of 2 jobs failed: ")
+    assert done.stderr.endswith("scheduler._target_=stranger.odd.Careless\n") and "Traceback" not in done.stderr
+    assert "1 plans in" in done.stdout  # the other one is made
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert "Traceback" in one_process.call(plan_program, tmp_path, *sweep).stderr
 
 
 def test_a_package_that_is_not_there_is_one_line(tmp_path):

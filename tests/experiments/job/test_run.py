@@ -99,6 +99,7 @@ def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_o
     ("overrides", "name"),
     [
         (("strategy=dp", "scheduler=fusion"), "dp fusion, gpt2-tiny, 2 ranks"),
+        (("strategy=dp", "scheduler=fusion", "budget.limit=123456789"), "dp fusion, 117.738MiB, gpt2-tiny, 2 ranks"),
         (("strategy=joint", "budget=floor+30%", "cluster.ranks=1"), "joint, floor+30%, gpt2-tiny, 1 rank"),
         (("strategy=greedy", "budget=0.5GiB", "budget.schedule_share=0.25", "model=mlp", "data=digits",
           "run.varied='batch_size=8'"), "greedy wfbp s=0.25 batch_size=8, 0.5GiB, mlp, 2 ranks"),

@@ -26,3 +26,11 @@ class Untyped(Nameless):
     name = "untyped"
 
     since: Nowhere = option(1, "of a type that is not there when it runs")
+
+
+@dataclass(frozen=True)
+class Careless(Nameless):
+    name = "careless"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        return {}["plan"]

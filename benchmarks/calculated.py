@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--node-gbit", type=float, default=3200, help="rate of a node's network, Gbit/s")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens")
     parser.add_argument("--batch", type=int, default=1, help="sequences per device")
-    parser.add_argument("--tflops", type=float, default=394, help="that a device reaches")
+    parser.add_argument("--tflops", type=float, default=429, help="that a device reaches")
     asked = parser.parse_args()
     case = Case(
         asked.model, DEVICES[asked.device], asked.devices, asked.batch, "fsdp", "bf16", sequence=asked.sequence,

@@ -18,7 +18,9 @@ attention is rounded to 2.
 output of attention w, and in the MLP 2 h (GELU: its input and output) or 4 h (SwiGLU: gate, its SiLU, up, their
 product), for each expert that the token goes to. Flash attention (Dao et al. 2022, https://arxiv.org/abs/2205.14135)
 keeps no scores. Selective recomputation keeps outputs of matrix products and of attention, and frees the outputs of
-norms and activations.
+norms and activations. That of torchtitan also repeats every second matrix product: of a Llama's it keeps the block's
+input, q, v, the output of attention, the gate, and the output of the last product, 4 w + k + h
+(https://github.com/pytorch/torchtitan/blob/582fe7d1f52ef96987a9d5265b3e2bbefc92d583/torchtitan/parallelisms/parallelize_llama.py).
 
 The first and the last layer, embedding and head, share the root unit, as with FSDP. The head keeps logits and
 log-probabilities; a third tensor of this size lives for a moment, in forward and in backward. A fused loss keeps the
@@ -59,6 +61,7 @@ class Layer:
     - ``cheap``: bytes of ``kept`` that selective recomputation frees: neither input nor output of a matrix product that
       is kept. 0: the layer does not recompute.
     - ``workspace``: bytes that only exist while it runs, in forward and in backward.
+    - ``repeated``: operations of its forward that selective recomputation repeats.
     """
 
     unit: str
@@ -68,6 +71,8 @@ class Layer:
     output: int = 0
     cheap: int = 0
     workspace: int = 0
+    repeated: float = 0.0
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -136,7 +141,7 @@ def _options(layers: Sequence[Layer], names: list[str], rate: float) -> tuple[Re
         unit, last, entry = names.index(layer.unit), len(layers) - 1, layers[i - 1].output
         for choice, freed, seconds in (
             (FULL, layer.kept - entry, layer.operations / rate),
-            (SELECTIVE, layer.cheap, 0.0),
+            (SELECTIVE, layer.cheap, layer.repeated / rate),
         ):
             use = RecomputeUse(i, last - i, freed, seconds, freed + entry + layer.workspace)
             found.append(RecomputeOption(unit, choice, (use,)))
@@ -212,10 +217,13 @@ class Decoder:
         embeddings = (vocabularies * self.vocab + self.positions) * self.width
         return self.layers * self.block_parameters + embeddings + self._last_norm
 
-    def of_batch(self, sequences: int, sequence: int, loss_bytes: int = 4) -> tuple[Layer, ...]:
+    def of_batch(
+        self, sequences: int, sequence: int, loss_bytes: int = 4, every_second: bool = False
+    ) -> tuple[Layer, ...]:
         """Return the layers for a batch of ``sequences`` of ``sequence`` tokens.
 
         - ``loss_bytes``: bytes of a log-probability: 4 under autocast, 2 in pure 16 bit, 0 with a fused loss.
+        - ``every_second``: whether selective recomputation repeats every second matrix product (gated MLPs only).
         """
         w, tokens = self.width, sequences * sequence
         used = self._attention + self.active * self._mlp
@@ -229,6 +237,10 @@ class Decoder:
             # Both norms' outputs; of SwiGLU the SiLU and the product, of GELU its output.
             cheap=_WIDTH * tokens * (2 * w + inside // 2),
         )
+        if every_second:
+            repeated = 2.0 * tokens * w * (self._keys + w + self.hidden)  # keys, output of attention, up
+            freed = _WIDTH * tokens * (2 * w + self._keys + 3 * self.hidden)
+            block = replace(block, cheap=freed, repeated=repeated)
         logits = tokens * self.vocab
         return (
             Layer("root", (self.vocab + self.positions) * w, 0.0, output=_WIDTH * tokens * w),

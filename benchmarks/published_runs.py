@@ -112,7 +112,8 @@ class Case:
         if self.model in CONVOLUTIONAL:
             return CONVOLUTIONAL[self.model](self.batch)
         loss_bytes = 0 if self.fused_loss else 2 if self.precision == "bf16" else 4
-        return DECODERS[self.model].of_batch(self.batch, self.sequence, loss_bytes)
+        every_second = self.recompute == SELECTIVE  # all such runs are torchtitan's
+        return DECODERS[self.model].of_batch(self.batch, self.sequence, loss_bytes, every_second)
 
     def cluster(self) -> Cluster:
         """Return the cluster. Several devices fill one node before the next."""

@@ -30,6 +30,12 @@ def test_a_block_of_llama_3_keeps_what_flash_attention_leaves():
     assert block.parameters * 4 / 2**20 == pytest.approx(832.25, rel=0.001)
 
 
+def test_every_second_matrix_product_of_a_llama_is_repeated():
+    block = LLAMA_3_8B.of_batch(1, 16, every_second=True)[1]
+    assert block.kept - block.cheap == 2 * 16 * (4 * 4096 + 1024 + 14336)
+    assert block.repeated == 2 * 16 * 4096 * (1024 + 4096 + 14336)
+
+
 def test_operations_are_two_per_parameter_and_token_and_attention():
     tokens, block = 2 * 16, MPT_7B.of_batch(2, 16)[1]
     assert block.operations == tokens * (2 * 12 * 4096**2 + 4 * 16 * 4096)

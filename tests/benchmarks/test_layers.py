@@ -1,5 +1,6 @@
 """Profiles of calculated layers: slots, units and recomputation, against numbers worked out by hand."""
 
+from dataclasses import replace
 
 from benchmarks.layers import Layer, Precision, layers_profile
 from mdcs.plan.job import Job, recomputing
@@ -46,6 +47,14 @@ def test_recomputed_blocks_keep_their_input_only():
     assert full[5].seconds == 6 + 3
     selective = recomputing(profile(), ("none", "selective", "none")).slots
     assert selective[3].live == 48 - 5 and selective[6].seconds == 6
+
+
+def test_what_selective_recomputation_repeats_takes_its_time():
+    [root, first, *rest] = CHAIN
+    told = layers_profile(
+        (root, replace(first, repeated=10.0), *rest), 10.0, 2, LINK, precision=Precision(), optimizer=Optimizer("adam", 2)
+    )
+    assert recomputing(told, ("none", "selective", "none")).slots[6].seconds == 6 + 1
 
 
 def test_masters_are_what_shards_hold():

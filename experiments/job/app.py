@@ -217,12 +217,12 @@ class _Call:
                     session.results.append(JobResult(record.INFEASIBLE, overrides, str(error), folder))
                     print(f"does not fit: {error} (job {' '.join(overrides)})", file=sys.stderr)
             except Exception as error:
-                told = isinstance(error, PlannerFault) and not self.wants_tracebacks
-                if not told and not isinstance(error, OSError):  # not e.g. a full disk, but a fault of the code
+                is_told = isinstance(error, PlannerFault) and not self.wants_tracebacks
+                if not is_told and not isinstance(error, OSError):  # not e.g. a full disk, but a fault of the code
                     if session.sweep is None:
                         raise
                     traceback.print_exc()
-                reason = str(error) if told else f"{type(error).__name__}: {error}"
+                reason = str(error) if is_told else f"{type(error).__name__}: {error}"
                 session.results.append(_failed(overrides, " ".join(reason.split()), folder))
         os.environ[_FULL] = "1"
         if self.program.objective is None:

@@ -26,7 +26,7 @@ from tests.mdcs.runtime.test_random_plans import random_plan
 from tests.mdcs.runtime.training import HALVES, How, Job, Twin, differing, distance, measured, optimizer_for, plan_for
 
 WHOLE = (0, 1, 2, 3)
-STEPS = 6
+STEPS = 5
 
 
 class Head(nn.Module):

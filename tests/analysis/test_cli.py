@@ -23,7 +23,10 @@ def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
         assert lasts[interval.name] == pytest.approx(interval.duration_s * 1e6)
 
 
-def test_pictures_and_table_for_a_paper(sweep, tmp_path):
+def test_pictures_and_table_for_a_paper(run_writer, tmp_path):
+    for share in (0.25, 0.75):
+        run_writer(f"{share}", scheduler="priority", share=share)
+    sweep = run_writer.sweep
     assert main([str(sweep), "--out", str(tmp_path), "--format", "svg,tex", "--columns", "1"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert {"step_time.svg", "curve-budget-640-mib.svg", "table.tex"} <= names and "step_time.png" not in names

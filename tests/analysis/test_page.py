@@ -84,7 +84,7 @@ def test_a_page_needs_no_network_and_shows_what_runs_say_as_text(run_writer, tmp
     assert not re.search(r'(?:src|href)="(?!#)', text)
 
 
-def test_a_thousand_runs_are_a_small_page(tmp_path):
+def test_hundreds_of_runs_are_a_small_page(tmp_path):
     frame = analysis.runs(SWEEP / "plans")
-    path = write_page(pd.concat([frame] * 67).head(1000), tmp_path / "page.html")
-    assert path.stat().st_size < 4e6 and path.read_text().count("<tr>") > 1000
+    path = write_page(pd.concat([frame] * 17).head(250), tmp_path / "page.html")
+    assert path.stat().st_size < 1e6 and path.read_text().count("<tr>") > 250

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mdcs
 from tests.mdcs.runtime.ranks import Ranks
 
-STEPS = 36
+STEPS = 20
 WIDTH = 8
 
 

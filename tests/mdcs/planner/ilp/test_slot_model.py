@@ -74,7 +74,7 @@ def test_behind_a_barrier_an_all_reduce_may_be_faster_than_its_halves() -> None:
     assert answer.bound is not None and model.step_bound(answer.bound) <= whole * (1 + 1e-9) < parted
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     """Also of the strategies it chooses and the latencies it prices (of one message at a time)."""
     for problem, plan in plans(seed + 100, latencies=True):

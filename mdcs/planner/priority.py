@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from mdcs.options import option
 from mdcs.plan.period import Op, blocks_by_readiness
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
@@ -25,6 +26,8 @@ from mdcs.simulator.simulate import Steady, replay, undelayed
 
 COARSER = 8  # saturation blocks in a coarse block: plans with few messages leave time for more replays
 _ROUNDS = 3  # orders made from each first times, the later ones from the replay of the plan before
+_WORSE = 2  # sizes of blocks in a row that are slower than the best: smaller ones are not tried
+_SMALLEST, _GAIN = 64 << 10, 0.005  # bytes of a block that is tried, and the relative gain that is worth more messages
 _PERIODS = 4  # of the list schedule; the plan takes the order of the last but one
 
 Windows = dict[Op, tuple[int, int]]
@@ -46,9 +49,24 @@ class Priority(Blocks):
 
     name: ClassVar[str] = "priority"
 
+    block_mib: float | None = option(
+        None, "size of a block, MiB; null: the fastest by replay of the smallest that saturates the link and its parts",
+        above=0,
+    )  # fmt: skip
+
     def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the settled nearest-deadline order (:func:`settled`)."""
-        return settled(mix, self.name, self.partition(mix))
+        best = settled(mix, self.name, self.partition(mix))
+        step_s, blocks, size, worse = replay(best).period_s, best.blocks, mix.profile.block // 2, 0
+        while self.block_mib is None and worse < _WORSE and size >= _SMALLEST:
+            if (finer := mix.partition(size)) != blocks:
+                blocks, plan = finer, settled(mix, self.name, finer)
+                if (now_s := replay(plan).period_s) < step_s * (1 - _GAIN):
+                    best, step_s, worse = plan, now_s, 0
+                else:
+                    worse += 1
+            size //= 2
+        return best
 
 
 def settled(

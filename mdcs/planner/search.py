@@ -84,13 +84,22 @@ def swap(among: Candidates, now: Candidate, score: Score, rng: random.Random) ->
 
 
 def shift_run(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Move several neighbours, all or those of one kind, a slot or two earlier or later."""
+    """Move several neighbours, all or those of one kind, or all blocks of an operation, some slots earlier or later."""
     n = len(now.messages)
-    begin, far, what = rng.randrange(n), rng.choice((-2, -1, 1, 2)), rng.choice((None, True, False))
-    slots, changed = list(now.slots), False
-    for i in range(begin, min(n, begin + rng.choice((2, 3, 4, 6, 8)))):
-        if what is None or among.all[now.messages[i]].kind.is_gather is what:
-            slots[i], changed = among.slot_near(now, i, far), True
+    begin, slots, changed = rng.randrange(n), list(now.slots), False
+    if rng.random() < 0.5:
+        far, what = rng.choice((-2, -1, 1, 2)), rng.choice((None, True, False))
+        run = range(begin, min(n, begin + rng.choice((2, 3, 4, 6, 8))))
+        chosen = [i for i in run if what is None or among.all[now.messages[i]].kind.is_gather is what]
+    else:
+        far, first = rng.choice(_NEAR) * rng.choice((-1, 1)), among.all[now.messages[begin]]
+        units = {u for u, _ in first.parts}
+        chosen = [
+            i for i, m in enumerate(map(among.all.__getitem__, now.messages))
+            if m.kind is first.kind and m.micro == first.micro and not units.isdisjoint(u for u, _ in m.parts)
+        ]  # fmt: skip
+    for i in chosen:
+        slots[i], changed = among.slot_near(now, i, far), True
     if not changed:
         return None
     places = sorted(range(n), key=slots.__getitem__)
@@ -214,7 +223,7 @@ def repartition(plan: Plan, rng: random.Random) -> Plan | None:
     return with_block_sizes(plan, u, sizes)
 
 
-MOVES: dict[Move, float] = {advance_blocking: 1, shift: 5, swap: 3, shift_run: 2, change_strategy: 3}
+MOVES: dict[Move, float] = {advance_blocking: 1, shift: 5, swap: 3, shift_run: 5, change_strategy: 3}
 """Moves of candidates, and the relative frequency of each."""
 
 RECOMPUTE_MOVES: dict[Move, float] = {change_recompute: 3}
@@ -324,7 +333,7 @@ def evaluate(plan: Plan) -> EvaluatedPlan:
     return EvaluatedPlan(replay(plan).period_s, plan)
 
 
-RACING = 6  # plans that a race starts from
+RACING = 3  # plans that a race starts from
 
 
 def race(

@@ -72,7 +72,8 @@ class SlotPlanner(Solving):
         The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may
         be slower. Raises PlanError if no plan was found.
         """
-        compiled_loops()  # before the clock starts: the first compilation on a machine takes seconds
+        compiled_loops()  # before the clock starts: compiling, once on a machine, takes seconds, and so does loading
+        replay(Wfbp().schedule(problem.decided().mix([Strategy.dp] * len(problem.profile.units))))
         block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(

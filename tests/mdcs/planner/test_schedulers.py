@@ -425,6 +425,15 @@ def test_priority_is_never_slower_than_another_scheduler(seed: int, cross_iterat
         assert plans["priority"] <= min(plans.values()) + block_s(profile) + 1e-12, (mixed, plans)
 
 
+@pytest.mark.parametrize(("gap_s", "is_cut"), [(0.0, True), (0.1, False)])
+def test_priority_cuts_finer_than_the_link_asks_for_where_that_is_faster(gap_s: float, is_cut: bool) -> None:
+    profile = chain(*[1 << 20] * 4, link=link(2e-8))
+    slots = tuple(replace(s, seconds=0.05) for s in profile.slots)
+    profile = replace(profile, slots=slots, link=replace(profile.link, block=2**30, gap=(gap_s,) * len(profile.link.gap)))
+    plan, whole = planned(profile, "zero2", Priority()), planned(profile, "zero2", Priority(2**30 / MIB))
+    assert (len(plan.messages) > len(whole.messages), step_s(plan) < 0.99 * step_s(whole)) == (is_cut, is_cut)
+
+
 @pytest.mark.parametrize(("depth", "slow", "first"), [(1, "alpha", 3), (1, "gap", 4), (2, "alpha", 4), (2, "gap", 3)])
 def test_priority_counts_latencies_of_messages_that_are_alone_and_gaps_of_others(depth: int, slow: str, first: int) -> None:
     """In the 2 s before b's gradients come, blocks of c go out: all four, or one each 0.7 s until b's are more urgent."""

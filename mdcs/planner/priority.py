@@ -27,6 +27,7 @@ from mdcs.simulator.simulate import Steady, replay, undelayed
 COARSER = 8  # saturation blocks in a coarse block: plans with few messages leave time for more replays
 _ROUNDS = 3  # orders made from each first times, the later ones from the replay of the plan before
 _WORSE = 2  # sizes of blocks in a row that are slower than the best: smaller ones are not tried
+_MOST = 128  # messages of a plan whose units are cut finer: more of them leave little to gain
 _SMALLEST, _GAIN = 64 << 10, 0.005  # bytes of a block that is tried, and the relative gain that is worth more messages
 _PERIODS = 4  # of the list schedule; the plan takes the order of the last but one
 
@@ -58,7 +59,7 @@ class Priority(Blocks):
         """Return the settled nearest-deadline order (:func:`settled`)."""
         best = settled(mix, self.name, self.partition(mix))
         step_s, blocks, size, worse = replay(best).period_s, best.blocks, mix.profile.block // 2, 0
-        while self.block_mib is None and worse < _WORSE and size >= _SMALLEST:
+        while self.block_mib is None and worse < _WORSE and size >= _SMALLEST and len(best.messages) <= _MOST:
             if (finer := mix.partition(size)) != blocks:
                 blocks, plan = finer, settled(mix, self.name, finer)
                 if (now_s := replay(plan).period_s) < step_s * (1 - _GAIN):

@@ -141,9 +141,12 @@ class EmulatedCommunicator:
 class EmulatedCollective:
     """A message in flight: it writes its result when waited for, and holds a backend buffer until it is dropped."""
 
+    is_in_last_step = True
+    """It has one step."""
+
     def __init__(self, bring: Callable[[], object], held: Tensor | None = None) -> None:
         self._bring, self._held = bring, held
 
-    def wait(self) -> None:
-        """Write the result."""
+    def wait(self, begun: Callable[[], None] | None = None) -> None:
+        """Write the result. ``begun``: not called, as there is no second step."""
         self._bring()

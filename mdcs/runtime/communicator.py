@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,18 +33,28 @@ _TAGS = 1 << 16  # more than messages are ever in flight
 
 
 class PendingCollective:
-    """A collective in flight: its first step has started, :meth:`wait` runs the other steps."""
+    """A collective in flight, of ``count`` steps: its first step has started, :meth:`wait` runs the others."""
 
-    def __init__(self, steps: Iterator[Sequence[Waitable]]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Iterator[Sequence[Waitable]], count: int = 1) -> None:
+        self._steps, self._left = steps, count - 1
         self._works = next(steps, [])
 
-    def wait(self) -> None:
-        """Wait until it is done. Raises the backend's RuntimeError when a peer is gone or a step times out."""
+    @property
+    def is_in_last_step(self) -> bool:
+        """Return whether all its steps have started."""
+        return self._left <= 0
+
+    def wait(self, begun: Callable[[], None] = lambda: None) -> None:
+        """Wait until it is done; call ``begun`` when its last step has started, unless that was its first. Raises the
+        backend's RuntimeError when a peer is gone or a step times out.
+        """
         while self._works:
             for work in self._works:
                 work.wait()
             self._works = next(self._steps, [])
+            self._left -= 1
+            if self._left == 0:
+                begun()
 
 
 class Communicator:
@@ -84,9 +94,10 @@ class Communicator:
         result = parts[self._rank] if kind is not Kind.RS or out is None else out
         is_ring = self._backend is not None
         steps = self._ring(kind, parts, scratch, result) if is_ring else self._native(kind, buffer, result)
+        count = (self.world - 1) * (1 + (kind is Kind.AR)) if is_ring else 1
         # A message may be in flight when the profiler stops: gloo's ranges must not be open then.
         with unrecorded() if self._is_gloo and is_profiled() else contextlib.nullcontext():
-            return PendingCollective(steps)
+            return PendingCollective(steps, count)
 
     def _native(self, kind: Kind, buffer: Tensor, part: Tensor) -> Iterator[Sequence[Waitable]]:
         """Run the backend's own collective, of which ``part`` is this rank's input or output."""
@@ -142,7 +153,7 @@ class NodeCommunicator:
         if kind.is_gather:
             return self._inside.launch(kind.plain, buffer)
         assert out is not None, "a reduce-scatter needs a place for its result"
-        return PendingCollective(self._reduce(buffer, scratch, out))
+        return PendingCollective(self._reduce(buffer, scratch, out), count=2)
 
     def _reduce(self, buffer: Tensor, scratch: Tensor | None, out: Tensor) -> Iterator[Sequence[Waitable]]:
         for communicator, kind, tensor in (self._inside, Kind.RS, buffer), (self._across, Kind.AR, out):

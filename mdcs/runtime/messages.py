@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.emulation import EmulatedCommunicator
+from mdcs.emulation import EmulatedCollective, EmulatedCommunicator
 from mdcs.plan.ledger import MessageBytes
 from mdcs.plan.schedule import Message
 from mdcs.profile.link import Collectives, Kind
-from mdcs.runtime.communicator import Communicator, NodeCommunicator
+from mdcs.runtime.communicator import Communicator, NodeCommunicator, PendingCollective
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Waitable
@@ -81,7 +81,7 @@ class Transfer:
     scratch: Tensor | None = None
     reduced: Tensor | None = None
     shards: dict[Part, Tensor] = field(default_factory=dict)
-    works: list[Waitable] = field(default_factory=list)
+    works: list[PendingCollective | EmulatedCollective] = field(default_factory=list)
 
 
 @dataclass

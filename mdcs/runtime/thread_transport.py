@@ -149,8 +149,15 @@ class ThreadTransport(Wire):
                     self._work.notify()
 
     def _next(self) -> int | None:
-        """Return the number of the next message if this thread may start it now, else None."""
-        return None if self._starting or self.error is not None else self.queue.next_start()
+        """Return the number of the next message if this thread may start it now, else None.
+
+        It waits until the last step of the message before it is on the link. Before that step it would be done later by
+        its own bytes, and nothing would be on the link while the finisher updates with it.
+        """
+        if self._starting or self.error is not None:
+            return None
+        is_behind = self._in_flight and not all(work.is_in_last_step for work in self._in_flight[-1].works)
+        return None if is_behind else self.queue.next_start()
 
     def _start(self, number: int) -> Transfer:
         try:
@@ -203,7 +210,7 @@ class ThreadTransport(Wire):
 
     def _finish_all(self) -> None:
         while self._has_work():
-            self._finish(self._in_flight[0])
+            self._finish(self._in_flight[0], self._start_ready)
             with self.lock:
                 self._in_flight.popleft()
                 self.queue.finish()
@@ -224,11 +231,11 @@ class ThreadTransport(Wire):
                 self._idle = False
         return True
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: Transfer, begun: Callable[[], None] = lambda: None) -> None:
         messages, number, message = self.messages, transfer.number, transfer.message
         try:
             for work in transfer.works:
-                work.wait()
+                work.wait(begun)
             if self.pacer is not None:
                 self.pacer.hold(number, message.kind, messages.plan.wire(message))
             messages.land(transfer)

@@ -35,8 +35,10 @@ def listen(job: Job, how: How) -> dict[str, Any]:
 
         return call
 
+    tags: list[int] = []
+
     class Gloo:
-        """The backend's own methods, counted."""
+        """The backend's own methods, counted, and the tag of what is sent."""
 
         def __init__(self, real: Any) -> None:
             self.real = real
@@ -44,6 +46,11 @@ def listen(job: Job, how: How) -> dict[str, Any]:
         def __getattr__(self, name: str) -> Any:
             calls[name] += 1
             return getattr(self.real, name)
+
+        def send(self, tensors: Any, to: int, tag: int) -> Any:
+            calls["send"] += 1
+            tags.append(tag)
+            return self.real.send(tensors, to, tag)
 
     with parallel_for(job, how) as (made, parallel, optimizer):
         communicator = parallel._engine.wire.messages._communicators[False]
@@ -67,7 +74,7 @@ def listen(job: Job, how: How) -> dict[str, Any]:
         parallel.drain()
         records = parallel.records(flush=True)
         plan = parallel.plan
-    return {"plan": plan, "launched": launched, "so far": so_far, "calls": calls, "records": records}
+    return {"plan": plan, "launched": launched, "so far": so_far, "calls": calls, "tags": tags, "records": records}
 
 
 def expected(plan: mdcs.Plan) -> list[Message]:
@@ -102,6 +109,12 @@ def test_a_message_is_one_collective(two: Ranks, strategy):
         calls = found["calls"]
         assert calls["send"] == calls["recv"] == 2 * sent["AR"] + sent["RS"] + sent["AG_F"] + sent["AG_B"]
         assert calls["all_reduce"] == calls["reduce_scatter_tensor"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_message_begins_when_all_steps_of_the_one_before_have(three: Ranks, strategy):
+    for found in three.run(listen, Job("tied", steps=STEPS), How(strategy, "partitioning", bytes=256)):
+        assert len(found["tags"]) > len(found["launched"]) and found["tags"] == sorted(found["tags"])
 
 
 def sent(two: Ranks, strategy: str, scheduler: str, size: int) -> dict[str, Any]:

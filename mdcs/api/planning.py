@@ -34,7 +34,7 @@ from mdcs.telemetry.memory_meter import unmeasured
 
 SECONDS = 30.0
 """Default time limit of planning."""
-_OTHERS, _WITHIN = 15, 3  # of the time limit, the part of a solver that proposes another plan; within a budget
+_OTHERS, _WITHIN = 15, 6  # of the time limit, the part of a solver that proposes another plan; within a budget
 T = TypeVar("T")
 
 

@@ -57,7 +57,7 @@ def test_ranks_agree_on_the_fastest_and_the_model_is_as_before(two) -> None:  # 
     assert first.hash == second.hash and first.outcome == second.outcome and seen == also_seen
     assert all(math.isfinite(trial.standing.median_s) and trial.standing.median_s > 0 for trial in seen)
     assert [trial.plan.execution_hash for trial in seen if trial.is_chosen] == [first.execution_hash]
-    assert first.outcome.endswith("; ".join(map(str, seen))) and str(seen[0]).startswith("fsdp sequential, ")
+    assert first.outcome.endswith("; ".join(map(str, seen))) and "fsdp sequential, " in first.outcome
     assert seen[0].row()["messages"] == len(seen[0].plan.messages)
 
 

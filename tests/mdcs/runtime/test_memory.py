@@ -161,7 +161,8 @@ def test_mixed_precision(two: Ranks, job, how):
     """Masters are with the optimizer's state; a gradient is copied for its update unless it has their precision."""
     for rank in two.run(measure, job, how, SHAPES[job.model]):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
-        assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
+        # Activations are not exact: what is cast for 16 bits, and what meets in time, is up to the processor.
+        assert rank["measured"]["total"] <= 1.05 * rank["predicted"]["total"]
         assert how.budget is None or rank["measured"]["total"] <= rank["budget"]
 
 

@@ -298,7 +298,7 @@ TRANSFORMER = cluster_profile(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("profile", "count"), [(DEEP, 20), (deep(4000, 2000, 3000, size=2000), 20), (TRANSFORMER, 12)])
+@pytest.mark.parametrize(("profile", "count"), [(DEEP, 50), (deep(4000, 2000, 3000, size=2000), 50), (TRANSFORMER, 12)])
 def test_more_bytes_are_never_slower(profile: Profile, count: int) -> None:
     low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
     budgets = [low + i * (high - low) // (count - 1) for i in range(count)]

@@ -115,7 +115,8 @@ def _other(mix: StrategyAssignment, unit: int) -> StrategyAssignment | None:
 
 
 def _fastest(plan: Plan, mix: StrategyAssignment, unit: int) -> tuple[int, Plan | None] | None:
-    """Return the smallest budget of the fastest changed plan that fits what the plan may take, and that plan.
+    """Return the smallest budget of the fastest changed plan that fits what the plan may take, and that plan. Of plans
+    that are equally fast (within 1 ns) it is the one that needs least.
 
     Where none fits: the smallest budget of all, and None. Where there is no changed plan: None.
     """
@@ -123,7 +124,7 @@ def _fastest(plan: Plan, mix: StrategyAssignment, unit: int) -> tuple[int, Plan 
     within = [(needs, dataclasses.replace(each, budget=plan.budget, limit=plan.limit)) for needs, each in made
               if plan.admissible is None or needs - plan.reserve <= plan.admissible]  # fmt: skip
     if within:
-        return min(within, key=lambda fitting: replay(fitting[1]).period_s)
+        return min(within, key=lambda fitting: (round(replay(fitting[1]).period_s, 9), fitting[0]))
     return (min(needs for needs, _ in made), None) if made else None
 
 

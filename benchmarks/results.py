@@ -65,7 +65,7 @@ def main() -> int:
 
 def _measure(name: str, overrides: list[str], out: Path) -> int:
     """Run a comparison and keep what it measured. Return its exit code."""
-    load = [os.getloadavg()]
+    load = [_quiet()]
     folder = Path("outputs/results", time.strftime("%Y-%m-%d_%H-%M-%S"), name).absolute()
     compare = [sys.executable, str(ROOT / "experiments/compare.py"), f"experiment=results_{name}", *overrides]
     code = subprocess.run([*compare, f"hydra.run.dir={folder}"], check=False).returncode
@@ -78,6 +78,14 @@ def _measure(name: str, overrides: list[str], out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return code
+
+
+def _quiet(longest_s: float = 300.0) -> tuple[float, float, float]:
+    """Wait until the load of the last minute is below 1, or for so many seconds. Return the load."""
+    end = time.monotonic() + longest_s
+    while (load := os.getloadavg())[0] >= 1 and time.monotonic() < end:
+        time.sleep(2)
+    return load
 
 
 def surroundings() -> dict[str, Any]:

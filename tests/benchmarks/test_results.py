@@ -113,7 +113,7 @@ def test_the_newest_file_of_a_name_counts(tmp_path):
 def test_every_measurement_composes(name):
     with checks.composing():
         config = checks.compose_config([f"experiment=results_{name}"])
-    assert config.compare.rounds >= 5 and set(config.compare.vary) != {"mdcs"} and config.compare.budgets
+    assert config.compare.rounds >= 3 and set(config.compare.vary) != {"mdcs"} and config.compare.budgets
 
 
 def run(monkeypatch, *arguments):

@@ -51,22 +51,28 @@ class Priority(Blocks):
     name: ClassVar[str] = "priority"
 
     block_mib: float | None = option(
-        None, "size of a block, MiB; null: the fastest by replay of the smallest that saturates the link and its parts",
-        above=0,
+        None, "size of a block, MiB; null: the fastest by replay, or, where that is as fast, the largest", above=0,
     )  # fmt: skip
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the settled nearest-deadline order (:func:`settled`)."""
         best = settled(mix, self.name, self.partition(mix))
-        step_s, blocks, size, worse = replay(best).period_s, best.blocks, mix.profile.block // 2, 0
-        while self.block_mib is None and worse < _WORSE and size >= _SMALLEST and len(best.messages) <= _MOST:
+        if self.block_mib is not None:
+            return best
+        step_s, size = replay(best).period_s, mix.profile.block
+        for coarser in (2 * size, 4 * size, COARSER * size):
+            plan = settled(mix, self.name, mix.partition(coarser))
+            if (now_s := replay(plan).period_s) * (1 - _GAIN) > step_s:
+                break
+            best, step_s = plan, min(step_s, now_s)
+        blocks, worse = best.blocks, 0 if best.blocks == self.partition(mix) else _WORSE
+        while worse < _WORSE and (size := size // 2) >= _SMALLEST and len(best.messages) <= _MOST:
             if (finer := mix.partition(size)) != blocks:
                 blocks, plan = finer, settled(mix, self.name, finer)
                 if (now_s := replay(plan).period_s) < step_s * (1 - _GAIN):
                     best, step_s, worse = plan, now_s, 0
                 else:
                     worse += 1
-            size //= 2
         return best
 
 

@@ -41,6 +41,8 @@ _LOST = "interference"  # the fraction of compute that is lost while a message i
 _MANY = 24  # messages on an idle link that determine its latency: the waits of a few for other ranks look like it
 _HOST = "host_seconds_per_message"
 _ENOUGH = 16  # periods of a run that are looked at, of many ranks and steps
+_STEP_ERROR = 0.01  # relative error of a run's step
+_MORE_S, _MOST_S = 1e-4, 5e-4  # compute of a message beyond the slots': a step for the derivative, and the most
 _FEW = 3  # samples of a delay from which on it is determined
 
 
@@ -67,8 +69,9 @@ def fit_costs(profile: Profile, runs: Sequence[Run]) -> Profile:
     if not runs or profile.world == 1:
         return profile
     evidence = [_Evidence.of(profile, run) for run in runs]
-    found = _fitted(profile, evidence)
-    without = [_fitted(profile, [*evidence[:i], *evidence[i + 1 :]]) for i in range(len(runs)) if len(runs) > 1]
+    found = _fitted(profile, runs, evidence)
+    others = [[j for j in range(len(runs)) if j != i] for i in range(len(runs)) if len(runs) > 1]
+    without = [_fitted(profile, [runs[j] for j in each], [evidence[j] for j in each]) for each in others]
     is_enough = [known.errors.keys() >= found.errors.keys() for known in without]
     judged = dict[str, tuple[float, float]]()
     for run, known, determines_all in zip(runs, without, is_enough, strict=False):
@@ -127,9 +130,9 @@ class _Evidence(NamedTuple):
         return found
 
 
-def _fitted(profile: Profile, runs: Sequence[_Evidence]) -> Profile:
-    seconds, compute = _compute_costs(profile, runs)
-    link, delays = _link_costs(profile, runs), _delays(profile, runs)
+def _fitted(profile: Profile, runs: Sequence[Run], evidence: Sequence[_Evidence]) -> Profile:
+    seconds, compute = _compute_costs(profile, evidence)
+    link, delays = _link_costs(profile, evidence), _delays(profile, evidence)
     slots = tuple(dataclasses.replace(s, seconds=seconds.get(i, s.seconds)) for i, s in enumerate(profile.slots))
     found = dataclasses.replace(
         profile, slots=slots, link=_with_costs(profile, link), errors=compute.errors | link.errors | delays.errors
@@ -143,7 +146,31 @@ def _fitted(profile: Profile, runs: Sequence[_Evidence]) -> Profile:
             execution=dataclasses.replace(profile.execution, host_seconds_per_message=host_s),
         )
     values = compute.values | delays.values | _occupancy(found, link) | {"skew_seconds": link.values["skew_seconds"]}
-    return dataclasses.replace(found, contention=dataclasses.replace(profile.contention, **values))
+    found = dataclasses.replace(found, contention=dataclasses.replace(profile.contention, **values))
+    return _as_long_as(runs, found) if "compute_per_message" in found.errors else found
+
+
+def _as_long_as(runs: Sequence[Run], profile: Profile) -> Profile:
+    """Return the profile with the compute of a message that explains the runs' steps, as far as its error allows.
+
+    Where all cores are busy a message delays compute by more than the slots in which it ends show, and a planner to
+    which messages seem to be free sends many. Least squares of the steps' errors, which are small enough to be linear.
+    """
+    before = profile.contention.compute_per_message
+    weight = (_STEP_ERROR / profile.errors["compute_per_message"]) ** 2
+    above = slope = 0.0
+    for run in runs:
+        told, more = (replay(_under(run.plan, _per_message(profile, c))).period_s for c in (before, before + _MORE_S))
+        change = (more - told) / _MORE_S / run.step_s
+        above += change * (run.step_s - told) / run.step_s
+        slope += change**2
+    return _per_message(profile, min(max(0.0, before + above / (slope + weight)), before + _MOST_S))
+
+
+def _per_message(profile: Profile, seconds: float) -> Profile:
+    return dataclasses.replace(
+        profile, contention=dataclasses.replace(profile.contention, compute_per_message=seconds)
+    )
 
 
 # ---- compute

@@ -321,7 +321,7 @@ class UnitStorage:
             p.grad.mul_(scale)  # alone: the one that it adds to is averaged already
             scale = None
         if index in self.had:
-            view.add_(p.grad)
+            _accumulate(view, p.grad)
         elif scale is not None and view.dtype == p.dtype:
             _average(p.grad, scale, view)
             scale = None
@@ -376,6 +376,20 @@ class UnitStorage:
                 piece = reduced[begin - part.start : end - part.start]
                 out.append((slice(begin - part.start, end - part.start), (torch.signbit(piece) & (piece == 0)).all()))
         return out
+
+
+_PIECE = 4096
+"""Elements that are added at once where the processor copies them first."""
+
+
+def _accumulate(total: Tensor, gradient: Tensor) -> None:
+    """Add a gradient, in pieces where the processor would first copy all of it in the wider type of the total."""
+    if gradient.dtype == total.dtype or gradient.device.type != "cpu" or gradient.dim() == 0:
+        total.add_(gradient)
+        return
+    rows = max(1, _PIECE * gradient.shape[0] // gradient.numel()) if gradient.numel() else 1
+    for wide, narrow in zip(total.split(rows), gradient.split(rows), strict=True):
+        wide.add_(narrow)
 
 
 _ZERO = torch.zeros(())

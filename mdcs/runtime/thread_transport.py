@@ -1,9 +1,8 @@
 """Sends messages with host threads, several in flight, and finishes them in the plan's order.
 
-The thread that meets the last condition of :class:`MessageQueue` starts a message: the training thread when it issues
-it, else the *finisher*, which waits for the oldest message, unpacks it, runs the updates that it completes, and frees
-its buffers. A third thread, the *starter*, starts large messages: gloo copies the payload on the calling thread, which
-would block compute. Threads wake each other only if another thread waits for the event.
+The *starter* starts messages: gloo copies the payload on the calling thread, which would block compute or an update.
+The *finisher* waits for the oldest message, unpacks it, runs the updates that it completes, and frees its buffers.
+Threads wake each other only if another thread waits for the event.
 """
 
 from __future__ import annotations
@@ -17,34 +16,29 @@ from typing import NoReturn
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.messages import Transfer
 from mdcs.runtime.wire import Wire
-from mdcs.sizes import MIB
 from mdcs.torch_compat import named_range
 
 LISTEN_SECONDS = 0.5
 """Seconds between checks, while waiting, whether another rank has left."""
 _ALIKE = "Run equally many steps on every rank, or pass parallelize(…, timeout_s=) a longer time"
-_LARGE_BYTES = MIB // 4
-"""Wire bytes from which on the starter starts a message. Estimated: at 0.4 ms per MiB as long as a wake-up."""
 
 
 class ThreadTransport(Wire):
-    """The finisher thread, the starter thread where messages are large, and the training thread's interface to them."""
+    """The starter and the finisher, and the training thread's interface to them."""
 
     def _begin(self) -> None:
         self._stop = False
         self._in_flight: deque[Transfer] = deque()
         self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
         self._idle = False
-        self._large = threading.Condition(self.lock)  # what the starter waits for
-        self._starting = False  # a thread is starting a message, and will start the next one
+        self._ready = threading.Condition(self.lock)  # what the starter waits for
         self._progress = threading.Condition(self.lock)  # the training thread waits on this
         self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
         self._scaled = 0  # messages up to the last one whose norm is known
-        plan = self.context.plan
-        self._is_large = [plan.wire(m) >= _LARGE_BYTES for m in plan.messages]
-        finisher = threading.Thread(target=self._run, args=(self._finish_all,), name="mdcs-finisher", daemon=True)
-        starter = threading.Thread(target=self._run, args=(self._start_large,), name="mdcs-starter", daemon=True)
-        self._threads = [finisher, starter] if any(self._is_large) else [finisher]
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"mdcs-{name}", daemon=True)
+            for name, work in (("starter", self._start_all), ("finisher", self._finish_all))
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -127,34 +121,35 @@ class ThreadTransport(Wire):
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _start_ready(self, as_starter: bool = False) -> None:
-        """Start the messages that can start now, one at a time and in order; leave large ones to the starter. Without
-        the lock.
-        """
-        while True:
-            with self.lock:
-                number = self._next()
-                if number is None:
-                    return
-                if self._is_large[number % self.queue.n] and not as_starter:
-                    self._large.notify()
-                    return
-                self._starting = True
+    def _start_all(self) -> None:
+        while (number := self._wait_for_next()) is not None:
             transfer = self._start(number)
             with self.lock:
                 self._in_flight.append(transfer)
                 self.queue.start()
-                self._starting = False
                 if self._idle:
                     self._work.notify()
 
+    def _wait_for_next(self) -> int | None:
+        """Wait for a message that can start, and return its number; return None at the end."""
+        with self.lock:
+            while (number := self._next()) is None and not self._has_ended():
+                self._ready.wait()
+        return number
+
+    def _start_ready(self) -> None:
+        """Let the starter start the messages that can start now. Without the lock."""
+        with self.lock:
+            if self._next() is not None:
+                self._ready.notify()
+
     def _next(self) -> int | None:
-        """Return the number of the next message if this thread may start it now, else None.
+        """Return the number of the next message if it may start now, else None.
 
         It waits until the last step of the message before it is on the link. Before that step it would be done later by
         its own bytes, and nothing would be on the link while the finisher updates with it.
         """
-        if self._starting or self.error is not None:
+        if self.error is not None:
             return None
         is_behind = self._in_flight and not all(work.is_in_last_step for work in self._in_flight[-1].works)
         return None if is_behind else self.queue.next_start()
@@ -168,15 +163,6 @@ class ThreadTransport(Wire):
             return transfer
         except Exception as e:
             self._raise(number, e)
-
-    def _start_large(self) -> None:
-        while True:
-            self._start_ready(as_starter=True)
-            with self.lock:
-                while self._next() is None:
-                    if self._has_ended():
-                        return
-                    self._large.wait()
 
     # -- both threads -------------------------------------------------------------------------------------------
 
@@ -203,7 +189,7 @@ class ThreadTransport(Wire):
         return self.error is not None or self._stop and self.queue.done == self.queue.issued
 
     def _wake_all(self) -> None:
-        for waited_for in (self._work, self._large, self._progress):
+        for waited_for in (self._work, self._ready, self._progress):
             waited_for.notify()
 
     # -- the finisher -------------------------------------------------------------------------------------------

@@ -161,8 +161,7 @@ def test_mixed_precision(two: Ranks, job, how):
     """Masters are with the optimizer's state; a gradient is copied for its update unless it has their precision."""
     for rank in two.run(measure, job, how, SHAPES[job.model]):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
-        # Wider gradients: in a second pass two 16-bit gradients may be held longer than in the pass that was profiled.
-        assert rank["measured"]["total"] <= 1.05 * rank["predicted"]["total"]
+        assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
         assert how.budget is None or rank["measured"]["total"] <= rank["budget"]
 
 

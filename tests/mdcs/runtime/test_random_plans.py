@@ -4,7 +4,7 @@
 their activations again, half of them under the smallest budget they can run in, with drains, evaluations (some of which raise),
 state dicts, saved and loaded, loans of whole parameters, looks at gradients, collectives of the loop's own, batches that raise or
 that are left out, and other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no
-multiple of the ranks; every fourth time units of two types, too. Of three times one has a starter for all messages, one for some.
+multiple of the ranks; every fourth time units of two types, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from mdcs.planner.schedulers import RandomOrder, StrategyAssignment
 from mdcs.profile.link import ALGORITHMS, Collectives
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero
-from mdcs.runtime import thread_transport
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -85,8 +84,6 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
         return stack.enter_context(mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20))
 
     with contextlib.ExitStack() as stack:
-        large = (thread_transport._LARGE_BYTES, 0, 200)[seed % 3]
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(thread_transport, "_LARGE_BYTES", large)
         parallel = start(seed)
         for step in range(STEPS):
             if between[step] == "caught":

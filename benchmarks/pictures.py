@@ -148,8 +148,9 @@ def time_over_memory(measurements: Sequence[tuple[str, pd.DataFrame]]) -> Figure
     in less memory as a line."""
     all_rows = pd.concat([rows for _, rows in measurements], ignore_index=True)
     looks = style.looks(all_rows)
-    grid = -(-len(measurements) // 2), 2
-    figure = style.new_figure(10.4, 3.8 * grid[0], "Step time over peak memory of a rank, measured")
+    columns = 2 if len(measurements) <= 4 else 3
+    grid = -(-len(measurements) // columns), columns
+    figure = style.new_figure(5.2 * columns, 3.8 * grid[0], "Step time over peak memory of a rank, measured")
     for place, (title, rows) in enumerate(measurements, start=1):
         over_memory(figure.add_subplot(*grid, place), rows, looks, 4.7, title)
     notes = "mdcs: a point per budget; bars: 95 % interval of the median; line: least time within so much memory"

@@ -109,7 +109,11 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-ABLATION = {
+TITLES = {
+    "ablation": "What each decision wins", "budgets": "What a larger budget wins",
+    "plane": "One budget, divided in three",
+}  # fmt: skip
+DECIDED = {
     "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap",
     "schedule": "all `fsdp`, scheduled",
     "both": "both, one after the other", "joint": "both at once", "recompute": "both at once, with recomputation",
@@ -128,7 +132,7 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
     """Write the page and its pictures into the folder. Return the page's file."""
     found = docs / "results.md"
     found.write_text(page(results), encoding="utf-8")
-    if compared := [each for each in results if not is_ablation(each)]:
+    if compared := [each for each in results if not has_plans_alone(each)]:
         pictures.save(
             time_over_memory([(_heading(each), runs(each)) for each in compared]), docs / "results.png"
         )
@@ -142,8 +146,8 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
 
 def page(results: Sequence[Result]) -> str:
     """Return the page as Markdown."""
-    compared = [each for each in results if not is_ablation(each)]
-    sections = [_ablation(each) if is_ablation(each) else _engines(each) for each in results]
+    compared = [each for each in results if not has_plans_alone(each)]
+    sections = [_plans(each) if has_plans_alone(each) else _engines(each) for each in results]
     if compared:
         picture = "![Step time over peak memory](results.png)"
         sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
@@ -159,7 +163,7 @@ def page(results: Sequence[Result]) -> str:
     )  # fmt: skip
 
 
-def is_ablation(result: Result) -> bool:
+def has_plans_alone(result: Result) -> bool:
     """Return whether all candidates are plans of mdcs."""
     return all(each["plans"] for each in result["comparison"]["candidates"])
 
@@ -267,19 +271,19 @@ def _over(own: Result, each: Result) -> str:
     return f"{statistics.median(b / a for a, b in zip(steps(own), steps(each), strict=False)):.2f}"
 
 
-def _ablation(result: Result) -> str:
-    told = [f"## What each decision wins: {_title(result)}\n\n{_about(result)}"]
-    for part in result["comparison"]["budgets"]:
-        here = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
-        base = next((steps(each) for each in here if each["name"] == "neither"), [])
-        rows = []
-        for each in here:
-            ratio = _ratio(Spread.of([a / b for a, b in zip(base, steps(each), strict=False)])) if base else ""
-            decided = each["name"], ABLATION.get(each["name"], "")
-            rows.append([*decided, _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
-        headings = ["decided", "", "step ms", "speed-up", "peak MiB", "predicted ms"]
-        told.append(f"The budget is {_budget(part)}.\n\n{table(headings, rows)}")
-    return "\n\n".join(told)
+def _plans(result: Result) -> str:
+    """A row per candidate and budget, with the step of the first row over its own, round by round."""
+    of, rows, first = result["comparison"], list[list[str]](), list[float]()
+    for part in of["budgets"]:
+        for each in of["candidates"]:
+            if each["budget"] in (None, part["budget"]):
+                first = first or steps(each)
+                ratio = _ratio(Spread.of([a / b for a, b in zip(first, steps(each), strict=False)]))
+                name = each["name"] + (f": {DECIDED[each['name']]}" if each["name"] in DECIDED else "")
+                rows.append([_budget(part), name, _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
+    headings = ["budget", "plan", "step ms", "speed-up", "peak MiB", "predicted ms"]
+    heading = f"## {TITLES.get(result['name'], 'Plans')}: {_title(result)}"
+    return f"{heading}\n\n{_about(result)}\n\n{table(headings, rows)}"
 
 
 def _predictions(results: Sequence[Result]) -> str:

@@ -105,10 +105,6 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 TITLES = {
     "ablation": "What each decision wins", "budgets": "What a larger budget wins",
     "plane": "One budget, divided in three",
@@ -371,3 +367,7 @@ def _ms(step: Spread) -> str:
 
 def _ratio(ratio: Spread) -> str:
     return f"{ratio.median:.2f} [{ratio.low:.2f} to {ratio.high:.2f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -157,7 +157,7 @@ class LoopPlan:
 
     def _chosen(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:
         """Return the plan of this profile, or the one of a few others that is measured to be faster."""
-        making = self.planning.begin(measuring.job(profile), measuring.device)
+        making = self.planning.begin(measuring.job(profile), measuring.device, beside=True)
         yield Stage(None, 1, StepClock, waits_for=making.is_done)
         plans = making.result()
         if len(plans) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import warnings
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
+from mdcs.planner.apart import call_apart
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.pipeline import limit_of, make_plan, unsharded_bytes
+from mdcs.planner.pipeline import limit_of, unsharded_bytes
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import AUTO, RecomputeRule, in_words, recompute_named
 from mdcs.planner.registry import (
@@ -27,7 +29,7 @@ from mdcs.planner.registry import (
     scheduler_named,
     strategy_named,
 )
-from mdcs.planner.trials import proposals
+from mdcs.planner.trials import make_plans
 from mdcs.profiler.consensus import Begun, phase
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import unmeasured
@@ -86,8 +88,10 @@ class Planning:
         """
         return self.begin(job, device).result()
 
-    def begin(self, job: Job, device: torch.device) -> Begun[list[Plan]]:
-        """Begin to make the plans of :meth:`plans`, in a thread of rank 0: training may go on meanwhile. Collective."""
+    def begin(self, job: Job, device: torch.device, *, beside: bool = False) -> Begun[list[Plan]]:
+        """Begin to make the plans of :meth:`plans`, in a thread of rank 0. Collective. ``beside``: training goes on
+        meanwhile, so what takes long is done in a process of its own.
+        """
         if self.budget.is_limit and not any(slot.peak for slot in job.profile.slots):
             why = unmeasured(device) or "the profile does not have them"
             warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
@@ -96,17 +100,22 @@ class Planning:
         solves = isinstance(strategy, Solving) or isinstance(schedule, Solving)
         phase(f"planning{_within_words(self.budget, limit)}", self.seconds if solves else None)
 
+        seconds = self.seconds / (_OTHERS if limit is None else _WITHIN)
+        made = functools.partial(
+            make_plans, budget=limit, schedule_share=self.schedule_share, recompute=self.rule, trials=self.trials,
+            seconds=seconds,
+        )  # fmt: skip
+        is_long = (solves or self.trials > 1) and all(
+            each is None or type(each).__module__.startswith("mdcs.") for each in (strategy, schedule, self.rule)
+        )  # a planner of the program's own may be known in this process alone
+
         def planned() -> list[Plan]:
             try:
-                plan = make_plan(
-                    job, strategy, schedule, budget=limit, schedule_share=self.schedule_share, recompute=self.rule
-                )
+                if beside and is_long:
+                    return call_apart(made, job, strategy, schedule)
+                return made(job, strategy, schedule)
             except InfeasibleBudget as error:
                 raise error.in_words_of(self.budget, lambda: unsharded_bytes(job)) from None
-            if job.profile.world == 1:
-                return [plan]
-            seconds = self.seconds / (_OTHERS if limit is None else _WITHIN)
-            return proposals(plan, self.trials, recompute=self.rule, seconds=seconds)
 
         def say(plans: list[Plan]) -> None:
             if self.rule == AUTO and (line := in_words(plans[0])):

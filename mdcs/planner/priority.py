@@ -59,13 +59,14 @@ class Priority(Blocks):
         best = settled(mix, self.name, self.partition(mix))
         if self.block_mib is not None:
             return best
-        step_s, size = replay(best).period_s, mix.profile.block
+        step_s, size, own = replay(best).period_s, mix.profile.block, best.blocks
         for coarser in (2 * size, 4 * size, COARSER * size):
-            plan = settled(mix, self.name, mix.partition(coarser))
-            if (now_s := replay(plan).period_s) * (1 - _GAIN) > step_s:
-                break
-            best, step_s = plan, min(step_s, now_s)
-        blocks, worse = best.blocks, 0 if best.blocks == self.partition(mix) else _WORSE
+            if (blocks := mix.partition(coarser)) != best.blocks:
+                plan = settled(mix, self.name, blocks)
+                if (now_s := replay(plan).period_s) * (1 - _GAIN) > step_s:
+                    break
+                best, step_s = plan, min(step_s, now_s)
+        blocks, worse = own, 0 if best.blocks == own else _WORSE
         while worse < _WORSE and (size := size // 2) >= _SMALLEST and len(best.messages) <= _MOST:
             if (finer := mix.partition(size)) != blocks:
                 blocks, plan = finer, settled(mix, self.name, finer)

@@ -26,7 +26,7 @@ from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import AUTO, RecomputeRule, ladder, recompute_named
-from mdcs.planner.registry import Scheduler
+from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Wfbp
 from mdcs.planner.strategies import Greedy
 from mdcs.sizes import MIB
@@ -40,6 +40,22 @@ _WORST = 0.35  # a plan that is predicted to be slower than the best by this par
 _ERRORS = 3  # nor, beside two plans, one that is slower by so many times the error of predictions
 _LEAST = 0.03  # which is at least this
 _ALIKE = 0.005  # relative difference of predictions up to which plans with the same contents of messages are alike
+
+
+def make_plans(
+    job: Job,
+    strategy: StrategyPlanner | JointPlanner,
+    scheduler: Scheduler | None,
+    *,
+    budget: int | None,
+    schedule_share: float | None,
+    recompute: RecomputeRule,
+    trials: int,
+    seconds: float,
+) -> list[Plan]:
+    """Return the plan of :func:`mdcs.planner.pipeline.make_plan`, and up to ``trials`` - 1 of its :func:`proposals`."""
+    plan = make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=recompute)
+    return [plan] if job.profile.world == 1 else proposals(plan, trials, recompute=recompute, seconds=seconds)
 
 
 def proposals(

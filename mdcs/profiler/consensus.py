@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import statistics
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,8 +24,6 @@ from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError
 
 T = TypeVar("T")
 
-_SWITCH_S = 5e-4
-"""Longest time that a thread of training waits for the interpreter while a value is made beside it."""
 _POLL_INTERVAL = timedelta(seconds=0.5)
 """Time between a waiting rank's checks whether another rank has left."""
 
@@ -240,14 +237,10 @@ class Begun(Generic[T]):
             Thread(target=self._run, args=(make,), name="mdcs planning", daemon=True).start()
 
     def _run(self, make: Callable[[], T]) -> None:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
         try:
             self._made.set_result(make())
         except BaseException as error:  # raised by result()
             self._made.set_exception(error)
-        finally:
-            sys.setswitchinterval(interval)
 
     def is_done(self) -> bool:
         """Return whether the value is made, or has failed. False on other ranks than 0."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.api import loop_plan, planning
-from mdcs.planner.pipeline import make_plan
 from mdcs.planner.recompute import is_measured
+from mdcs.planner.trials import make_plans
 from mdcs.profile.schema import INPUTS
 from tests.mdcs.measured import plans_are_made_at_once
 
@@ -294,7 +294,7 @@ def steps_of_start() -> list[int]:
         model = blocks()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.MonkeyPatch.context() as patch, wait():
-            patch.setattr(planning, "make_plan", lambda *given, **options: (time.sleep(0.5), make_plan(*given, **options))[1])
+            patch.setattr(planning, "make_plans", lambda *given, **options: (time.sleep(0.5), make_plans(*given, **options))[1])
             with mdcs.parallelize(model, optimizer, trials=1, profiles=False, progress=False, timeout_s=30) as parallel:
                 found.append(choosing(parallel, lambda step, model=model: texts(model, step)))
     return found

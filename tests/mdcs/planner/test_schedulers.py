@@ -472,9 +472,11 @@ def test_idle_time_that_messages_make_is_used() -> None:
     assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)
 
 
-def test_priority_uses_the_links_block() -> None:
-    profile = replace(THREE, link=Link((0.0,) * 4, (0.0,) * 4, 1, 256))
-    assert planned(profile, "dp", Priority()).blocks == ((64,) * 5,) * 3
+@pytest.mark.parametrize(("gap_s", "blocks"), [(0.0, 2), (0.5, 1)])
+def test_priority_sends_the_largest_block_that_is_as_fast(gap_s: float, blocks: int) -> None:
+    """The link's block makes five of a unit; a whole unit, whose update is one, too, takes 1 % more without gaps."""
+    profile = replace(THREE, link=Link((0.0,) * 4, (0.02,) * 4, 1, 256, gap=(gap_s,) * 4))
+    assert {len(unit) for unit in planned(profile, "dp", Priority()).blocks} == {blocks}
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -28,7 +28,8 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.priority import Priority
+from mdcs.planner.schedulers import Dear
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile
@@ -79,10 +80,11 @@ def curve(model: str, ratio: float, budget: float) -> dict[str, Any]:
     made = profile(model, ratio)
     job, floor, whole = Job(made), floor_bytes(made), unsharded_bytes(made)
     limit = int(floor + budget * (whole - floor))
+    schedulers = {"priority": Priority(made.block / MIB), "dear": Dear()}  # with messages of the size of the settings
 
     def step_s(share: float | None, scheduler: str) -> float:
         try:
-            plan = make_plan(job, Greedy(), SCHEDULERS[scheduler](), budget=limit, schedule_share=share)
+            plan = make_plan(job, Greedy(), schedulers[scheduler], budget=limit, schedule_share=share)
         except (InfeasibleBudget, PlanError):
             return math.inf
         assert plan.prediction is not None

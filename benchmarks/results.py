@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -170,8 +171,8 @@ def steps(candidate: Result) -> list[float]:
 
 
 def peak(candidate: Result) -> float:
-    """The most bytes that any rank held in any round."""
-    return float(max(each["peak_bytes"] for each in candidate["rounds"]))
+    """The most bytes that any rank held in any round; NaN where that was not measured."""
+    return float(max(math.nan if each["peak_bytes"] is None else each["peak_bytes"] for each in candidate["rounds"]))
 
 
 def predicted(candidate: Result) -> str:
@@ -181,11 +182,11 @@ def predicted(candidate: Result) -> str:
 
 
 def under(result: Result, part: Result) -> tuple[list[Result], list[Result]]:
-    """The candidates of a budget that fit, the fastest first, and those that do not."""
+    """The candidates of a budget that fit, or whose bytes are not known, the fastest first, and those that do not."""
     # An engine without a plan has one run for all budgets; of a part of a floor, each plan has its own bytes.
     some = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
     limits = {each["name"]: each["budget_bytes"] or part["budget_bytes"] for each in some}
-    fits = [each for each in some if (limit := limits[each["name"]]) is None or peak(each) <= limit]
+    fits = [each for each in some if (limit := limits[each["name"]]) is None or not peak(each) > limit]
     return sorted(fits, key=lambda each: statistics.median(steps(each))), [each for each in some if each not in fits]
 
 
@@ -347,7 +348,8 @@ def _heading(result: Result) -> str:
 
 
 def _about(result: Result) -> str:
-    return f"`python -m benchmarks.results {result['name']}`: {result['about']}"
+    about = result["about"].removeprefix("For docs/results.md: ")
+    return f"`python -m benchmarks.results {result['name']}`: {about}"
 
 
 def _budget(part: Result) -> str:
@@ -358,7 +360,7 @@ def _budget(part: Result) -> str:
 
 
 def _mib(candidate: Result) -> str:
-    return f"{peak(candidate) / MIB:.0f}"
+    return "not measured" if math.isnan(peak(candidate)) else f"{peak(candidate) / MIB:.0f}"
 
 
 def _ms(step: Spread) -> str:

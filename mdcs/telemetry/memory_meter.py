@@ -222,9 +222,10 @@ def _storages() -> Iterator[torch.UntypedStorage]:
         for tensor in (each, each.grad if each.is_leaf else None):
             try:
                 storage = None if tensor is None else tensor.untyped_storage()
+                if storage is None or storage.device.type != "cpu" or storage.nbytes() == 0:
+                    continue
+                storage.data_ptr()
             except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of tensors
-                continue
-            if storage is None or storage.device.type != "cpu" or storage.nbytes() == 0:
                 continue
             if storage.resizable() and not storage.is_shared():  # else another's: NumPy's, a file's, several processes'
                 yield storage

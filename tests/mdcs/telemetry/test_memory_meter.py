@@ -400,6 +400,21 @@ def test_in_a_process_of_its_own(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
+_WRAPPED = """
+import torch
+from mdcs.telemetry.memory_meter import unmeasured
+class Wrapper(torch.Tensor):  # as DTensor: it has no memory of its own
+    __torch_dispatch__ = classmethod(lambda *given: NotImplemented)
+wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (4,))
+print(unmeasured("cpu"))
+"""
+
+
+def test_tensors_that_wrap_others_are_passed_over() -> None:
+    said = subprocess.run([sys.executable, "-c", _WRAPPED], capture_output=True, text=True, timeout=300, check=True)
+    assert said.stdout.strip() == ""
+
+
 def test_the_shim_is_compiled_once_into_the_cache(cache: Path) -> None:
     library = memory_meter.build()
     built = library.stat().st_mtime_ns

@@ -29,6 +29,7 @@ from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.priority import Priority
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Dear
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Link
@@ -80,7 +81,7 @@ def curve(model: str, ratio: float, budget: float) -> dict[str, Any]:
     made = profile(model, ratio)
     job, floor, whole = Job(made), floor_bytes(made), unsharded_bytes(made)
     limit = int(floor + budget * (whole - floor))
-    schedulers = {"priority": Priority(made.block / MIB), "dear": Dear()}  # with messages of the size of the settings
+    schedulers: dict[str, Scheduler] = {"priority": Priority(made.block / MIB), "dear": Dear()}  # messages as set
 
     def step_s(share: float | None, scheduler: str) -> float:
         try:

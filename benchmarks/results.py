@@ -172,7 +172,8 @@ def steps(candidate: Result) -> list[float]:
 
 def peak(candidate: Result) -> float:
     """The most bytes that any rank held in any round; NaN where that was not measured."""
-    return float(max(math.nan if each["peak_bytes"] is None else each["peak_bytes"] for each in candidate["rounds"]))
+    sizes = [each["peak_bytes"] for each in candidate["rounds"]]
+    return math.nan if None in sizes else float(max(sizes))
 
 
 def predicted(candidate: Result) -> str:

@@ -6,7 +6,8 @@ Each cost is read from the times that it changes, by least squares, so that each
   bytes, and by seconds of copies and updates. Where updates run beside compute (CUDA): how much slower it is while a
   message is in flight.
 - Time of a message on the link, over messages: latency α or gap, β for each operation, the wait for the last rank, and
-  what compute adds by number and by bytes.
+  what compute adds by number and by bytes (:mod:`mdcs.profiler.link_fit`).
+- The step: what slots do not show of the compute that a message takes.
 - Delays of compute: between the end of a message and the slot that waits for it, and between backward and forward.
 - The host's time for a message, where it enqueues ahead of a device.
 
@@ -25,20 +26,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mdcs.plan.plan import Plan
-from mdcs.profile.link import Kind, Link, operation_name
 from mdcs.profile.schema import Profile
+from mdcs.profiler.link_fit import Row, covered, link_costs, occupancy, served, with_costs
 from mdcs.profiler.regression import Estimates, Term, estimate
 from mdcs.simulator.simulate import replay
-from mdcs.sizes import MIB
-from mdcs.telemetry.timeline import PeriodTrace, Span, union
+from mdcs.telemetry.timeline import PeriodTrace
 
-_IDLE_S = 1e-3  # a link that was idle for longer has let the ranks drift apart
-_TOGETHER = 4  # messages in flight share the link in any way, so the times of at least so many are added
-_ALIKE = 2  # two messages that differ in bytes by less than this factor gain alike from what they share
 _WAKE_S = 2e-3  # compute that begins later after its message, or the slot before, has waited for something else
-_LARGEST_BLOCK, _SATURATED = 16 * MIB, 0.97
 _LOST = "interference"  # the fraction of compute that is lost while a message is in flight
-_MANY = 24  # messages on an idle link that determine its latency: the waits of a few for other ranks look like it
 _HOST = "host_seconds_per_message"
 _ENOUGH = 16  # periods of a run that are looked at, of many ranks and steps
 _STEP_ERROR = 0.01  # relative error of a run's step
@@ -100,8 +95,8 @@ class _Evidence(NamedTuple):
     """
 
     slots: list[tuple[int, float, np.ndarray]]
-    alone: list[_Row]
-    behind: list[_Row]
+    alone: list[Row]
+    behind: list[Row]
     dispatch: list[float]
     turn: list[float]
     host: list[float]
@@ -124,18 +119,19 @@ class _Evidence(NamedTuple):
         found.host.extend(trace.host_s / max(1, len(run.plan.messages)) for trace in run.periods)
         found.slots.extend(_slots(profile, run, between_s, sizes))
         for trace in run.periods:
-            for served in _served(run.plan, trace, sizes):
-                is_alone = len(served) == 1 and served[0].idle > 0
-                (found.alone if is_alone else found.behind).append(_Row.of(served))
+            for messages in served(run.plan, trace, sizes):
+                is_alone = len(messages) == 1 and messages[0].idle > 0
+                (found.alone if is_alone else found.behind).append(Row.of(messages))
         return found
 
 
 def _fitted(profile: Profile, runs: Sequence[Run], evidence: Sequence[_Evidence]) -> Profile:
     seconds, compute = _compute_costs(profile, evidence)
-    link, delays = _link_costs(profile, evidence), _delays(profile, evidence)
+    alone, behind = [row for run in evidence for row in run.alone], [row for run in evidence for row in run.behind]
+    link, delays = link_costs(profile, alone, behind), _delays(profile, evidence)
     slots = tuple(dataclasses.replace(s, seconds=seconds.get(i, s.seconds)) for i, s in enumerate(profile.slots))
     found = dataclasses.replace(
-        profile, slots=slots, link=_with_costs(profile, link), errors=compute.errors | link.errors | delays.errors
+        profile, slots=slots, link=with_costs(profile, link), errors=compute.errors | link.errors | delays.errors
     )
     if profile.execution.updates != "cores":
         lost = compute.values[_LOST]
@@ -145,7 +141,7 @@ def _fitted(profile: Profile, runs: Sequence[Run], evidence: Sequence[_Evidence]
             interference=lost / (1 - lost) if lost < 1 else profile.interference,
             execution=dataclasses.replace(profile.execution, host_seconds_per_message=host_s),
         )
-    values = compute.values | delays.values | _occupancy(found, link) | {"skew_seconds": link.values["skew_seconds"]}
+    values = compute.values | delays.values | occupancy(found, link) | {"skew_seconds": link.values["skew_seconds"]}
     found = dataclasses.replace(found, contention=dataclasses.replace(profile.contention, **values))
     return _as_long_as(runs, found) if "compute_per_message" in found.errors else found
 
@@ -157,14 +153,15 @@ def _as_long_as(runs: Sequence[Run], profile: Profile) -> Profile:
     which messages seem to be free sends many. Least squares of the steps' errors, which are small enough to be linear.
     """
     before = profile.contention.compute_per_message
-    weight = (_STEP_ERROR / profile.errors["compute_per_message"]) ** 2
+    squared = profile.errors["compute_per_message"] ** 2
     above = slope = 0.0
     for run in runs:
         told, more = (replay(_under(run.plan, _per_message(profile, c))).period_s for c in (before, before + _MORE_S))
         change = (more - told) / _MORE_S / run.step_s
         above += change * (run.step_s - told) / run.step_s
         slope += change**2
-    return _per_message(profile, min(max(0.0, before + above / (slope + weight)), before + _MOST_S))
+    more_s = above * squared / (slope * squared + _STEP_ERROR**2)
+    return _per_message(profile, min(max(0.0, before + more_s), before + _MOST_S))
 
 
 def _per_message(profile: Profile, seconds: float) -> Profile:
@@ -229,16 +226,7 @@ def _completing(trace: PeriodTrace, of_messages: np.ndarray) -> np.ndarray:
 def _beside(trace: PeriodTrace) -> np.ndarray:
     """Return for how many seconds of each slot messages are in flight [slots, 1]."""
     before = [(start - trace.period_s, end - trace.period_s) for start, end in trace.messages]
-    return np.diff(_covered([*before, *trace.messages], np.array(trace.slots)), axis=1)
-
-
-def _covered(spans: Sequence[Span], at: np.ndarray) -> np.ndarray:
-    """Return how many seconds of the spans lie before each time."""
-    edges = np.array(union(spans)).reshape(-1, 2)
-    if not len(edges):
-        return np.zeros_like(at)
-    until = np.cumsum(np.diff(edges, axis=1))
-    return np.interp(at, edges.ravel(), np.array([np.roll(until, 1) * (np.arange(len(until)) > 0), until]).T.ravel())
+    return np.diff(covered([*before, *trace.messages], np.array(trace.slots)), axis=1)
 
 
 def _gaps(run: Run) -> Iterator[tuple[float, float | None, int]]:
@@ -276,143 +264,3 @@ def _delays(profile: Profile, runs: Sequence[_Evidence]) -> Estimates:
             out.errors[name] = 1.25 * spread / len(samples) ** 0.5
             out.values[name] = middle if middle > 3 * out.errors[name] else 0.0
     return out
-
-
-# ---- the link
-
-
-def _link_costs(profile: Profile, runs: Sequence[_Evidence]) -> Estimates:
-    """Return gap, β and α of each operation, what compute adds to a message, and the skew.
-
-    Messages that follow each other give all but α and the skew, which are what messages alone on the link take beyond.
-    """
-    link = profile.link
-    alone, behind = [row for run in runs for row in run.alone], [row for run in runs for row in run.behind]
-    kinds = {name: kind for row in (*alone, *behind) for name, kind in row.kinds.items()}
-    never_behind = kinds.keys() - {name for row in behind for name in row.kinds}
-    terms = [] if link.emulated else [Term(f"gap of {name}", link.gap_of(kind)) for name, kind in kinds.items()]
-    terms += [Term("message_seconds"), Term("seconds_per_byte")]
-    if not link.emulated:
-        terms += [Term(f"beta of {name}", link.beta_of(kind), is_effect=False) for name, kind in kinds.items()]
-    known = {f"gap of {name}": link.gap_of(kind) for name, kind in kinds.items()}
-    known |= {f"beta of {name}": link.beta_of(kind) for name, kind in kinds.items()}
-    rates = _estimate(terms, [*behind, *(row for row in alone if row.kinds.keys() & never_behind)], known)
-    known |= rates.values
-    known = {key: value for key, value in known.items() if not key.startswith("gap")}
-    known |= {f"alpha of {name}": link.alpha_of(kind) for name, kind in kinds.items()}
-    often = [] if link.emulated else [n for n in kinds if sum(n in row.kinds for row in alone) >= _MANY]
-    terms = [Term(f"alpha of {name}", known[f"alpha of {name}"]) for name in often]
-    terms.append(Term("skew_seconds", profile.contention.skew_seconds))
-    waits = _estimate(terms, alone, known)
-    return Estimates(rates.values | waits.values, rates.errors | waits.errors)
-
-
-class _Row(NamedTuple):
-    """Messages that the link serves one behind the other, and the seconds of all: how often each cost counts."""
-
-    seconds: float
-    kinds: dict[str, Kind]
-    costs: dict[str, float]
-
-    @classmethod
-    def of(cls, served: Sequence[_Service]) -> _Row:
-        """Return the row of these messages."""
-        costs, kinds = defaultdict[str, float](float), {operation_name(each.kind): each.kind for each in served}
-        for each in served:
-            name = operation_name(each.kind)
-            costs[f"gap of {name}"] += 1
-            costs[f"alpha of {name}"] += 1
-            costs[f"beta of {name}"] += each.wire
-            costs["message_seconds"] += each.computing
-            costs["seconds_per_byte"] += each.computing * each.wire
-            costs["skew_seconds"] += each.idle > _IDLE_S
-        return cls(sum(each.seconds for each in served), kinds, costs)
-
-
-def _estimate(terms: Sequence[Term], rows: Sequence[_Row], known: dict[str, float]) -> Estimates:
-    """Return the estimates of these terms; other costs are ``known``."""
-    if not rows:
-        return Estimates({term.name: term.prior for term in terms}, {})
-    named = {term.name for term in terms}
-    x = np.array([[row.costs[term.name] for term in terms] for row in rows])
-    fixed = [sum(row.costs[name] * value for name, value in known.items() if name not in named) for row in rows]
-    y = np.array([row.seconds for row in rows]) - fixed
-    size = np.array([sum(value for name, value in row.costs.items() if name.startswith("beta")) for row in rows])
-    scale = np.sqrt(size / size.mean() + 0.1)  # longer ones vary more
-    return estimate(terms, x / scale[:, None], y / scale)
-
-
-class _Service(NamedTuple):
-    """The time of a message on the link.
-
-    - ``wire``: bytes. ``seconds``: from its start, or the end of the message before, to its end.
-    - ``idle``: seconds for which the link was idle before; 0: the message before was still in flight.
-    - ``computing``: fraction of the time in which compute ran.
-    """
-
-    kind: Kind
-    wire: int
-    seconds: float
-    idle: float
-    computing: float
-
-
-def _served(plan: Plan, trace: PeriodTrace, sizes: Sequence[int]) -> Iterator[list[_Service]]:
-    """Yield the messages of a period as the link serves them, a few consecutive ones together.
-
-    ``sizes``: wire bytes of each message.
-    """
-    if not trace.messages:
-        return
-    starts, ends = np.array(trace.messages).T
-    begins = np.maximum(starts[1:], ends[:-1])
-    following = [(begin + trace.period_s, end + trace.period_s) for begin, end in trace.slots]
-    computing = np.diff(_covered([*trace.slots, *following], np.array([begins, ends[1:]])), axis=0)[0]
-    together: list[_Service] = []
-    rows = zip(begins.tolist(), ends[1:].tolist(), (starts[1:] - ends[:-1]).tolist(), computing.tolist(), strict=True)
-    for message, size, (begin, end, idle, beside) in zip(plan.messages[1:], sizes[1:], rows, strict=True):
-        if end <= begin:
-            continue
-        ends_alike = together and max(size, together[-1].wire) < _ALIKE * min(size, together[-1].wire)
-        if together and (idle > 0 or len(together) >= (_TOGETHER if ends_alike else 2 * _TOGETHER)):
-            yield together
-            together = []
-        together.append(_Service(message.kind, size, end - begin, max(0.0, idle), beside / (end - begin)))
-    if together:
-        yield together
-
-
-def _occupancy(profile: Profile, found: Estimates) -> dict[str, float]:
-    """Return how long messages occupy the link at least while something computes, of what compute adds to them."""
-    added = {name: found.values[name] for name in ("message_seconds", "seconds_per_byte") if name in found.errors}
-    if not any(added.values()):
-        return dict.fromkeys(added, 0.0)
-    link = profile.link
-    kinds = [kind for kind in link.kinds if f"beta of {operation_name(kind)}" in found.values] or [*link.kinds]
-    return {
-        "message_seconds": statistics.mean(map(link.gap_of, kinds)) + added.get("message_seconds", 0.0),
-        "seconds_per_byte": statistics.mean(map(link.beta_of, kinds)) + added.get("seconds_per_byte", 0.0),
-    }
-
-
-def _with_costs(profile: Profile, found: Estimates) -> Link:
-    """Return the link with these costs of each operation, and the block that follows from them."""
-    link = profile.link
-    if link.emulated:
-        return link
-
-    def column(name: str, before: tuple[float, ...]) -> tuple[float, ...]:
-        keys = [f"{name} of {operation_name(kind)}" for kind in link.kinds]
-        return tuple(found.values.get(key, value) for key, value in zip(keys, before, strict=True))
-
-    known = [f"beta of {operation_name(kind)}" in found.errors for kind in link.kinds]
-    gap, beta = column("gap", link.gap), column("beta", link.beta)
-    if ratios := [b / a for a, b, is_known in zip(link.beta, beta, known, strict=True) if is_known and a]:
-        rate = statistics.median(ratios)  # of operations that no plan has: assumed as far off as the others were
-        beta = tuple(b if is_known else rate * b for b, is_known in zip(beta, known, strict=True))
-    blocks = [float(link.block)]
-    if any(key.startswith("gap") for key in found.errors):
-        sent = [profile.wire(kind, MIB) / MIB for kind in link.kinds]
-        blocks = [g / (b * s) * _SATURATED / (1 - _SATURATED) for g, b, s in zip(gap, beta, sent, strict=True) if b * s]
-    block = min(max(MIB, int(max(blocks, default=0))), _LARGEST_BLOCK)
-    return dataclasses.replace(link, alpha=column("alpha", link.alpha), beta=beta, gap=gap, block=block)

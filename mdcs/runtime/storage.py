@@ -378,18 +378,16 @@ class UnitStorage:
         return out
 
 
-_PIECE = 4096
-"""Elements that are added at once where the processor copies them first."""
+_PIECE = 4096  # elements that are added at once where the processor copies them first
 
 
 def _accumulate(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, in pieces where the processor would first copy all of it in the wider type of the total."""
-    if gradient.dtype == total.dtype or gradient.device.type != "cpu" or gradient.dim() == 0:
-        total.add_(gradient)
-        return
-    rows = max(1, _PIECE * gradient.shape[0] // gradient.numel()) if gradient.numel() else 1
-    for wide, narrow in zip(total.split(rows), gradient.split(rows), strict=True):
-        wide.add_(narrow)
+    copies = gradient.dtype != total.dtype and gradient.device.type == "cpu" and gradient.dim() > 0
+    rows = max(1, _PIECE * len(gradient) // max(1, gradient.numel())) if copies else 0
+    pairs = zip(total.split(rows), gradient.split(rows), strict=True) if copies else [(total, gradient)]
+    for into, piece in pairs:
+        into.add_(piece)
 
 
 _ZERO = torch.zeros(())

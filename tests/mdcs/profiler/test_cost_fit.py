@@ -107,6 +107,19 @@ def test_a_cost_per_message_stays_at_its_prior_where_the_number_of_messages_does
     assert set(found.link.gap) == {7e-4} and not any(name.startswith("gap") for name in found.errors)
 
 
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.0, 1e-6), (0.05, 0.1, 1.0)])
+def test_what_slots_do_not_show_is_its_messages_as_far_as_their_error_allows(noise: float, least: float, most: float) -> None:
+    """The plan of most messages takes 10 % longer, and no slot shows why."""
+    profile = chain(*[3 * MIB // 2] * 8, link=GUESS, forward_s=0.1, backward_s=0.2)
+    took = runs(calibration_plans(Job(profile)), replace(profile, link=TRUE_LINK), noise=noise)
+    many = max(took, key=lambda run: len(run.plan.messages))
+    slower = Run(many.plan, [each._replace(period_s=1.1 * each.period_s) for each in many.periods])
+    longer = [slower if run is many else run for run in took]
+    before, found = (fit_costs(profile, each).contention.compute_per_message for each in (took, longer))
+    missing_s = 0.1 * many.step_s / len(many.plan.messages)
+    assert least * missing_s <= found - before < most * missing_s
+
+
 def test_operations_that_no_plan_has_are_as_far_off_as_the_others() -> None:
     plans = [make_plan(PROFILE, Uniform(k), Partitioning(size)) for k, size in (("zero2", 0.5), ("fsdp", 0.5), ("fsdp", 2))]
     found = fit_costs(PROFILE, runs(plans, replace(PROFILE, link=TRUE_LINK)))

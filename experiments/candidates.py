@@ -70,24 +70,22 @@ def candidates(
         if only and name not in only:
             continue
         overrides = [*_base_of(given, words), *words, f"run.name='{name}'"]
+        plans = not _is_engine(words) and (config.engine.plans or "engine=mdcs" in words)
+        is_limited = {"budget", "budget.limit"} & {key_of(word) for word in words}
         try:
-            one = compose_config(overrides, like=config.profile.path)
-            if not one.engine.plans and config.link.name == "emulated":
-                raise ConfigError(
-                    "link.name", "an emulated link paces mdcs alone: engines are compared on a real one"
-                )
-            one.engine.require()
+            for budget in budgets if budgets and plans and not is_limited else [None]:
+                limit = [] if budget is None else [f"budget='{budget}'"]
+                one = compose_config([*overrides, *limit], like=config.profile.path)
+                if not one.engine.plans and config.link.name == "emulated":
+                    raise ConfigError(
+                        "link.name", "an emulated link paces mdcs alone: engines are compared on a real one"
+                    )
+                one.engine.require()
+                found.append(Candidate(name, one, budget, tuple(words)))
         except ConfigError as error:
             if only or error.key != "engine":
                 raise
             left_out[name] = str(error)
-            continue
-        if not budgets or not one.engine.plans or "budget" in map(group_of, words):
-            found.append(Candidate(name, one, None, tuple(words)))
-            continue
-        for budget in budgets:
-            with_budget = compose_config([*overrides, f"budget='{budget}'"], like=config.profile.path)
-            found.append(Candidate(name, with_budget, budget, tuple(words)))
     return found, left_out
 
 
@@ -138,4 +136,8 @@ def _is_engine(overrides: Iterable[str]) -> bool:
 
 
 def group_of(override: str) -> str:
-    return override.lstrip("+").partition("=")[0].partition(".")[0]
+    return key_of(override).partition(".")[0]
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]

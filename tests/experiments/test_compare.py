@@ -245,6 +245,16 @@ def test_a_budget_that_needs_recomputation_is_kept_with_a_profile_that_has_it(ra
     assert "; the smallest budget is " in (said := capsys.readouterr().out) and ", with recomputation " in said
 
 
+def test_a_budget_can_be_divided_in_several_ways(ranks, monkeypatch, capsys):
+    calls, _ = ranks
+    shares = "+compare.vary.shares='strategy=greedy scheduler=priority budget.schedule_share=0.2,0.8'"
+    only_these = "compare.only=['shares 0.2','shares 0.8',ddp]"
+    assert asked(monkeypatch, "compare.rounds=1", only_these, "compare.budgets=[4MiB]", shares) == 0
+    divided = {config.run.name: config.budget.schedule_share for config in calls}
+    assert divided == {"ddp": None, "shares 0.2": 0.2, "shares 0.8": 0.8}
+    assert {config.budget.value.size for config in calls if config.engine.plans} == {4 * MIB}
+
+
 def test_without_anybody_whose_budget_suffices_nothing_runs(ranks, monkeypatch, capsys):
     calls, _ = ranks
     assert asked(monkeypatch, "compare.only=[mdcs]", "compare.budgets=[1e-3MiB]") == 1

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else ""
     try:
         near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1) if arguments and not command else []
-        if near and not Path(arguments[0]).exists():
+        if near and not Path(arguments[0]).exists() and not arguments[0].startswith(WANDB):
             raise ValueError(f"{arguments[0]} is neither a folder nor a command; did you mean {near[0]}?")
         options = _parser(command).parse_args(arguments[1:] if command else arguments)
         for line in _run(command, options):

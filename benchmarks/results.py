@@ -30,6 +30,7 @@ import pandas as pd
 import benchmarks
 from analysis import pictures, table_of
 from analysis.comparison import Spread
+from analysis.pictures.comparisons import SHARES, three_shares
 from analysis.questions import count
 from analysis.table import markdown as table
 from benchmarks import percent
@@ -129,10 +130,12 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
     """Write the page and its pictures into the folder. Return the page's file."""
     found = docs / "results.md"
     found.write_text(page(results), encoding="utf-8")
-    if compared := [each for each in results if not has_plans_alone(each)]:
-        pictures.save(
-            time_over_memory([(_heading(each), runs(each)) for each in compared]), docs / "results.png"
-        )
+    if over := [each for each in results if not has_plans_alone(each) or each["name"] == "budgets"]:
+        pictures.save(time_over_memory([(_heading(each), runs(each)) for each in over]), docs / "results.png")
+    for plane in [each for each in results if each["name"] == "plane"]:
+        points = divisions(plane)
+        points["is_stop"] = points["predicted_step_s"] == points["predicted_step_s"].min()
+        pictures.save(three_shares(points, _heading(plane)), docs / "results-plane.png")
     points = pd.DataFrame(predictions(results), columns=["series", "predicted", "measured"])
     points[["predicted", "measured"]] *= 1e3
     pictures.save(
@@ -144,7 +147,10 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
 def page(results: Sequence[Result]) -> str:
     """Return the page as Markdown."""
     compared = [each for each in results if not has_plans_alone(each)]
-    sections = [_plans(each) if has_plans_alone(each) else _engines(each) for each in results]
+    sections = [
+        _plane(each) if each["name"] == "plane" else _plans(each) if has_plans_alone(each) else _engines(each)
+        for each in results
+    ]
     if compared:
         picture = "![Step time over peak memory](results.png)"
         sections.insert(0, f"## Where mdcs wins, and where not\n\n{_verdicts(compared)}\n\n{picture}")
@@ -282,6 +288,36 @@ def _plans(result: Result) -> str:
     headings = ["budget", "plan", "step ms", "speed-up", "peak MiB", "predicted ms"]
     heading = f"## {TITLES.get(result['name'], 'Plans')}: {_title(result)}"
     return f"{heading}\n\n{_about(result)}\n\n{table(headings, rows)}"
+
+
+def divisions(result: Result) -> pd.DataFrame:
+    """A row per division of the slack: the shares of :data:`SHARES`, predicted and measured seconds (medians)."""
+    rows = []
+    for each in result["comparison"]["candidates"]:
+        if each["name"].startswith("shares "):
+            schedule, activations = map(float, each["name"].split()[1:])
+            shares = schedule, (1 - schedule) * activations, (1 - schedule) * (1 - activations)
+            told = statistics.median(run["predicted_step_s"] for run in each["rounds"])
+            rows.append((*shares, told, statistics.median(steps(each))))
+    return pd.DataFrame(rows, columns=[*SHARES, "predicted_step_s", "step_s"])
+
+
+def _plane(result: Result) -> str:
+    """Measured steps, and predicted ones, by the shares of the slack; and the steps of other plans."""
+    points = divisions(result)
+    points["words"] = [f"{told.step_s * 1e3:,.0f} ({told.predicted_step_s * 1e3:,.0f})" for told in points.itertuples()]
+    points["of rest"] = [round(each.activations / (1 - each.schedule), 3) for each in points.itertuples()]
+    cells = points.pivot(index="schedule", columns="of rest", values="words").fillna("–")
+    headings = ["share for the schedule", *(f"{share:g} of the rest for activations" for share in cells.columns)]
+    rows = [[f"{share:g}", *row] for share, row in zip(cells.index, cells.to_numpy().tolist(), strict=True)]
+    others = [
+        f"`{each['name']}`: {_ms(Spread.of(steps(each)))} ms, {predicted(each)} predicted."
+        for each in result["comparison"]["candidates"] if not each["name"].startswith("shares ")
+    ]  # fmt: skip
+    heading = f"## {TITLES['plane']}: {_title(result)}"
+    picture = "![Measured steps over the shares of one budget](results-plane.png)"
+    words = "Measured ms (predicted ms) of `greedy` and `priority`; strategies have what is left."
+    return "\n\n".join([heading, f"{_about(result)} {words}", table(headings, rows), *others, picture])
 
 
 def _predictions(results: Sequence[Result]) -> str:

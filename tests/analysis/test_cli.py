@@ -65,6 +65,7 @@ def test_a_sweep_in_which_all_failed_still_has_its_table(run_writer, capsys):
         (["{run}", "--format", "gif"], "no such format gif"),
         (["{empty}/nowhere"], "is not a folder"),
         (["layer", "{run}"], "layer is neither a folder nor a command; did you mean layers?"),
+        (["wandb:mdcs"], "wandb:mdcs: expected wandb:ENTITY/PROJECT or wandb:ENTITY/PROJECT/GROUP"),
         (["notebooks", "{empty}"], "has no runs"),
         (["layers", "wandb:some/runs"], "wandb:some/runs has no run with a plan"),
     ],

@@ -70,6 +70,18 @@ def test_who_wins_is_said_with_its_interval(result):
     assert rows(page([slow]), "| 60 MiB (floor+50%) |", "1.82 [1.67 to 2.00] | wins |")
 
 
+def test_a_plane_has_a_row_for_each_share_of_the_schedule(result):
+    shares = [(0.0, 0.0), (0.0, 0.5), (0.4, 0.0), (0.4, 0.5)]
+    made = [candidate(f"shares {s:g} {a:g}", [1.0 + s, 1.0 + a, 2.0], 50, 60 * MIB, True, 1.5) for s, a in shares]
+    result |= {"name": "plane", "comparison": result["comparison"] | {"candidates": [*made, candidate("joint", [1.0], 60, 60 * MIB, True, 1.0)]}}
+    text = page([result])
+    assert rows(text, "share for the schedule", "| 0 of the rest for activations | 0.5 of the rest for activations |")
+    assert rows(text, "| 0.4 | 1,400 (1,500) | 1,500 (1,500) |") and "`joint`: 1,000 [1,000 to 1,000] ms, 1,000 predicted." in text
+    points = results.divisions(result)
+    assert points[["schedule", "activations", "strategies"]].sum(axis=1).round(9).eq(1).all() and len(points) == 4
+    assert points["strategies"].tolist() == pytest.approx([1, 0.5, 0.6, 0.3])
+
+
 def test_an_engine_has_one_row_and_its_ratio_within_every_budget_that_it_fits(result):
     text = page([result])
     assert rows(text, "| ddp | 900 [900 to 1,100] | 90 |  | – | 1.00 |")

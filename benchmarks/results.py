@@ -314,15 +314,18 @@ def _plane(result: Result) -> str:
         f"`{each['name']}`: {_ms(Spread.of(steps(each)))} ms, {predicted(each)} predicted."
         for each in result["comparison"]["candidates"] if not each["name"].startswith("shares ")
     ]  # fmt: skip
-    heading = f"## {TITLES['plane']}: {_title(result)}"
+    heading = f"## {TITLES['plane']}"
     picture = "![Measured steps over the shares of one budget](results-plane.png)"
-    words = "Measured ms (predicted ms) of `greedy` and `priority`; strategies have what is left."
+    words = (
+        f"{_title(result)}: measured ms (predicted ms) of `strategy=greedy scheduler=priority`, by "
+        "`budget.schedule_share` and `budget.activation_share`; strategies have what is left."
+    )
     return "\n\n".join([heading, f"{_about(result)} {words}", table(headings, rows), *others, picture])
 
 
 def _predictions(results: Sequence[Result]) -> str:
     rows = []
-    names = {result["name"]: _title(result) for result in results}
+    names = {result["name"]: TITLES.get(result["name"], _title(result)) for result in results}
     for name, title in (*names.items(), (None, "all")):
         errors = [told / said - 1 for of, told, said in predictions(results) if name in (None, of)]
         if errors:
@@ -336,6 +339,8 @@ def _flags(results: Sequence[Result]) -> str:
     flags: dict[str, dict[str, list[str]]] = {}
     for result in results:
         for each in result["comparison"]["candidates"]:
+            if each["name"].startswith("shares "):  # its table says which
+                continue
             where = flags.setdefault(each["name"], {}).setdefault(" ".join(each["overrides"]), [])
             where += [result["name"]] if result["name"] not in where else []
     return "\n".join(

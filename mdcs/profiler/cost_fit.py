@@ -38,6 +38,7 @@ _HOST = "host_seconds_per_message"
 _ENOUGH = 16  # periods of a run that are looked at, of many ranks and steps
 _STEP_ERROR = 0.01  # relative error of a run's step
 _MORE_S, _MOST_S = 1e-4, 5e-4  # compute of a message beyond the slots': a step for the derivative, and the most
+_SLOTS_ERROR_S = 2e-4  # the least error of what slots show: a message delays more slots than the one in which it ends
 _FEW = 3  # samples of a delay from which on it is determined
 
 
@@ -153,7 +154,7 @@ def _as_long_as(runs: Sequence[Run], profile: Profile) -> Profile:
     which messages seem to be free sends many. Least squares of the steps' errors, which are small enough to be linear.
     """
     before = profile.contention.compute_per_message
-    squared = profile.errors["compute_per_message"] ** 2
+    squared = max(profile.errors["compute_per_message"], _SLOTS_ERROR_S) ** 2
     above = slope = 0.0
     for run in runs:
         told, more = (replay(_under(run.plan, _per_message(profile, c))).period_s for c in (before, before + _MORE_S))

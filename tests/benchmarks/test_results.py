@@ -73,10 +73,12 @@ def test_who_wins_is_said_with_its_interval(result):
 def test_a_plane_has_a_row_for_each_share_of_the_schedule(result):
     shares = [(0.0, 0.0), (0.0, 0.5), (0.4, 0.0), (0.4, 0.5)]
     made = [candidate(f"shares {s:g} {a:g}", [1.0 + s, 1.0 + a, 2.0], 50, 60 * MIB, True, 1.5) for s, a in shares]
-    result |= {"name": "plane", "comparison": result["comparison"] | {"candidates": [*made, candidate("joint", [1.0], 60, 60 * MIB, True, 1.0)]}}
+    made.append(candidate("joint", [1.0], 60, 60 * MIB, True, 1.0))
+    result |= {"name": "plane", "comparison": result["comparison"] | {"candidates": made}}
     text = page([result])
     assert rows(text, "share for the schedule", "| 0 of the rest for activations | 0.5 of the rest for activations |")
-    assert rows(text, "| 0.4 | 1,400 (1,500) | 1,500 (1,500) |") and "`joint`: 1,000 [1,000 to 1,000] ms, 1,000 predicted." in text
+    assert rows(text, "| 0.4 | 1,400 (1,500) | 1,500 (1,500) |")
+    assert "`joint`: 1,000 [1,000 to 1,000] ms, 1,000 predicted." in text
     points = results.divisions(result)
     assert points[["schedule", "activations", "strategies"]].sum(axis=1).round(9).eq(1).all() and len(points) == 4
     assert points["strategies"].tolist() == pytest.approx([1, 0.5, 0.6, 0.3])

@@ -107,8 +107,8 @@ def test_a_cost_per_message_stays_at_its_prior_where_the_number_of_messages_does
     assert set(found.link.gap) == {7e-4} and not any(name.startswith("gap") for name in found.errors)
 
 
-@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.0, 1e-6), (0.05, 0.1, 1.0)])
-def test_what_slots_do_not_show_is_its_messages_as_far_as_their_error_allows(noise: float, least: float, most: float) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_what_slots_do_not_show_is_its_messages_as_far_as_their_error_allows(noise: float) -> None:
     """The plan of most messages takes 10 % longer, and no slot shows why."""
     profile = chain(*[3 * MIB // 2] * 8, link=GUESS, forward_s=0.1, backward_s=0.2)
     took = runs(calibration_plans(Job(profile)), replace(profile, link=TRUE_LINK), noise=noise)
@@ -117,7 +117,7 @@ def test_what_slots_do_not_show_is_its_messages_as_far_as_their_error_allows(noi
     longer = [slower if run is many else run for run in took]
     before, found = (fit_costs(profile, each).contention.compute_per_message for each in (took, longer))
     missing_s = 0.1 * many.step_s / len(many.plan.messages)
-    assert least * missing_s <= found - before < most * missing_s
+    assert 0.1 * missing_s <= found - before < missing_s and found <= before + 5e-4
 
 
 def test_operations_that_no_plan_has_are_as_far_off_as_the_others() -> None:

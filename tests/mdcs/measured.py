@@ -22,10 +22,12 @@ from mdcs.profiler.recompute_profile import with_recomputation
 from mdcs.profiler.running_steps import RunningSteps
 from mdcs.profiler.slot_recorder import SlotRecorder
 
+LINK = mdcs.Link.uniform(1.0, 50.0)
+
 
 def measure_profile(
-    model: nn.Module, units: list[ModelUnit], step: Callable[[], Tensor], optimizer: GivenOptimizers, *, world: int,
-    link: mdcs.Link, iterations: int = 1, recompute: bool = False, **options: Any,
+    model: nn.Module, units: list[ModelUnit], step: Callable[[], Tensor], optimizer: GivenOptimizers, *, world: int = 2,
+    link: mdcs.Link = LINK, iterations: int = 1, recompute: bool = False, **options: Any,
 ) -> mdcs.Profile:  # fmt: skip
     """The profile, with no costs of messages but the link's."""
     measuring = Measurement(

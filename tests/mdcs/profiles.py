@@ -22,7 +22,7 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import SCHEDULERS, Scheduler, StrategyPlanner
+from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import ALGORITHMS, Collectives, Kind, Link
@@ -267,8 +267,3 @@ strategies: st.SearchStrategy[StrategyPlanner] = st.one_of(
 
 flexible: st.SearchStrategy[StrategyPlanner] = st.one_of(seeds.map(RandomMix), st.just(Greedy()))
 """Strategy planners that fit any budget from the floor on."""
-
-
-def one_of_each() -> list[Scheduler]:
-    """But memory_aware, which asks a solver each time."""
-    return [make() for name, make in SCHEDULERS.items() if name != "memory_aware"]

@@ -24,23 +24,19 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit], Any]
     return model, optimizer, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(batch).square().mean()
 
 
-def test_no_time_is_refused_before_anything_is_measured() -> None:
+@pytest.mark.parametrize(
+    ("call", "options", "named"),
+    [
+        (mdcs.autoplan, {"seconds": -1}, "seconds"),
+        (mdcs.autoplan, {"budget": "1 GiB", "reserve": 1 << 30}, "reserve"),
+        (mdcs.autoprofile, {"iterations": 0}, "iterations"),
+        (mdcs.autoprofile, {"depth": 0}, "depth"),
+    ],
+)
+def test_an_option_that_leaves_nothing_is_refused_by_its_name_before_a_step_runs(call: Any, options: Any, named: str) -> None:
     model, optimizer, units, _ = made()
-    with pytest.raises(ValueError, match="seconds"):
-        mdcs.autoplan(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
-
-
-@pytest.mark.parametrize("option", ["iterations", "depth"])
-def test_a_profile_of_nothing_is_refused_by_its_option(option: str) -> None:
-    model, optimizer, units, _ = made()
-    with pytest.raises(ValueError, match=option):
-        mdcs.autoprofile(model, optimizer, units, lambda: pytest.fail("a step ran"), **{option: 0})
-
-
-def test_a_reserve_that_leaves_nothing_of_the_budget_is_refused_by_its_name() -> None:
-    model, optimizer, units, _ = made()
-    with pytest.raises(ValueError, match="reserve"):
-        mdcs.autoplan(model, optimizer, units, lambda: pytest.fail("a step ran"), budget="1 GiB", reserve=1 << 30)
+    with pytest.raises(ValueError, match=named):
+        call(model, optimizer, units, lambda: pytest.fail("a step ran"), **options)
 
 
 def profiled() -> tuple[mdcs.Profile, bool]:

@@ -24,7 +24,7 @@ from mdcs.runtime.engine import Engine
 from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter
 from mdcs.torch_compat import innermost_dispatch_mode
-from tests.mdcs.api.test_session import OPTIMIZERS, Autoencoder, Block, Skipping, choosing, methods, passes, texts
+from tests.mdcs.api.test_session import OPTIMIZERS, Autoencoder, Block, Skipping, choosing, differences, methods, passes, texts
 from tests.mdcs.measured import plans_are_made_at_once
 
 STEPS = 36
@@ -142,12 +142,7 @@ def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_meter, "unmeasured", lambda device: "smaller than what earlier tests have left here")
         wanted, found = train(name, False, **plain), train(name, True, **options)
-    out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
-    out += [key for key, value in wanted[1].items() if not torch.equal(value, found[1][key])]
-    for number, own in wanted[3]["state"].items():
-        theirs = found[3]["state"][number]
-        out += [f"{number} {key}" for key, value in own.items() if not torch.equal(torch.as_tensor(value), theirs[key])]
-    return out, [unit.name for unit in found[4].profile.units if unit.aliased]
+    return differences(wanted, found), [unit.name for unit in found[4].profile.units if unit.aliased]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +151,6 @@ def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]
         ("blocks", {}, []),
         ("blocks", {"micro_steps": 2, "budget": 0.95}, []),
         ("blocks", {"optimizer": "sgd", "clip_norm": 1e6}, []),
-        ("blocks", {"meta": True, "budget": None}, []),
         ("blocks", {"meta": True, "budget": None, "recompute": "planned"}, []),
         ("shuffled", {}, []),
         ("skipping", {}, []),
@@ -250,9 +244,8 @@ def test_what_is_chosen_is_said():
     assert sharded and said == "the model is on the meta device: it is sharded from the start"
 
 
-def overlapping(micro_steps: int) -> tuple[list[str], int]:
+def overlapping() -> tuple[list[str], int]:
     """Differences to DDP where passes need not be counted; the messages that were sent before the first step()."""
-    options: dict[str, Any] = {"micro_steps": micro_steps, "budget": None}
     sent: list[int] = []
     real = mdcs.Session.step
 
@@ -262,21 +255,14 @@ def overlapping(micro_steps: int) -> tuple[list[str], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mdcs.Session, "step", counting)
-        wanted, found = train("blocks", False, micro_steps=micro_steps), train("blocks", True, **options)
+        wanted, found = train("blocks", False, micro_steps=2), train("blocks", True, micro_steps=2, budget=None)
     names = [key for key, value in wanted[1].items() if not torch.equal(value, found[1][key])]
     return names + ["losses"] * (wanted[0] != found[0]), sent[0]
 
 
-@pytest.mark.parametrize("micro_steps", [1, 2])
-def test_messages_overlap_from_the_first_step_where_its_passes_are_known(two, micro_steps):
-    for differs, sent in two.run(overlapping, micro_steps, timeout_s=100.0):
+def test_messages_overlap_from_the_first_step_where_its_passes_are_known(two):
+    for differs, sent in two.run(overlapping, timeout_s=100.0):
         assert differs == [] and sent >= 6  # as many as units
-
-
-def test_the_number_of_micro_steps_is_at_least_one():
-    model = blocks()
-    with pytest.raises(ValueError, match="micro_steps must be >= 1, got 0"):
-        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), micro_steps=0, progress=False)
 
 
 def test_nothing_is_left_of_a_run_that_ends_before_its_plan():

@@ -173,16 +173,20 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
     return losses, state, numbers, saved
 
 
-def both(name: str, options: dict[str, Any]) -> list[str]:
-    """Names of values that differ from DDP's."""
-    plain = {k: v for k, v in options.items() if k != "budget"}
-    wanted, found = loop(name, False, **plain), loop(name, True, **options)
+def differences(wanted: Any, found: Any) -> list[str]:
+    """Names of what differs: losses, random numbers, weights, and the optimizer's state."""
     out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
     out += [key for key, value in wanted[1].items() if "running" not in key and not torch.equal(value, found[1][key])]
     for number, own in wanted[3]["state"].items():
         theirs = found[3]["state"][number]
         out += [f"{number} {key}" for key, value in own.items() if not torch.equal(torch.as_tensor(value), theirs[key])]
     return out
+
+
+def both(name: str, options: dict[str, Any]) -> list[str]:
+    """What differs from DDP."""
+    plain = {k: v for k, v in options.items() if k != "budget"}
+    return differences(loop(name, False, **plain), loop(name, True, **options))
 
 
 @pytest.mark.parametrize(
@@ -364,9 +368,7 @@ def recomputing(recompute: str | None, options: dict[str, Any]) -> Any:
     if recompute is None:
         model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
     else:
-        parallel = mdcs.parallelize(
-            model, optimizer, recompute=recompute, seconds=0.2, progress=False, timeout_s=30, **options
-        )
+        parallel = mdcs.parallelize(model, optimizer, recompute=recompute, seconds=0.2, progress=False, timeout_s=30, **options)
     losses: list[float] = []
     for step in range(STEPS):
         loss = nn.functional.cross_entropy(model(deep(1000, 10 * step + dist.get_rank())), TARGETS)
@@ -424,11 +426,3 @@ def test_recomputation_is_measured_and_planned_where_no_other_plan_keeps_the_bud
         assert [bool(each) for each in choices] == [False, True, False]
         assert rank or ["units recompute their activations" in each for each in said] == [False, True, False]
         assert known == [False, True, True]
-
-
-def test_recomputation_is_not_for_a_plan_that_is_given():
-    model = blocks()
-    with pytest.raises(ValueError, match=r"recompute= is for a plan that is made here: mdcs\.autoplan\(recompute=\)"):
-        mdcs.parallelize(model, OPTIMIZERS["adam"](model.parameters()), object(), recompute="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown recompute 'some'"):
-        mdcs.parallelize(model, OPTIMIZERS["adam"](model.parameters()), recompute="some")

@@ -17,13 +17,6 @@ from mdcs.checkpoint.dcp_shards import TensorShards, boxes, read_checkpoint
 from mdcs.checkpoint.directory import RUN, CheckpointError
 
 
-def test_boxes_of_a_run_that_begins_and_ends_in_the_middle_of_rows():
-    assert [*boxes((4, 5), 3, 17)] == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
-    assert [*boxes((4, 5), 6, 8)] == [((1, 1), (1, 2))]
-    assert [*boxes((7,), 2, 7)] == [((2,), (5,))]
-    assert [*boxes((), 0, 1)] == [((), ())]
-
-
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_boxes_are_the_run_and_few(shape, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

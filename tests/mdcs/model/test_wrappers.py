@@ -50,11 +50,6 @@ def test_a_wrapper_with_work_of_its_own_is_refused(wrapper: Any) -> None:
         Optimizers(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-def test_a_model_without_ddp_is_as_it_is() -> None:
-    model = nn.Linear(2, 2)
-    assert without_ddp(model) is model
-
-
 def unwrap() -> tuple[bool, bool, list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -82,11 +82,6 @@ def test_extra_communication_is_beyond_all_dp() -> None:
 # ---- parts of a step
 
 
-def test_a_step_by_hand() -> None:
-    times = StepTimes.of(10, compute_s=6, communication_s=5, overlap_s=2)
-    assert (times.exposed_s, times.stalled_s, times.idle_s, times.overlap_ratio) == (3, 4, 1, 0.4)
-
-
 @given(st.lists(st.floats(0, 10), min_size=4, max_size=4))
 def test_a_step_is_computing_exposed_messages_and_idling(parts: list[float]) -> None:
     computing, both, exposed, idle = parts

@@ -56,7 +56,6 @@ def three() -> Profile:
     return recomputable(Profile(units, (*forward, *backward), 2, FREE), freed=90, seconds=1.0, peak=110)
 
 
-
 def test_bytes_are_free_between_forward_and_backward() -> None:
     slots = recomputing(three(), ("none", "full", "none")).slots
     assert [slot.live for slot in slots] == [0, 100, 110, 210, 110, 100]

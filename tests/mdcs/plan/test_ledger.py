@@ -229,9 +229,7 @@ def test_blocks_of_a_unit_share_its_buffer_and_its_gradient() -> None:
     assert plan.blocks == ((32, 32),) * 3
     ledger = Ledger(plan)
     for kind in (AG_F, AG_B, RS):
-        effects = [
-            e for e, m in zip(ledger.messages, plan.messages, strict=True) if m.kind is kind and m.parts[0][0] == 0
-        ]
+        effects = [e for e, m in zip(ledger.messages, plan.messages, strict=True) if m.kind is kind and m.parts[0][0] == 0]
         assert [e.full for e in effects] == [((0, 256),) if kind.is_gather else (), ()]
         assert [e.gradients_after_link for e in effects] == [(), ((0, 256),) if kind is RS else ()]
     assert ledger.at_rest["optimizer"] == 2 * 3 * 128 + 6 * 4  # each block has a step counter
@@ -266,9 +264,9 @@ def test_planning_assumes_the_rank_that_needs_most() -> None:
     assert state_and_scratch(worst) == (2 * (32 + 8) + 3 * 4, 2 * 8 * 4)
 
 
-@examples(60)
+@examples(100)
 @given(jobs(), seeds, schedulers)
-def test_no_rank_needs_more_than_planning_assumes(job: Job, seed: int, scheduler: Scheduler) -> None:
+def test_no_rank_needs_more_than_planning_assumes_and_all_of_it_is_freed(job: Job, seed: int, scheduler: Scheduler) -> None:
     plan = job.plan(RandomMix(seed), scheduler)
     worst = Ledger(plan)
     ranks = [Ledger(plan, rank) for rank in range(plan.world)]
@@ -276,14 +274,8 @@ def test_no_rank_needs_more_than_planning_assumes(job: Job, seed: int, scheduler
     for i, effect in enumerate(worst.messages):
         assert effect.scratch == max(r.messages[i].scratch for r in ranks)
     assert min_feasible_budget(plan) >= max(max(worst_case_bytes_by_slot(plan, r)) for r in ranks) + plan.reserve
-
-
-@examples(60)
-@given(jobs(), seeds, schedulers)
-def test_what_is_allocated_in_a_period_is_freed_in_it(job: Job, seed: int, scheduler: Scheduler) -> None:
-    ledger = Ledger(job.plan(RandomMix(seed), scheduler))
-    assert sum(s.allocated - s.freed for s in ledger.slots) + sum(e.held - e.freed for e in ledger.messages) == 0
-    assert sum(e.shards - e.shards_freed for e in ledger.messages) == 0
+    assert sum(s.allocated - s.freed for s in worst.slots) + sum(e.held - e.freed for e in worst.messages) == 0
+    assert sum(e.shards - e.shards_freed for e in worst.messages) == 0
 
 
 def test_slots_keep_what_they_measured() -> None:

@@ -19,7 +19,6 @@ from mdcs.plan.schedule import Message
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import RandomOrder, Sequential, Wfbp
 from mdcs.planner.strategies import RandomMix, Uniform
-from mdcs.profile.layout import pad
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, Unit
 from tests.mdcs.profiles import Job, chain, examples, jobs, of_job, planned, seeds, tied
@@ -98,17 +97,9 @@ def test_a_unit_without_backward_is_gathered_from_the_head_of_the_period_on() ->
     assert window(plain, AG_F, 0) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "slot"),
-    [("fsdp", AG_F, 2), ("fsdp", AG_B, 5), ("sdp", AG_F, 5)],
-)
+@pytest.mark.parametrize(("strategy", "kind", "slot"), [("fsdp", AG_F, 2), ("fsdp", AG_B, 5), ("sdp", AG_F, 5)])
 def test_full_parameters_are_released_when_their_strategy_says(strategy: str, kind: Kind, slot: int) -> None:
     assert Period(chain(8, 4), 1).release(Op(kind, 0, 0), Strategy(strategy)) == slot
-
-
-@pytest.mark.parametrize(("numel", "world", "padded"), [(10, 2, 10), (10, 3, 12), (1, 4, 4), (12, 3, 12)])
-def test_units_are_padded_to_a_multiple_of_the_world(numel: int, world: int, padded: int) -> None:
-    assert pad(numel, world) == padded
 
 
 @pytest.mark.parametrize(
@@ -283,9 +274,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 SAVED = json.loads(make_plan(chain(8, 4, about={"model": "toy"}), Uniform("zero2"), Sequential()).to_json())
-EXECUTED = [
-    p for p in leaves(SAVED) if p[0] not in ("prediction", "strategy", "scheduler", "outcome", "bound_s", "schema")
-]
+EXECUTED = [p for p in leaves(SAVED) if p[0] not in ("prediction", "strategy", "scheduler", "outcome", "bound_s", "schema")]
 
 
 @examples(60)

@@ -7,7 +7,7 @@ import pytest
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.period import Strategy, choices
-from mdcs.plan.plan import Plan, PlanError
+from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
@@ -15,7 +15,6 @@ from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import StrategyAssignment
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Collectives, Kind
-from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, Job, chain, in_nodes, link, planned
 
 # Two nodes of two ranks; a byte takes 1/16 s across, a tenth of that within.
@@ -52,11 +51,6 @@ def test_planners_choose_among_what_there_is() -> None:
     assert not any(k.in_node for k in choices(alone))
     with pytest.raises(PlanError, match="hsdp shards within a node"):
         StrategyAssignment(Job(alone), (Strategy.hsdp, Strategy.hsdp))
-
-
-def test_files_know_of_nodes() -> None:
-    plan = planned(PROFILE, "hsdp")
-    assert Plan.from_json(plan.to_json()).hash == plan.hash and Profile.from_json(PROFILE.to_json()) == PROFILE
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [("fsdp", "sdp"), ("sdp", "sdp"), ("hsdp", "hsdp_no_reshard"), ("dp", "dp")])

@@ -9,17 +9,11 @@ from hypothesis import given
 
 from mdcs.plan.ledger import check, min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.plan.plan import PlanError
-from mdcs.planner.schedulers import RandomOrder, Sequential
+from mdcs.planner.schedulers import RandomOrder
 from mdcs.planner.strategies import RandomMix
 from mdcs.simulator.simulate import replay
-from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, of_job, planned, seeds
-
-# a has 8 elements (32 bytes), b has 4 (16 bytes); (live, peak) of the activations in the order of the model.
-PLAIN = chain(8, 4, world=2, optimizer=ADAM)
-ACTIVATIONS = ((10, 30), (30, 40), (40, 50), (30, 45))  # F:a F:b B:b B:a
-PROFILE = replace(
-    PLAIN, slots=tuple(replace(s, live=low, peak=high) for s, (low, high) in zip(PLAIN.slots, ACTIVATIONS, strict=True))
-)
+from tests.mdcs.plan.test_ledger import PROFILE
+from tests.mdcs.profiles import Job, examples, jobs, of_job, planned, seeds
 
 
 def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:
@@ -37,20 +31,11 @@ def test_a_cycle_names_what_was_gathered_ahead() -> None:
     plan = planned(PROFILE, "sdp")  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
     ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=min_feasible_budget(plan))
     assert min_feasible_budget(ahead) == min_feasible_budget(plan)  # 48 bytes of parameters fit beside F:a
-    tight = replace(
-        PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots)
-    )
+    tight = replace(PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots))
     tight_plan = replace(of_job(ahead, profile=tight), budget=80 + 32 + 100)
     with pytest.raises(PlanError, match=r"slot 2 \(F:a\) needs 228 of 212 bytes.* \(gathered ahead: AG_F of b\)"):
         check(tight_plan)
     check(replace(of_job(plan, profile=tight), budget=212))
-
-
-@examples(100)
-@given(jobs(), seeds)
-def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> None:
-    plan = job.plan(RandomMix(seed), Sequential())
-    assert replay(plan).peak["total"] + plan.reserve == min_feasible_budget(plan)
 
 
 @examples(100)

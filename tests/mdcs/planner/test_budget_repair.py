@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.period import Op, Strategy
-from mdcs.plan.plan import Plan, PlanError
+from mdcs.plan.plan import PlanError
 from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.priority import Priority, nearest_deadline_first
@@ -21,14 +21,10 @@ from mdcs.profile.link import Kind, Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay, undelayed
 from mdcs.sizes import MIB
+from tests.mdcs.planner.test_schedulers import listed
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
 AR, RS, AG_F, AG_B, *_ = Kind
-
-
-def listed(plan: Plan) -> list[tuple[str, int]]:
-    names = [u.name for u in plan.profile.units]
-    return [(f"{m.kind} {'+'.join(names[u] for u, _ in m.parts)}", m.slot) for m in plan.messages]
 
 
 def busiest_in(profile: Profile, phase: str, unit: int, size: int) -> Profile:
@@ -40,11 +36,6 @@ def busiest_in(profile: Profile, phase: str, unit: int, size: int) -> Profile:
 # ---- by hand: B:c B:b B:a F:a F:b F:c, units of 32 bytes on two ranks
 
 THREE = chain(8, 8, 8)
-
-
-def test_what_fits_is_left_alone() -> None:
-    plan = planned(THREE, "sdp", Dear())
-    assert repair(plan, min_feasible_budget(plan)) == replace(plan, budget=min_feasible_budget(plan))
 
 
 @pytest.mark.parametrize(
@@ -158,15 +149,7 @@ def test_any_schedule_fits_from_the_sequential_peak_on(job: Job, seed: int, sche
     assert fitted.strategies == plan.strategies
     ops = {Op(m.kind, u, m.micro) for m in fitted.messages for u, _ in m.parts}
     assert ops == set(mix.ops)
-
-
-@examples(40)
-@given(jobs(), seeds, schedulers)
-def test_fitting_twice_changes_nothing(job: Job, seed: int, scheduler: Scheduler) -> None:
-    mix = job.problem.mix(RandomMix(seed).choose(job.problem).strategies)
-    budget = min_feasible_budget(Sequential().schedule(mix))
-    once = repair(scheduler.schedule(mix), budget)
-    assert repair(once, budget) == once
+    assert repair(fitted, budget) == fitted
 
 
 # ---- the fastest of several ways

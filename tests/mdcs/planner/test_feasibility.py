@@ -17,9 +17,9 @@ from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.priority import Priority
 from mdcs.planner.registry import StrategyPlanner
 from mdcs.planner.schedulers import Sequential
-from mdcs.planner.strategies import Greedy, RandomMix, Uniform
+from mdcs.planner.strategies import Greedy, RandomMix
 from mdcs.profile.schema import Profile
-from tests.mdcs.profiles import ADAM, Job, chain, examples, few, jobs, link, tied
+from tests.mdcs.profiles import ADAM, Job, chain, examples, few, jobs, link
 
 dp, zero2, sdp, fsdp, *_ = Strategy
 
@@ -46,14 +46,6 @@ def test_where_nothing_needs_less_it_is_all_fsdp() -> None:
     job = Job(chain(500, 500, 500, 500, optimizer=ADAM))
     assert min_peak_strategies(job.plain) == (fsdp,) * 4
     assert mdcs.floor_bytes(job.plain) == peak(job, *[fsdp] * 4)
-
-
-def test_two_large_units_are_changed_together() -> None:
-    """One alone leaves the peak at the other."""
-    job = Job(busy(tied(1000, 8, 100, 8, optimizer=ADAM), 0, 2))
-    mix = min_peak_strategies(job.plain)
-    assert peak(job, *mix) == min(peak(job, *each) for each in itertools.product(choices(job.profile), repeat=4))
-    assert sum(strategy is not fsdp for strategy in mix) >= 2
 
 
 @examples(60)
@@ -86,12 +78,6 @@ def test_the_joint_planner_plans_at_exactly_the_floor_too() -> None:
     assert min_feasible_budget(plan) <= floor
     with pytest.raises(InfeasibleBudget, match=f"is {floor} bytes"):
         mdcs.make_plan(TIGHT.plain, Joint(seconds=3.0), budget=floor - 1)
-
-
-def test_a_strategy_for_all_units_says_what_it_needs_itself() -> None:
-    floor, need = TIGHT.problem.floor, peak(TIGHT, fsdp, fsdp, fsdp)
-    with pytest.raises(InfeasibleBudget, match=f"strategy fsdp does not fit {floor} bytes: .* is {need} bytes"):
-        TIGHT.plan(Uniform("fsdp"), Sequential(), budget=floor)
 
 
 def test_greedy_starts_from_the_floors_mix_where_all_fsdp_would_fit_as_well() -> None:

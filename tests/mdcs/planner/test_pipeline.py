@@ -15,22 +15,10 @@ from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Sequential, Wfbp
-from mdcs.planner.strategies import Greedy, RandomMix, Uniform
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
-from tests.mdcs.profiles import (
-    ADAM,
-    Job,
-    chain,
-    examples,
-    flexible,
-    jobs,
-    link,
-    one_of_each,
-    schedulers,
-    seeds,
-    strategies,
-)
+from tests.mdcs.profiles import ADAM, Job, chain, examples, flexible, jobs, link, schedulers, strategies
 
 factors = st.sampled_from([1.0, 1.02, 1.1, 1.3, 1.7, 3.0])  # of the floor
 shares = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]))
@@ -72,7 +60,7 @@ def test_a_plan_keeps_its_budget(asked: Asked, strategy: StrategyPlanner, schedu
     assert replay(again).prediction() == plan.prediction
 
 
-@examples(80)
+@examples(120)
 @given(asked(shares=st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])), flexible, schedulers)
 def test_the_schedule_has_its_share_of_the_slack(asked: Asked, strategy: StrategyPlanner, scheduler: Scheduler) -> None:
     assert asked.share is not None
@@ -80,7 +68,7 @@ def test_the_schedule_has_its_share_of_the_slack(asked: Asked, strategy: Strateg
     assert plan.prediction is not None
     slack = asked.budget - asked.job.problem.floor
     sequential = asked.job.problem.peak(plan.strategies)
-    assert sequential <= asked.job.problem.floor + (1 - asked.share) * slack + 1
+    assert sequential <= asked.job.problem.floor + (1 - asked.share) * slack + (asked.share < 1)
     assert plan.prediction.peak_bytes + plan.reserve - sequential <= asked.share * slack
     assert min_feasible_budget(plan) - sequential <= asked.share * slack
 
@@ -91,24 +79,6 @@ def test_without_a_budget_everything_is_possible(job: Job, strategy: StrategyPla
     plan = job.plan(strategy, scheduler)
     assert plan.budget is None
     assert plan.prediction == replay(plan).prediction()
-    if isinstance(scheduler, Sequential):
-        assert plan.prediction is not None and plan.prediction.overlap_ratio == 0
-
-
-@examples(20)
-@given(asked(shares=st.just(0.0)), flexible)
-def test_without_a_share_no_schedule_needs_more_than_the_sequential_one(asked: Asked, strategy: StrategyPlanner) -> None:
-    for scheduler in one_of_each():
-        plan = asked.plan(strategy, scheduler)
-        assert plan.prediction is not None
-        assert plan.prediction.peak_bytes + plan.reserve <= asked.job.problem.peak(plan.strategies)
-
-
-@examples(25)
-@given(asked(shares=st.just(1.0)), seeds)
-def test_with_the_whole_share_the_strategy_gets_the_floor(asked: Asked, seed: int) -> None:
-    plan = asked.plan(RandomMix(seed), Wfbp())
-    assert asked.job.problem.peak(plan.strategies) <= asked.job.problem.floor
 
 
 @examples(25)
@@ -183,14 +153,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, float], messa
         make_plan(chain(8, 16), Uniform("dp"), Wfbp(), **options)  # type: ignore[arg-type]
 
 
-# ---- what is reported
-
-
-def test_a_prediction_is_the_replay() -> None:
-    plan = make_plan(chain(8, 16, link=link(1 / 16)), Uniform("zero2"), Wfbp())
-    assert plan.prediction is not None
-    assert plan.prediction.step_s == 10
-    assert replay(plan).prediction() == plan.prediction
+# ---- what is sent
 
 
 def test_bytes_sent_and_extra_communication() -> None:

@@ -50,6 +50,12 @@ def deep(*saved: int, size: int = 500, seconds_per_byte: float = 4e-4, selective
     return Profile(units, tuple(slots), 2, link(seconds_per_byte), ADAM, recompute=tuple(options))
 
 
+def known_choices(profile: Profile) -> list[tuple[str, ...]]:
+    """Every choice per unit that the profile has."""
+    own = [["none", *(o.choice for o in profile.recompute if o.unit == u)] for u in range(len(profile.units))]
+    return list(itertools.product(*own))
+
+
 DEEP = deep(9000, 7000, 8000, 9000)
 
 
@@ -104,10 +110,8 @@ def test_without_options_there_is_one_step_and_the_floor_stays() -> None:
 
 @pytest.mark.parametrize("profile", [deep(900, 4000, selective=True), deep(5000, 100, 3000, size=900, selective=False)])
 def test_no_choice_and_no_mix_needs_less_than_the_floor(profile: Profile) -> None:
-    units = range(len(profile.units))
-    known = [["none", *(o.choice for o in profile.recompute if o.unit == u)] for u in units]
-    jobs = [Job(profile, recompute=each) for each in itertools.product(*known)]
-    mixes = list(itertools.product(choices(profile), repeat=len(units)))
+    jobs = [Job(profile, recompute=each) for each in known_choices(profile)]
+    mixes = list(itertools.product(choices(profile), repeat=len(profile.units)))
     assert floor_bytes(profile, Planned()) == min(PlanningProblem(job, None).peak(mix) for job in jobs for mix in mixes)
 
 
@@ -168,11 +172,8 @@ def test_a_planned_mix_is_never_slower_than_a_rule_for_all() -> None:
     for budget in range(low, high, (high - low) // 6):
         planned = step_s(budget, "planned")
         assert planned <= min(step_s(budget, name) for name in ("none", "all", "selective")) * 1.001
-
-
-def test_bytes_that_are_freed_buy_strategies_that_send_less() -> None:
     budget = floor_bytes(DEEP)
-    assert step_s(budget, "planned") < step_s(budget, "none")
+    assert step_s(budget, "planned") < step_s(budget, "none")  # bytes that are freed buy strategies that send less
 
 
 def test_nothing_is_recomputed_where_it_buys_nothing() -> None:
@@ -228,13 +229,6 @@ def test_a_second_share_that_divides_nothing_is_refused(shares, complaint) -> No
         make_plan(DEEP, Greedy(), Priority(), budget=10**6, **{"recompute": "planned"} | shares)
 
 
-def test_joint_plans_with_recomputation_within_the_budget() -> None:
-    budget = (floor_bytes(DEEP, Planned()) + floor_bytes(DEEP)) // 2
-    plan = make_plan(DEEP, Joint(seconds=2), budget=budget, recompute=Planned())
-    assert plan.recompute and plan.prediction is not None and plan.prediction.peak_bytes <= budget
-    assert plan.prediction.step_s <= step_s(budget, "planned") * (1 + 1e-9)
-
-
 def test_joint_goes_on_from_its_plan_without_recomputation_and_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the solver gives nothing and searches find nothing, too."""
     monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
@@ -259,6 +253,8 @@ def test_joint_proves_a_bound_over_all_choices_and_says_the_gap() -> None:
     plan = make_plan(DEEP, Joint(seconds=120), budget=budget, recompute=Planned())
     assert plan.prediction is not None and plan.bound_s is not None and ", gap " in plan.outcome
     assert sum(slot.seconds for slot in DEEP.slots) < plan.bound_s <= plan.prediction.step_s
+    assert plan.recompute and plan.prediction.peak_bytes <= budget
+    assert plan.prediction.step_s <= step_s(budget, "planned") * (1 + 1e-9)
     fixed = make_plan(Job(DEEP, recompute=plan.recompute), Joint(seconds=120), budget=budget)
     assert plan.bound_s <= (fixed.bound_s or 0) * (1 + 1e-6)  # of these choices alone
 
@@ -302,9 +298,7 @@ TRANSFORMER = cluster_profile(
 def test_more_bytes_are_never_slower(profile: Profile, count: int) -> None:
     low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
     budgets = [low + i * (high - low) // (count - 1) for i in range(count)]
-    points = front(
-        lambda budget, *_: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets
-    )
+    points = front(lambda budget, *_: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets)
     steps = [point.step_s for point in points]
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
     assert all(p.plan and p.plan.prediction and p.plan.prediction.peak_bytes <= p.budget for p in points)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import random
@@ -45,18 +47,14 @@ def start(seed: int, name: str = "wfbp") -> Plan:
 
 @pytest.mark.parametrize("strategies", [True, False])
 @pytest.mark.parametrize("seed", range(2))
-def test_it_is_never_slower_and_keeps_the_budget(seed: int, strategies: bool) -> None:
-    plan = start(seed)
+def test_it_is_never_slower_keeps_the_budget_and_finds_what_there_is(seed: int, strategies: bool) -> None:
+    """A plan that waits for every message can be made faster."""
+    plan = start(seed, "sequential" if strategies else "wfbp")
     found = anneal(plan, math.inf, strategies=strategies)
     check(found)
     assert found.budget == plan.budget and min_feasible_budget(found) <= (plan.budget or 0)
-    assert replay(found).period_s <= replay(plan).period_s
+    assert replay(found).period_s <= replay(plan).period_s * (0.99 if strategies else 1)
     assert strategies or found.strategies == plan.strategies
-
-
-def test_there_is_something_to_find() -> None:
-    plans = [start(seed, "sequential") for seed in range(2)]
-    assert all(replay(anneal(plan, math.inf)).period_s < 0.99 * replay(plan).period_s for plan in plans)
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
@@ -111,47 +109,49 @@ def test_from_the_worst_plan_it_mostly_finds_the_best_of_all_orders_and_slots() 
 
 
 def moved(move: Move | PlanMove, plan: Plan, rng: random.Random) -> Plan | None:
-    """Return the plan after a move. Raises PlanError where that cannot be run."""
-    if move in PLAN_MOVES:
-        return move(plan, rng)
-    among = Candidates(plan.job, None)
-    now = among.of(plan)
-    score = among.score(now, math.inf)
-    assert score is not None
-    found = move(among, now, score, rng)  # type: ignore[call-arg, arg-type]
-    return None if found is None else among.plan(found, plan)  # type: ignore[arg-type]
+    """Return the plan after a move; None where there is none, or where it cannot be run."""
+    with contextlib.suppress(PlanError):
+        if move in PLAN_MOVES:
+            return move(plan, rng)
+        among = Candidates(plan.job, None)
+        now = among.of(plan)
+        score = among.score(now, math.inf)
+        assert score is not None
+        found = move(among, now, score, rng)  # type: ignore[call-arg, arg-type]
+        return None if found is None else among.plan(found, plan)  # type: ignore[arg-type]
+    return None
+
+
+@functools.cache
+def scheduled() -> list[Plan]:
+    """Of six random jobs, under every scheduler."""
+    return [plan for seed in range(6) for _, plan in plans(seed)]
 
 
 @pytest.mark.parametrize("move", [*MOVES, *PLAN_MOVES], ids=lambda move: move.__name__)
 def test_a_move_gives_another_plan_of_the_same_job_or_none(move: Move | PlanMove) -> None:
     rng, made = random.Random(0), 0
-    for seed in range(6):
-        for _, plan in plans(seed):
-            for _ in range(4):
-                try:
-                    found = moved(move, plan, rng)
-                except PlanError:
-                    continue
-                if found is not None:
-                    made += 1
-                    assert (found.job, found.budget) == (plan.job, plan.budget)
-                    assert found.strategies == plan.strategies or move is change_strategy
-                    assert replay(found).period_s > 0 if found.budget is None else True
+    for plan in scheduled():
+        for found in (moved(move, plan, rng) for _ in range(4)):
+            if found is not None:
+                made += 1
+                assert (found.job, found.budget) == (plan.job, plan.budget)
+                assert found.strategies == plan.strategies or move is change_strategy
+                assert replay(found).period_s > 0 if found.budget is None else True
     assert made > 20
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_blocks_are_joined_into_fewer_messages_of_the_same_bytes(apart: bool) -> None:
     made = 0
-    for seed in range(6):
-        for _, plan in plans(seed):
-            for unit in range(len(plan.blocks)):
-                found = merge_adjacent_blocks(plan, unit, apart=apart)
-                if found is not None:
-                    made += 1
-                    assert len(found.messages) < len(plan.messages)
-                    assert found.sent_bytes() == plan.sent_bytes()
-                    assert [sum(sizes) for sizes in found.blocks] == [sum(sizes) for sizes in plan.blocks]
+    for plan in scheduled():
+        for unit in range(len(plan.blocks)):
+            found = merge_adjacent_blocks(plan, unit, apart=apart)
+            if found is not None:
+                made += 1
+                assert len(found.messages) < len(plan.messages)
+                assert found.sent_bytes() == plan.sent_bytes()
+                assert [sum(sizes) for sizes in found.blocks] == [sum(sizes) for sizes in plan.blocks]
     assert made > 5
 
 
@@ -177,12 +177,5 @@ def test_only_blocks_that_follow_each_other_are_joined() -> None:
 def test_what_compute_waits_for_is_sent_earlier() -> None:
     profile = chain(64, 64, 64, link=link(1 / 64))
     plan = SCHEDULERS["wfbp"]().schedule(PlanningProblem(Job(profile), None).mix([Strategy.fsdp] * 3))
-    faster = [other for seed in range(40) if (other := safely(advance_blocking, plan, seed)) is not None]
+    faster = [other for seed in range(40) if (other := moved(advance_blocking, plan, random.Random(seed))) is not None]
     assert min(replay(other).period_s for other in faster) <= replay(plan).period_s
-
-
-def safely(move: Move, plan: Plan, seed: int) -> Plan | None:
-    try:
-        return moved(move, plan, random.Random(seed))
-    except PlanError:
-        return None

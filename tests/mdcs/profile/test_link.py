@@ -29,14 +29,6 @@ def test_alpha_beta_and_gap_belong_to_a_kind() -> None:
     assert [link.gap_of(k) for k in link.kinds] == [0.5, 0.6, 0.7, 0.8]
 
 
-def test_latencies_overlap_and_bytes_do_not() -> None:
-    link = Link((1.0,) * 4, (0.5,) * 4, depth=2)
-    first = link.end(Kind.RS, 4, start=0.0, previous_end=0.0)
-    assert first == 3.0  # 1 s of latency, 2 s of bytes
-    assert link.end(Kind.RS, 2, start=0.5, previous_end=first) == 4.0  # its latency has passed by then
-    assert link.end(Kind.RS, 2, start=3.0, previous_end=first) == 5.0
-
-
 def test_a_gap_is_between_messages_in_flight_and_in_the_latency_of_one_that_is_alone() -> None:
     link = Link((1.0,) * 4, (0.5,) * 4, depth=2, gap=(0.25,) * 4)
     first = link.end(Kind.RS, 4, start=0.0, previous_end=float("-inf"))

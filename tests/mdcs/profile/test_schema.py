@@ -16,18 +16,11 @@ A_FORWARD, A_BACKWARD = Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 2.0, 0, 0)
 A = Unit("a", (6, 4), True, (0, 0), (0, 0))
 
 
-def test_a_unit_is_as_large_as_its_segments() -> None:
-    assert A.numel == 10
-
-
 def test_slots_are_counted_per_phase() -> None:
     profile = chain(10, 20, 30)
     assert (profile.forward_slots, profile.backward_slots) == (3, 3)
-    without_gradient = replace(
-        profile,
-        units=(Unit("a", (10,), False, (0, 0), None), *profile.units[1:]),
-        slots=profile.slots[:-1],
-    )
+    units = Unit("a", (10,), False, (0, 0), None), *profile.units[1:]
+    without_gradient = replace(profile, units=units, slots=profile.slots[:-1])
     assert (without_gradient.forward_slots, without_gradient.backward_slots) == (3, 2)
 
 

@@ -40,10 +40,7 @@ class Net(nn.Module):
 
 def profile_of(model: nn.Module) -> mdcs.Profile:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    return measure_profile(
-        model, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(torch.ones(4, 4)).sum(), optimizer, world=2,
-        link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
-    )  # fmt: skip
+    return measure_profile(model, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(torch.ones(4, 4)).sum(), optimizer)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.profile.link import Link
 from mdcs.profiler.calibration import calibration_plans
 from mdcs.sizes import MIB
 
 from ..profiles import chain
-
-GUESS = Link.uniform(1.0, 100.0)
-PROFILE = chain(*[3 * MIB // 2] * 8, link=GUESS, forward_s=0.03, backward_s=0.06)
+from .test_cost_fit import GUESS, PROFILE
 
 
 @pytest.mark.parametrize("sizes", [[3 * MIB // 2] * 8, [MIB] * 8, [1000] * 8, [10, 10**7, 300, 10**6]])

@@ -63,9 +63,7 @@ def raised(what: str) -> Exception:
 
         return Local("mine")
     errors = {
-        "ValueError": ValueError("bad"),
         "KeyError": KeyError("scheduler"),
-        "MemoryError": MemoryError("no room"),
         "InfeasibleBudget": InfeasibleBudget(10, 20, "even all fsdp"),
         "Odd": Odd("solver", "gone"),
     }
@@ -85,7 +83,7 @@ def plan_or_error(what: str) -> tuple[Plan, bool]:
     return plan, called == ([0] if dist.get_rank() == 0 else [])
 
 
-@pytest.mark.parametrize("what", ["ValueError", "KeyError", "MemoryError", "InfeasibleBudget"])
+@pytest.mark.parametrize("what", ["KeyError", "InfeasibleBudget"])
 def test_rank_zeros_error_is_every_ranks(two: Ranks, what: str) -> None:
     first, second = two.outcomes(plan_or_error, what, timeout_s=20)
     assert first.kind == second.kind == what

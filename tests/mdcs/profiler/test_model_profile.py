@@ -19,9 +19,7 @@ def test_gradients_come_from_the_last_parameter_of_a_unit_to_its_first() -> None
     model = Waiting(torch.nn.ModuleList(Block(numel, 4, 0, 0.001, 0.04, Clock(), False) for numel in (400, 40)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units = mdcs.partition(model, mdcs.ByClass(("Block",)))
-    profile = measure_profile(
-        model, units, lambda: model(torch.ones(1, 2)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
-    )
+    profile = measure_profile(model, units, lambda: model(torch.ones(1, 2)).sum(), optimizer)
     for unit, elements in zip(profile.units, (104, 16), strict=True):  # 100 and 10, padded to 16 bytes
         assert [n for n, _ in unit.gradients] == [elements] * 4
         parts = [part for _, part in unit.gradients]
@@ -46,9 +44,7 @@ def test_what_has_come_in_an_earlier_slot_is_there_when_the_last_begins() -> Non
     model = torch.nn.Sequential(Outer())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units = mdcs.partition(model, mdcs.ByClass(("Outer", "Linear")))
-    profile = measure_profile(
-        model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
-    )
+    profile = measure_profile(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer)
     outer = next(unit for unit in profile.units if unit.numel == 32)
     assert outer.backward == (0, 1)
     (_, before), (_, after) = outer.gradients
@@ -73,10 +69,8 @@ def test_units_around_one_module_are_in_use_together() -> None:
     model = torch.nn.Sequential(Mixed(), Mixed())
     *most, last = [p for p in model.parameters() if p.requires_grad]
     optimizers = [torch.optim.SGD(most, lr=0.1), torch.optim.Adam([last])]
-    profile = measure_profile(
-        model, mdcs.partition(model, mdcs.ByClass(("Mixed",))), lambda: model(torch.ones(1, 4)).sum(), optimizers,
-        world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
-    )  # fmt: skip
+    units = mdcs.partition(model, mdcs.ByClass(("Mixed",)))
+    profile = measure_profile(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizers)
     assert [(u.name, u.dtype, u.trainable, u.optimizer) for u in profile.units] == [
         ("0", "float32", True, 0), ("0[float64]", "float64", True, 0), ("0[frozen]", "float32", False, 0),
         ("1", "float32", True, 0), ("1[float64]", "float64", True, 0), ("1[float64, Adam]", "float64", True, 1),
@@ -120,8 +114,7 @@ def slots_by(meter: ShimMeter) -> tuple[list[tuple[int, int]], list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "current_meter", lambda device: meter)
-        link = mdcs.Link.uniform(1.0, 50.0)
-        profile = measure_profile(model, units, step, optimizer, world=2, link=link, iterations=2)
+        profile = measure_profile(model, units, step, optimizer, iterations=2)
     first = profile.slots[0].live
     return [(slot.live - first, slot.peak - first) for slot in profile.slots], readings
 

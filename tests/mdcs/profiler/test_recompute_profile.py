@@ -19,8 +19,6 @@ from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import optimizer_for, setup
 
-LINK = mdcs.Link.uniform(1.0, 50.0)
-
 
 def measured_and_predicted(name: str, shape: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     """(measured, predicted) bytes, live and peak of each slot, of several mixes of choices."""
@@ -30,9 +28,7 @@ def measured_and_predicted(name: str, shape: dict[str, Any]) -> list[tuple[list[
     def step() -> Tensor:
         return made.loss(made.model, made.batch(0, 0, 0))
 
-    profile = measure_profile(
-        made.model, units, step, optimizer_for("adam", made.model), world=2, link=LINK, iterations=1, recompute=True
-    )
+    profile = measure_profile(made.model, units, step, optimizer_for("adam", made.model), recompute=True)
     assert profile.recompute and mdcs.Profile.from_json(profile.to_json()).recompute == profile.recompute
     can = {(option.unit, option.choice) for option in profile.recompute}
     out = []
@@ -60,7 +56,7 @@ def peaks_of_transformers(name: str, attention: str) -> list[tuple[int, int]]:
         return model(input_ids=tokens, labels=tokens).loss
 
     optimizer = optimizer_for("adam", model)
-    profile = measure_profile(model, units, step, optimizer, world=2, link=LINK, iterations=1, recompute=True)
+    profile = measure_profile(model, units, step, optimizer, recompute=True)
     assert sum(o.choice == SELECTIVE for o in profile.recompute) == sum(o.choice == FULL for o in profile.recompute) == 3
     first, out = min(o.unit for o in profile.recompute), []
     for chosen in ((FULL,) * 3, (SELECTIVE,) * 3, (SELECTIVE, NONE, FULL), (FULL, SELECTIVE, NONE)):
@@ -138,11 +134,9 @@ def options_and_reasons() -> tuple[list[tuple[str, str]], str]:
         return model(torch.ones(4000, 6)).square().mean()
 
     optimizer = optimizer_for("adam", model)
-    profile = merge_profiles(
-        measure_profile(model, units, step, optimizer, world=2, link=LINK, iterations=1, recompute=True)
-    )
+    profile = merge_profiles(measure_profile(model, units, step, optimizer, recompute=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not measure_profile(model, units, step, optimizer, world=2, link=LINK, iterations=1).recompute
+    assert not measure_profile(model, units, step, optimizer).recompute
     return [(units[o.unit].name, o.choice) for o in profile.recompute], profile.about["recompute"]
 
 

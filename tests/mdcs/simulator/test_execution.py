@@ -43,22 +43,10 @@ def test_where_updates_run(updates: str, depth: int, messages: dict[str, tuple[f
     assert replay(it).period_s == period_s
 
 
-def test_a_gather_waits_for_the_update_on_the_other_stream_and_is_unpacked_before_the_next_message() -> None:
-    profile = replace(PROFILE, execution=ExecutionModel("stream"))
-    # RS take 1 s (a) and 2 s (b), updates of half a unit as long; gathers as long as reductions.
-    assert spans(planned(profile, "zero2", Wfbp())) == {
-        "RS:b": (2, 4), "update:b": (4, 6), "AG_F:b": (6, 8), "RS:a": (8, 9), "update:a": (9, 10), "AG_F:a": (10, 11),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("host", "seconds"), [({"host_seconds_per_message": 10.0}, 20), ({"host_seconds_per_slot": 5.0}, 22)])
-def test_the_host_that_enqueues_bounds_the_period(host: dict[str, float], seconds: float) -> None:
+@pytest.mark.parametrize(("per_message", "per_slot", "seconds"), [(10.0, 0.0, 20), (0.0, 5.0, 22), (1.0, 1.0, 14)])
+def test_the_host_that_enqueues_bounds_the_period_unless_it_is_ahead(per_message: float, per_slot: float, seconds: float) -> None:
     """Two messages, four slots; a step begins when the device is done with the last slot, of 2 s."""
-    assert replay(plan(ExecutionModel("stream", **host))).period_s == seconds
-
-
-def test_a_host_that_is_ahead_costs_nothing() -> None:
-    assert replay(plan(ExecutionModel("stream", 1.0, 1.0))).period_s == 14
+    assert replay(plan(ExecutionModel("stream", per_message, per_slot))).period_s == seconds
 
 
 def test_a_profile_says_how_its_device_executes() -> None:

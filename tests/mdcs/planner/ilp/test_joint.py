@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -16,7 +17,7 @@ from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.planner import search
-from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp import decode, joint
 from mdcs.planner.ilp.decode import SearchRequest
 from mdcs.planner.ilp.joint import Joint, MemoryAware, heuristics, minimize_peak
@@ -70,15 +71,10 @@ def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | No
     assert plan.outcome.startswith("schedule ") and plan.scheduler == "memory_aware"
 
 
-def test_without_a_budget_too() -> None:
-    plan = mdcs.make_plan(job(2), Uniform("fsdp"), MemoryAware(seconds=4))
-    assert plan.budget is None and plan.outcome.startswith(("schedule optimal", "schedule best heuristic"))
-
-
-@pytest.mark.slow
-def test_the_schedule_is_made_of_fused_or_partitioned_messages_of_real_blocks() -> None:
+def test_without_a_budget_the_schedule_is_made_of_fused_or_partitioned_messages_of_real_blocks() -> None:
     profile = dataclasses.replace(job(3), link=dataclasses.replace(job(3).link, block=400))
     plan = mdcs.make_plan(profile, Uniform("zero2"), MemoryAware(seconds=4))
+    assert plan.budget is None and plan.outcome.startswith(("schedule optimal", "schedule best heuristic"))
     assert max(len(blocks) for blocks in plan.blocks) > 1
 
 
@@ -111,14 +107,6 @@ def test_the_bound_of_a_large_job_does_not_wait_for_heuristics(monkeypatch: pyte
     assert asked.is_set()
 
 
-@pytest.mark.slow
-def test_a_budget_below_the_floor_names_the_floor() -> None:
-    floor = mdcs.floor_bytes(job(0))
-    with pytest.raises(InfeasibleBudget, match=f"the smallest budget is {floor} bytes"):
-        mdcs.make_plan(job(0), Joint(), budget=floor - 1)
-    mdcs.make_plan(job(0), Joint(seconds=2), budget=floor)
-
-
 def test_joint_takes_no_scheduler_and_no_share() -> None:
     with pytest.raises(ValueError, match="strategy joint decides the schedule"):
         mdcs.make_plan(job(0), Joint(), SCHEDULERS["wfbp"]())
@@ -140,6 +128,7 @@ def test_of_schedules_as_fast_the_leanest() -> None:
     assert saved > 0
 
 
+@functools.cache
 def started() -> tuple[PlanningProblem, list[search.EvaluatedPlan]]:
     """A tight job, and heuristics' plans for it."""
     sizes = 40_000, 10_000, 40_000, 20_000, 60_000, 30_000

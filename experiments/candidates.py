@@ -65,7 +65,7 @@ def candidates(
     if not varied:
         raise ConfigError("compare.vary", "is empty: nothing to compare")
     if own := [o for o in given if budgets and group_of(o) == "budget"]:
-        raise ConfigError(own[0].partition("=")[0], "is chosen with compare.budgets here")
+        raise ConfigError(key_of(own[0]), "is chosen with compare.budgets here")
     for name, words in varied.items():
         if only and name not in only:
             continue
@@ -105,7 +105,7 @@ def _combined(over: Sequence[str], varied: Mapping[str, list[str]]) -> dict[str,
 def _base_of(given: Sequence[str], words: Sequence[str]) -> list[str]:
     """The given overrides that hold for a candidate with these overrides, and what is usual for an engine."""
     if _is_engine(words):
-        return [*(o for o in given if not {group_of(o), o.partition("=")[0]} & {*PLANNED}), *USUAL]
+        return [*(o for o in given if not {group_of(o), key_of(o)} & {*PLANNED}), *USUAL]
     planners = {"strategy", "scheduler"}
     replaced = planners if planners & {*map(group_of, words)} else set()
     return [o for o in given if group_of(o) not in replaced]
@@ -136,8 +136,10 @@ def _is_engine(overrides: Iterable[str]) -> bool:
 
 
 def group_of(override: str) -> str:
+    """Return the config group, or the key's first part, that an override sets."""
     return key_of(override).partition(".")[0]
 
 
 def key_of(override: str) -> str:
+    """Return the key that an override sets."""
     return override.lstrip("+").partition("=")[0]

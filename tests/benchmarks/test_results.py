@@ -12,7 +12,7 @@ import pytest
 import benchmarks.pictures
 from analysis import pictures
 from benchmarks import results
-from benchmarks.results import newest, page, predictions, runs
+from benchmarks.results_page import divisions, newest, page, predictions, runs
 from experiments.config import checks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -20,7 +20,8 @@ MIB = 2**20
 
 
 def candidate(name, steps, peak_mib, budget=None, plans=False, predicted=None):
-    rounds = [{"step_s": step, "steps_s": [step], "peak_bytes": peak_mib * MIB, "predicted_step_s": predicted} for step in steps]
+    same = {"peak_bytes": peak_mib * MIB, "predicted_step_s": predicted, "processor_s": 0.5}
+    rounds = [{"step_s": step, "steps_s": [step], **same} for step in steps]
     words = {"budget_bytes": budget, "budget": None if not plans else "floor+50%" if budget else "none"}
     return {"name": name, "overrides": [f"engine={name}"], "plans": plans, "rounds": rounds, **words}
 
@@ -79,23 +80,23 @@ def test_a_plane_has_a_row_for_each_share_of_the_schedule(result):
     assert rows(text, "share for the schedule", "| 0 of the rest for activations | 0.5 of the rest for activations |")
     assert rows(text, "| 0.4 | 1,400 (1,500) | 1,500 (1,500) |")
     assert "`joint`: 1,000 [1,000 to 1,000] ms, 1,000 predicted." in text
-    points = results.divisions(result)
+    points = divisions(result)
     assert points[["schedule", "activations", "strategies"]].sum(axis=1).round(9).eq(1).all() and len(points) == 4
     assert points["strategies"].tolist() == pytest.approx([1, 0.5, 0.6, 0.3])
 
 
 def test_an_engine_has_one_row_and_its_ratio_within_every_budget_that_it_fits(result):
     text = page([result])
-    assert rows(text, "| ddp | 900 [900 to 1,100] | 90 |  | – | 1.00 |")
-    assert rows(text, "| fsdp2 | 1,500 [1,100 to 1,800] | 50 |  | 1.50 | 1.67 |")
-    assert rows(text, "| mdcs, none | 1,000 [900 to 1,000] | 80 | 1,000 |  | 1.00 |")
+    assert rows(text, "| ddp | 900 [900 to 1,100] | 500 | 90 |  | – | 1.00 |")
+    assert rows(text, "| fsdp2 | 1,500 [1,100 to 1,800] | 500 | 50 |  | 1.50 | 1.67 |")
+    assert rows(text, "| mdcs, none | 1,000 [900 to 1,000] | 500 | 80 | 1,000 |  | 1.00 |")
     assert ": zero-1 (is not installed)." in text
     assert len(predictions([result])) == 6 and rows(text, "| all | 6 | 4.5% | -16.7 % |")
 
 
 def test_each_plan_has_the_bytes_of_its_own_floor(result):
     result["comparison"]["candidates"].insert(2, candidate("zero2", [1.3, 1.4, 1.5], 64, 65 * MIB, True, 1.0))
-    assert rows(page([result]), "| zero2, 65 MiB (floor+50%) | 1,400 [1,300 to 1,500] | 64 | 1,000 | 1.30 |  |")
+    assert rows(page([result]), "| zero2, 65 MiB (floor+50%) | 1,400 [1,300 to 1,500] | 500 | 64 | 1,000 | 1.30 |  |")
 
 
 def test_a_comparison_of_plans_alone_has_a_row_for_each_budget(result):

@@ -184,7 +184,7 @@ def differences(wanted: Any, found: Any) -> list[str]:
 
 
 def both(name: str, options: dict[str, Any]) -> list[str]:
-    """What differs from DDP."""
+    """Names of the values that differ from DDP's."""
     plain = {k: v for k, v in options.items() if k != "budget"}
     return differences(loop(name, False, **plain), loop(name, True, **options))
 

@@ -436,7 +436,7 @@ def test_priority_waits_for_updates() -> None:
 
 
 def step_s_blind(profile: Profile) -> float:
-    """Of zero2 in the order that is best where messages cost compute nothing."""
+    """Seconds of a step of zero2 with its messages in the order that is best where messages cost compute nothing."""
     mix = StrategyAssignment(Job(profile), (zero2,) * len(profile.units))
     windows = {op: mix.period.window(op) for op in mix.ops}
     messages = nearest_deadline_first(mix, mix.partition(128), windows, undelayed(mix.period))

@@ -124,7 +124,7 @@ def moved(move: Move | PlanMove, plan: Plan, rng: random.Random) -> Plan | None:
 
 @functools.cache
 def scheduled() -> list[Plan]:
-    """Of six random jobs, under every scheduler."""
+    """Plans of six random jobs, under every scheduler."""
     return [plan for seed in range(6) for _, plan in plans(seed)]
 
 

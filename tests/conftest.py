@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import itertools
 import signal
 import zlib
 
@@ -10,6 +11,7 @@ from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+NUMBERS = itertools.count()
 
 # A shell's background job ignores it, and so would the programs that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,10 +48,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def no_cache_of_the_user(tmp_path_factory):
     """No test reads or writes the profiles of whoever runs it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MDCS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("MDCS_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("MDCS_CACHE", str(tmp_path_factory.mktemp("cache")))
+def own_cache(no_cache_of_the_user, monkeypatch):
+    """Nor those of another test; a folder is made when one is kept, as most tests keep none."""
+    monkeypatch.setenv("MDCS_CACHE", str(no_cache_of_the_user / str(next(NUMBERS))))

@@ -42,14 +42,19 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def environment(**own: str) -> dict[str, str]:
+    """One with the programs of this Python, which find the modules of this repository."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **own}
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """Output of the marked blocks, run in order in a folder that has the programs and nothing else."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("experiments", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    env = environment(OMP_NUM_THREADS="1", MPLBACKEND="Agg")
     said = []
     for block in RUNNABLE:
         ran = subprocess.run(
@@ -89,9 +94,8 @@ def sessions() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("command", "said"), sessions(), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_session_is_as_it_is_shown(tmp_path, command, said):
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shell = subprocess.Popen(
-        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, text=True,
+        ["bash", "-c", command], cwd=tmp_path, env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
@@ -112,9 +116,8 @@ def test_bash_completes_groups_options_and_keys(tmp_path):
     types = 'COMP_LINE="$1" COMP_POINT=${#1} COMP_CWORD=2; hydra_bash_completion; echo "${COMPREPLY[@]}"'
     lines = [f"set -- 'python experiments/train.py {word}'; {types}" for word in ("strategy=fs", "budget.li")]
     script = "; ".join([installs, *lines])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=250)
+    pipes = {"capture_output": True, "text": True, "check": True, "timeout": 250}
+    said = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), **pipes)
     assert said.stdout.split() == ["strategy=fsdp", "budget.limit="]
 
 
@@ -180,7 +183,7 @@ TYPED_FIRST = ("README.md", "docs/quickstart.md")
 def test_every_command_composes(document):
     """The jobs that the shown commands would run, but for files that other commands write."""
     text = TEXT[document]
-    settings = dict(re.findall(r'^(\w+)="([^"]*)"$', text, re.M))
+    settings, asked = dict(re.findall(r'^(\w+)="([^"]*)"$', text, re.M)), set()
     for _, rest in re.findall(r"^\s*(?:PYTHONPATH=\S+ )?mdcs (\w+)(.*)$", text.replace("\\\n", " "), re.M):
         for name, value in settings.items():
             rest = rest.replace(f"${name}", value)
@@ -188,8 +191,10 @@ def test_every_command_composes(document):
         words = [word for word in shlex.split(rest, comments=True) if "=" in word and not word.startswith(elsewhere)]
         words = [re.sub(r"=(?:int\()?(?:interval|range)\(([^,]*),.*", r"=\1", word) for word in words]  # lower ends
         if "--config-dir" not in rest:
-            with checks.composing():
-                checks.compose_config([re.sub(r"^((?!.*\[).*?=[^,]*),.*", r"\1", word) for word in words])
+            asked.add(tuple(re.sub(r"^((?!.*\[).*?=[^,]*),.*", r"\1", word) for word in words))
+    with checks.composing():
+        for overrides in sorted(asked):
+            checks.compose_config(overrides)
 
 
 @cache

@@ -1,11 +1,13 @@
 """Synthetic runs and sweeps with the files of real ones, from a toy model of one link and one compute lane."""
 
+import itertools
 import json
 import random
 from pathlib import Path
 
 import pytest
 
+import analysis
 from analysis.events import SCHEMA
 from mdcs.telemetry.timeline import PREDICTED_RANK, Interval, RankTimeline, SlotMemory, Timeline
 
@@ -120,28 +122,14 @@ def write_run(
     sent = {kind: int(mib * MIB) for kind, mib in kinds.items()}
     messages = {kind: int(mib) for kind, mib in kinds.items()}
     job = {
-        "event": "job",
-        "schema": SCHEMA,
-        "time": 0.5,
-        "emulated": emulated,
-        "sweep": "toy",
-        "name": folder.name,
-        "world": world,
-        "strategy": strategy,
-        "scheduler": scheduler,
-        "model": model,
-        "budget_bytes": None if budget_mib is None else int(budget_mib * MIB),
-        "schedule_share": share,
-        "cross_iteration": cross_iteration,
-        "settings": settings or {},
-    }
+        "event": "job", "schema": SCHEMA, "time": 0.5, "emulated": emulated, "sweep": "toy", "name": folder.name, "world": world,
+        "strategy": strategy, "scheduler": scheduler, "model": model, "schedule_share": share, "cross_iteration": cross_iteration,
+        "budget_bytes": None if budget_mib is None else int(budget_mib * MIB), "settings": settings or {},
+    }  # fmt: skip
     start = {
-        "event": "start",
-        "time": 1.0,
-        "plan_hash": f"{abs(hash(str(folder))):x}"[:8],
-        "floor_bytes": 380 * MIB,
+        "event": "start", "time": 1.0, "plan_hash": f"{abs(hash(str(folder))):x}"[:8], "floor_bytes": 380 * MIB,
         "predicted": {**predicted, "peak_bytes": peak_bytes, "memory": by_category},
-    }
+    }  # fmt: skip
     lines = [job] if ending == "infeasible" else [job, start]
     measured = []
     for step in range(1, (0 if ending == "infeasible" else steps) + 1):
@@ -161,25 +149,16 @@ def write_run(
     measured.sort()
     text = "".join(json.dumps(line) + "\n" for line in lines)
     if ending == "ok":
+        quantiles = {name: measured[int(len(measured) * part)] for name, part in (("median", 0.5), ("p10", 0.1), ("p90", 0.9))}
         summary = {
-            "event": "summary",
-            "status": "ok",
-            "steps": steps,
-            "step_s": {
-                "median": measured[len(measured) // 2],
-                "p10": measured[len(measured) // 10],
-                "p90": measured[9 * len(measured) // 10],
-            },
+            "event": "summary", "status": "ok", "steps": steps, "step_s": quantiles,
             **{k: v for k, v in true.items() if k != "step_s"},
-            "loss": 5.0 / steps,
-            "throughput_samples_s": 16 / measured[len(measured) // 2],
-            "bytes": sent,
-            "messages": messages,
+            "loss": 5.0 / steps, "throughput_samples_s": 16 / quantiles["median"], "bytes": sent, "messages": messages,
             "memory": {
                 "predicted": {**by_category, "total": peak_bytes},
                 "measured": {**measured_memory, "total": int(peak_bytes * 0.99)} if peak else None,
             },
-        }
+        }  # fmt: skip
         text += json.dumps(summary) + "\n"
     elif ending == "failed":
         text += json.dumps({"event": "failure", "status": "failed", "reason": "peer closed the connection", "rank": 1, "step": 7})
@@ -207,17 +186,21 @@ def run_writer(tmp_path):
     return write
 
 
-@pytest.fixture
-def sweep(run_writer):
-    """Shares × budgets × two schedulers, and one job that failed."""
-    number = 0
+@pytest.fixture(scope="session")
+def sweep(tmp_path_factory):
+    """Shares × budgets × two schedulers, and one job that failed; nobody writes into it."""
+    folder, number = tmp_path_factory.mktemp("toy") / "sweep", itertools.count()
     for scheduler in ("memory_aware", "priority"):
         for budget_mib in (480, 640, 800):
             for share in (0.0, 0.25, 0.5, 0.75, 1.0) if budget_mib == 640 else (0.5,):
-                run_writer(f"{number}", scheduler=scheduler, budget_mib=budget_mib, share=share, timelines=share == 0.5)
-                number += 1
-    run_writer(f"{number}", scheduler="priority", budget_mib=384, share=0.5, ending="infeasible")
-    return run_writer.sweep
+                write_run(folder / f"{next(number)}", "ilp", scheduler, budget_mib, share, timelines=share == 0.5)
+    write_run(folder / f"{next(number)}", "ilp", "priority", 384, 0.5, ending="infeasible")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def frame(sweep):
+    return analysis.runs(sweep)
 
 
 @pytest.fixture

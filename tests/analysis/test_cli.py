@@ -61,6 +61,7 @@ def test_a_sweep_in_which_all_failed_still_has_its_table(run_writer, capsys):
     ("arguments", "complaint"),
     [
         (["{empty}"], "has no runs"),
+        (["wandb:a-project-alone"], "expected wandb:ENTITY/PROJECT"),
         (["{run}", "{run}", "{run}"], "got 3"),
         (["{run}", "--format", "gif"], "no such format gif"),
         (["{empty}/nowhere"], "is not a folder"),

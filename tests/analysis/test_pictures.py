@@ -33,11 +33,6 @@ from mdcs.telemetry.timeline import SlotMemory, Timeline
 SWEEP = Path(__file__).parent / "sweep"
 
 
-@pytest.fixture
-def frame(sweep):
-    return analysis.runs(sweep)
-
-
 def drawn(figure):
     """Draw the figure; a layout that does not fit is a warning, and here an error."""
     with warnings.catch_warnings():
@@ -50,11 +45,15 @@ def legend_of(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+def rings_of(axes):
+    return [line for line in axes.get_lines() if line.get_markersize() == 13]
+
+
 def lines_of(axes, style="-"):
     return [line for line in axes.get_lines() if line.get_linestyle() == style and len(line.get_xdata()) > 1]
 
 
-def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
+def test_the_trade_off_curve_has_three_panels_a_star_at_the_fastest_of_all_and_a_ring_at_each_stop_point(frame):
     figure = drawn(tradeoff_curve(frame))
     assert [axes.get_title("left").split("\n")[0] for axes in figure.axes] == [
         "time per iteration", "overlap duration", "extra communication",
@@ -68,14 +67,7 @@ def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
         assert np.allclose(dashed.get_ydata(), rows[f"predicted_{column}"] * 1e3)
     words = ["measured", "predicted", "fastest of all shown", "stop point: fastest of its curve", "plateau: shares as fast as it"]
     assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", *words]
-
-
-def rings_of(axes):
-    return [line for line in axes.get_lines() if line.get_markersize() == 13]
-
-
-def test_the_star_is_the_fastest_of_all_and_a_ring_is_the_stop_point_of_each_curve(frame):
-    axes = tradeoff_curve(frame).axes[0]
+    axes = figure.axes[0]
     best = frame[frame["budget_bytes"] == 640 * 2**20].sort_values("step_s").iloc[0]
     [star] = [line for line in axes.get_lines() if line.get_marker() == "*"]
     assert (star.get_xdata()[0], star.get_ydata()[0]) == (best["schedule_share"], best["step_s"] * 1e3)
@@ -112,7 +104,7 @@ def test_a_share_that_failed_is_marked_but_not_drawn(run_writer):
     assert "not measured" in legend_of(figure)
 
 
-def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measured_peak(frame):
+def test_step_time_over_memory_draws_each_budget_s_best_share_at_its_peak_predictions_hollow_and_bars_of_steps(frame):
     figure = drawn(step_time_over_memory(frame))
     axes = figure.axes[0]
     rows = frame[(frame["scheduler"] == "memory_aware") & (frame["status"] == "ok")]
@@ -125,6 +117,11 @@ def test_step_time_over_memory_draws_the_best_share_of_each_budget_at_its_measur
     [front] = [line for line in axes.get_lines() if line.get_drawstyle() == "steps-post"]
     assert figure.legends[0].get_title().get_text().startswith("not shown: ilp · priority · share 0.5, budget 384 MiB")
     assert (np.diff(front.get_xdata()) >= 0).all() and (np.diff(front.get_ydata()) <= 0).all()
+    hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
+    row = rows[rows["budget_bytes"] == 480 * MIB].iloc[0]
+    assert hollow[0].get_ydata()[0] == row["predicted_step_s"] * 1e3
+    bar = axes.containers[0].lines[2][0].get_segments()[0]
+    assert np.allclose(bar[:, 1], [row["step_s_p10"] * 1e3, row["step_s_p90"] * 1e3])
 
 
 def test_other_engines_are_black_at_their_own_memory():
@@ -194,15 +191,6 @@ def test_no_title_is_clipped(run_writer):
             assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1, text.get_text()
         boxes = [text.get_window_extent(renderer) for text in titles if text.get_text()]
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-def test_predictions_are_hollow_and_bars_reach_from_p10_to_p90(frame):
-    axes = step_time_over_memory(frame).axes[0]
-    hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
-    row = frame[(frame["scheduler"] == "memory_aware") & (frame["budget_bytes"] == 480 * MIB)].iloc[0]
-    assert hollow[0].get_ydata()[0] == row["predicted_step_s"] * 1e3
-    bar = axes.containers[0].lines[2][0].get_segments()[0]
-    assert np.allclose(bar[:, 1], [row["step_s_p10"] * 1e3, row["step_s_p90"] * 1e3])
 
 
 @pytest.mark.parametrize("budget", [640, None])

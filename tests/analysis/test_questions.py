@@ -55,8 +55,7 @@ def test_repeats_of_a_share_count_by_their_median_and_failed_runs_do_not(run_wri
         stop_point(analysis.runs(run_writer.sweep).assign(schedule_share=None))
 
 
-def test_a_curve_has_one_budget_and_several_shares(sweep):
-    frame = analysis.runs(sweep)
+def test_a_curve_has_one_budget_and_several_shares(frame):
     curves = share_curves(frame)
     assert [set(c["budget_bytes"]) for c in curves] == [{640 * 2**20}]
     assert len(curves[0]) == 10
@@ -143,7 +142,6 @@ def test_seeds_are_repetitions_and_other_settings_are_not(run_writer):
 
 
 def test_a_plan_is_best_by_the_median_of_its_repetitions(run_writer):
-    """Not by its luckiest run."""
     for number, step_s in enumerate((0.9, 1.3, 1.4)):
         run_writer(f"a{number}", share=0.5, settings={"run.seed": number}, times={"step_s": step_s})
     for number, step_s in enumerate((1.1, 1.1, 1.2)):

@@ -60,15 +60,6 @@ def test_runs_of_a_project_are_asked_of_wandb(run_writer):
     assert found[1]["reason"] == "peer closed the connection (rank 1, step 7)"
 
 
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [("wandb:mdcs", "expected wandb:ENTITY/PROJECT"), ("{empty}", "has no runs"), ("{empty}/nowhere", "is not a folder")],
-)
-def test_a_source_without_runs_is_refused(source, complaint, tmp_path):
-    with pytest.raises((ValueError, FileNotFoundError), match=complaint):
-        runs(source.format(empty=tmp_path))
-
-
 API = SimpleNamespace(
     run=lambda path: SimpleNamespace(group="today-1f3a9c0d" if path == "us/mdcs/abc" else None), default_entity="us",
     runs=lambda where, filters: [1] if (where, filters) == ("us/mdcs", {"group": "today-1f3a9c0d"}) else [],

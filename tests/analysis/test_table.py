@@ -9,10 +9,9 @@ import analysis
 from analysis.table import WIDTH, print_table, write_csv
 
 
-@pytest.fixture
-def printed(sweep):
+def printed(frame):
     file = io.StringIO()
-    print_table(analysis.runs(sweep), file)
+    print_table(frame, file)
     return file.getvalue()
 
 
@@ -21,16 +20,16 @@ def line_of(text, *words):
     return line
 
 
-def test_a_row_has_the_run_s_numbers_and_a_failed_one_its_reason(sweep, printed):
-    row = analysis.runs(sweep).query("scheduler == 'memory_aware' and schedule_share == 0.25").iloc[0]
-    cells = line_of(printed, "memory_aware", "640", "0.25").split()
+def test_a_row_has_the_run_s_numbers_and_a_failed_one_its_reason(frame):
+    row, text = frame.query("scheduler == 'memory_aware' and schedule_share == 0.25").iloc[0], printed(frame)
+    cells = line_of(text, "memory_aware", "640", "0.25").split()
     step, low, high = (f"{row[key] * 1e3:.0f}" for key in ("step_s", "step_s_p10", "step_s_p90"))
     assert cells[:6] == ["ilp", "memory_aware", "640", "0.25", step, f"[{low}–{high}]"]
     assert f"{row['predicted_step_s'] * 1e3:.0f}" == cells[6]
     assert f"{row['overlap_ratio']:.2f}" == cells[7]
     assert f"{row['peak_bytes'] / 2**20:.0f}" == cells[10]
-    assert "failed [1]" in printed and "infeasible: the budget of 384 MiB is below the floor of 402 MiB" in printed
-    assert max(len(line) for line in printed.splitlines()) <= WIDTH and "\x1b" not in printed  # a pipe has no colours
+    assert "failed [1]" in text and "infeasible: the budget of 384 MiB is below the floor of 402 MiB" in text
+    assert max(len(line) for line in text.splitlines()) <= WIDTH and "\x1b" not in text  # a pipe has no colours
 
 
 def test_predictions_in_doubt_are_said_beside_the_status(run_writer):
@@ -38,19 +37,17 @@ def test_predictions_in_doubt_are_said_beside_the_status(run_writer):
     text = (folder / "metrics.jsonl").read_text()
     doubted = text.replace('"event": "summary"', '"event": "summary", "doubt": "took 9 times as long"')
     (folder / "metrics.jsonl").write_text(doubted)
-    file = io.StringIO()
-    print_table(analysis.runs(run_writer.sweep), file)
-    assert "ok, off [1]" in file.getvalue()
-    assert "[1] " in file.getvalue() and "took 9 times as long" in file.getvalue()
+    text = printed(analysis.runs(run_writer.sweep))
+    assert "ok, off [1]" in text and "[1] " in text and "took 9 times as long" in text
 
 
-def test_rows_are_sorted_and_the_fastest_is_marked(sweep, printed):
-    lines = [line.split() for line in printed.splitlines() if line.startswith("ilp")]
+def test_rows_are_sorted_and_the_fastest_is_marked(frame):
+    text = printed(frame)
+    lines = [line.split() for line in text.splitlines() if line.startswith("ilp")]
     keys = [(cells[1], float(cells[2]), float(cells[3])) for cells in lines]
     assert keys == sorted(keys)
-    frame = analysis.runs(sweep)
     best = frame.loc[frame["step_s"].idxmin()]
-    assert line_of(printed, "fastest").split()[1:3] == [best["scheduler"], f"{best['budget_bytes'] / 2**20:.0f}"]
+    assert line_of(text, "fastest").split()[1:3] == [best["scheduler"], f"{best['budget_bytes'] / 2**20:.0f}"]
 
 
 def test_long_names_and_reasons_fit(run_writer):
@@ -58,10 +55,8 @@ def test_long_names_and_reasons_fit(run_writer):
     folder = run_writer("1", ending="failed")
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text.replace("peer closed", "peer [bold] " + "very " * 40 + "closed"))
-    file = io.StringIO()
-    print_table(analysis.runs(run_writer.sweep), file)
-    assert max(len(line) for line in file.getvalue().splitlines()) <= WIDTH
-    assert "[bold]" in file.getvalue()
+    text = printed(analysis.runs(run_writer.sweep))
+    assert max(len(line) for line in text.splitlines()) <= WIDTH and "[bold]" in text
 
 
 def test_a_run_that_does_not_know_its_workload_is_listed(run_writer):
@@ -69,14 +64,11 @@ def test_a_run_that_does_not_know_its_workload_is_listed(run_writer):
     run_writer("1", model="b")
     folder = run_writer("2")
     (folder / "metrics.jsonl").write_text('{"event":"failure","status":"failed","reason":"no port"}\n')
-    file = io.StringIO()
-    print_table(analysis.runs(run_writer.sweep), file)
-    assert "workload not known" in file.getvalue()
-    assert "no port" in file.getvalue()
+    text = printed(analysis.runs(run_writer.sweep))
+    assert "workload not known" in text and "no port" in text
 
 
-def test_the_csv_has_every_column(sweep, tmp_path):
-    frame = analysis.runs(sweep)
+def test_the_csv_has_every_column(frame, tmp_path):
     again = pd.read_csv(write_csv(frame, tmp_path / "new" / "table.csv"))
     assert list(again.columns) == list(frame.columns)
     assert again["step_s"].tolist() == pytest.approx(frame["step_s"].tolist(), nan_ok=True)
@@ -90,9 +82,7 @@ def test_every_swept_setting_is_a_column_and_repetitions_have_their_spread(run_w
             run_writer(f"{size}-{seed}", scheduler="fusion", budget_mib=None, share=None, settings=settings,
                        times={"step_s": step_s})  # fmt: skip
     frame = analysis.runs(run_writer.sweep)
-    file = io.StringIO()
-    print_table(frame, file)
-    text = file.getvalue()
+    text = printed(frame)
     assert [cells[2:4] for line in text.splitlines() if (cells := line.split())[:2] == ["ilp", "fusion"]] == [
         ["0.5", "0"], ["0.5", "1"], ["25", "0"], ["25", "1"], ["null", "0"], ["null", "1"],
     ]  # fmt: skip
@@ -109,7 +99,6 @@ def test_every_swept_setting_is_a_column_and_repetitions_have_their_spread(run_w
 def test_a_table_with_many_swept_settings_fits(run_writer, groups):
     for number in (0, 1):
         run_writer(f"{number}", settings={f"{group}.a_name_of_{group}": number for group in groups})
-    file = io.StringIO()
-    print_table(analysis.runs(run_writer.sweep), file)
-    assert max(len(line) for line in file.getvalue().splitlines()) <= WIDTH
-    assert len(groups) > 2 or "a_name_of_model" in file.getvalue()  # more of them are folded
+    text = printed(analysis.runs(run_writer.sweep))
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    assert len(groups) > 2 or "a_name_of_model" in text  # more of them are folded

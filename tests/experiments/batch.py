@@ -1,14 +1,30 @@
-"""Several jobs with one start of ranks, which takes longer than a small job."""
+"""Configs of jobs, jobs that say nothing, and several with one start of ranks, which takes longer than a small job."""
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
+from rich.console import Console
+
+from experiments.config import checks
 from experiments.config.schema import Config
 from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.resolved import environment, resolve
 from launch import elastic
-from launch.elastic import Warm
+from launch.elastic import Outcome, Warm
+
+QUIET = Console(file=io.StringIO())
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config(overrides)
+
+
+def run_job(config: Config, folder: Path, *, worker: str | None = "tests.experiments.hasty_worker", **options) -> Outcome:
+    """Run a job, whose profile is measured in a hurry unless it has another worker."""
+    return jobs.run(config, folder, QUIET, worker=worker, **options)
 
 
 def run_all(folder: Path, configs: Mapping[str, Config], warm: Warm) -> None:

@@ -1,7 +1,7 @@
 """`experiments.job.worker` for several jobs: starting ranks takes seconds, a small job a fraction of one.
 
 The arguments are the jobs' folders. What a job refuses before step 1, on all ranks alike, is left in its folder, and
-the next one starts. Where the machine is busy a job waits for longer than its config says. An evaluation and a
+the next one starts. Where the machine is busy a job waits for longer than its config says. Of `model=timed` an evaluation and a
 checkpoint take a second more. The config's `run.name` can be `another plan`: then rank 1 plans something else.
 """
 
@@ -24,8 +24,9 @@ PATIENT = {"timeout": datetime.timedelta(seconds=200)}
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
 evaluate, save = training.evaluate, Checkpoints.save
-training.evaluate = lambda *arguments: (evaluate(*arguments), time.sleep(1))
-Checkpoints.save = lambda *arguments: (save(*arguments), time.sleep(1))
+pause = 0
+training.evaluate = lambda *arguments: (evaluate(*arguments), time.sleep(pause))
+Checkpoints.save = lambda *arguments: (save(*arguments), time.sleep(pause))
 
 
 def on_every_rank_its_own(make):
@@ -38,8 +39,9 @@ for folder in map(Path, sys.argv[1:]):
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
     own = {"store": dist.PrefixStore(str(folder), agent), "rank": rank, "world_size": world}
     dist.init_process_group = lambda backend, own=own, **options: init_process_group(backend, **own, **options | PATIENT)
-    different = load(folder / "config.yaml").run.name == "another plan"
-    worker.on_rank_zero = on_every_rank_its_own if different else on_rank_zero
+    config = load(folder / "config.yaml")
+    pause = 1 if config.model.name == "timed" else 0
+    worker.on_rank_zero = on_every_rank_its_own if config.run.name == "another plan" else on_rank_zero
     try:
         worker.main(folder)
     except ValueError as error:

@@ -4,8 +4,6 @@ What stands in for :func:`launch.elastic.run` meanwhile starts no process either
 here, once per rank, one after the other, and what a rank raises is the job's reason.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

@@ -1,7 +1,9 @@
-"""Stands in for `experiments.job.worker`: reads the config and writes the files of a run, without training.
+"""Stands in for `experiments.job.worker`: reads the config and writes the files of a run or of a plan, without training.
+Its profile was measured elsewhere.
 
 The config's `run.name` can hold what goes wrong: `early` (before the profile), `raise`, `breaks` (at step 2, on the last
-rank), `kill`, `nothing` (no summary), `slow`, `full` (the disk is, when rank 0 fails at step 2) and `stays` (so afterwards).
+rank), `kill`, `nothing` (no summary), `slow` (in a process of its own), `full` (the disk is, when rank 0 fails at step 2)
+and `stays` (so afterwards).
 """
 
 import contextlib
@@ -39,6 +41,12 @@ if "early" in what:
 if rank == 0:
     (folder / "ran").write_text(" ".join(sys.argv[2:]))
     shutil.copy(Path(__file__).with_name("profile.json"), folder / "profile.json")
+if rank == 0 and "--plan-only" in sys.argv:
+    import mdcs
+    from experiments.job.profiles import job_of, make_plan
+
+    job = job_of(config, mdcs.Profile.from_json((folder / "profile.json").read_text()))
+    (folder / "plan.json").write_text(make_plan(config, job, mdcs.floor_bytes(job)).to_json())
 if "raise" in what and rank == 1:
     raise RuntimeError("the stub fails as told")
 trains = not sys.argv[2:]
@@ -54,7 +62,7 @@ for step in range(1, config.run.steps + 1) if trains else ():
     if "full" in what and rank == 0 and step == 2:
         fill(keep="stays" in what)
         raise RuntimeError("the stub fails on a full disk")
-    if "slow" in what:
+    if "slow" in what and "pytest" not in sys.modules:
         time.sleep(3 if step == 1 else 0.5)
     if metrics:
         metrics.write({"event": "step", "step": step, "warmup": False, "loss": 1.0 / step, "step_s": 0.1})

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from experiments import curve as program
-from experiments.config.checks import compose_config, composing
 from experiments.config.schema import BudgetConfig
 from tests.experiments import one_process
+from tests.experiments.batch import composed
 
 PROFILE = Path(__file__).with_name("profile.json")
 SMALL = (
@@ -56,17 +56,6 @@ def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path, no_pictures):
     assert (points(tmp_path, "curve"), len(points(tmp_path, "front"))) == ([], 2)
 
 
-@pytest.mark.slow
-def test_the_stop_point_is_measured(tmp_path, no_pictures):
-    done = traded(tmp_path, "curve.measure=stop")
-    assert (done.returncode, done.stderr) == (0, "")
-    [measured] = [p for p in points(tmp_path, "curve") if p["measured"]]
-    assert measured["stop_point"]
-    assert (measured["measured"]["status"], measured["measured"]["step_s"]) == ("ok", 0.1)
-    assert measured["measured"]["run"] == "runs/0"
-    assert "step ms" in done.stdout and "100.0" in done.stdout
-
-
 def test_every_point_has_the_measurement_of_its_own_plan_and_a_plan_runs_once(tmp_path, no_pictures):
     """In a front, too, where a smaller budget may have been faster; plans of several shares may be equal."""
     assert traded(tmp_path, "curve.measure=all").returncode == 0
@@ -109,8 +98,7 @@ def test_a_plane_needs_something_to_divide(tmp_path, overrides, why):
 
 
 def test_a_point_s_job_keeps_the_rest_of_the_budget():
-    with composing():
-        config = compose_config(["budget=floor+50%", "budget.exceeded=raise", "budget.reserve_mib=3"])
+    config = composed("budget=floor+50%", "budget.exceeded=raise", "budget.reserve_mib=3")
     job = program.Planner(config, None, 0).job(2**30, 0.25, 0.5)
     assert job.budget == BudgetConfig("1GiB", schedule_share=0.25, activation_share=0.5, reserve_mib=3, exceeded="raise")
 

@@ -8,8 +8,7 @@ import pytest
 
 import analysis
 from analysis.events import read_events
-from experiments.config import checks
-from experiments.config.schema import Config, ConfigError
+from experiments.config.schema import ConfigError
 from experiments.explain import choices
 from experiments.job import run as jobs
 from experiments.job.events import job_event
@@ -18,7 +17,7 @@ from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
 from mdcs.plan.plan import Plan
 from mdcs.telemetry.timeline import Timeline
-from tests.experiments.batch import run_all
+from tests.experiments.batch import composed, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -32,16 +31,11 @@ JOBS = {
 }  # fmt: skip
 
 
-def composed(*overrides: str) -> Config:
-    with checks.composing():
-        return checks.compose_config([*SMALL, *EMULATED, *overrides])
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, warm):
     """The folders of all jobs, which one process has run one after the other."""
     folder = tmp_path_factory.mktemp("emulated")
-    run_all(folder, {name: composed(*overrides) for name, overrides in JOBS.items()}, warm)
+    run_all(folder, {name: composed(*SMALL, *EMULATED, *overrides) for name, overrides in JOBS.items()}, warm)
     return {name: folder / name for name in JOBS}
 
 
@@ -80,13 +74,13 @@ def test_tables_and_pictures_say_so(folders):
 
 
 def test_a_job_says_so_before_it_has_a_plan(tmp_path):
-    jobs.begin(config := resolve(composed()), tmp_path, job_event(config))
+    jobs.begin(config := resolve(composed(*EMULATED)), tmp_path, job_event(config))
     assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
 
 
 def test_one_process_has_all_cores_and_is_all_that_is_started(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    cluster = dataclasses.replace(composed().cluster, threads=None)
+    cluster = dataclasses.replace(composed(*EMULATED).cluster, threads=None)
     assert (cluster.ranks, cluster.processes, cluster.resolved_threads()) == (64, 1, 8)
 
 
@@ -104,6 +98,5 @@ WRONG = {
 def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
     with pytest.raises(ConfigError) as caught:
         given = [o for o in EMULATED if not (overrides == "link=real" and o.startswith("link"))]
-        with checks.composing():
-            checks.compose_config([*given, *overrides.split()])
+        composed(*given, *overrides.split())
     assert str(caught.value) == message

@@ -4,7 +4,6 @@ Starting ranks costs seconds, so the jobs share one start.
 """
 
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -13,19 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 import mdcs
 from analysis.events import read_events
 from experiments.config import checks, files
 from experiments.config.schema import ConfigError
 from experiments.engines import ddp
-from experiments.job import run as jobs
 from experiments.job.workload import Workload
 from mdcs.export.document import document
 from mdcs.plan.period import Strategy
 from mdcs.planner.schedulers import StrategyAssignment, Wfbp
-from tests.experiments.batch import run_all
+from tests.experiments.batch import composed, run_all, run_job
 from tests.mdcs.measured import measure_profile
 
 pytestmark = pytest.mark.slow
@@ -56,14 +53,9 @@ ENGINES = {
 JOBS = [(workload, overrides) for workload, chosen in ENGINES.items() for overrides in chosen]
 
 
-def composed(*overrides):
-    with checks.composing():
-        return checks.compose_config([*SMALL, *overrides])
-
-
 def take_home(workload, strategies, file):
     """A plan with these strategies, in turns, for the units, as experiments/export.py writes it."""
-    made = Workload(composed(*WORKLOADS[workload]), 0, 1, torch.device("cpu"))
+    made = Workload(composed(*SMALL, *WORKLOADS[workload]), 0, 1, torch.device("cpu"))
     batch = next(made.batches())
     profile = measure_profile(
         made.model, made.units, lambda: made.loss(batch), made.optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
@@ -80,10 +72,11 @@ def ran(tmp_path_factory, warm):
     for workload, overrides in JOBS:
         if plan := re.search("engine.plan=(.*)", overrides):
             take_home(workload, plan.group(1), folder / plan.group(1))
-    for number, (workload, overrides) in enumerate(JOBS):
-        folders[workload, overrides] = folder / str(number)
-        there = overrides.replace("engine.plan=", f"engine.plan={folder}/").split()
-        configs[str(number)] = composed(*WORKLOADS[workload], *there)
+    with checks.composing():
+        for number, (workload, overrides) in enumerate(JOBS):
+            folders[workload, overrides] = folder / str(number)
+            there = overrides.replace("engine.plan=", f"engine.plan={folder}/").split()
+            configs[str(number)] = checks.compose_config([*SMALL, *WORKLOADS[workload], *there])
     run_all(folder, configs, warm)
     refused = {key: (own / "refused0").read_text() for key, own in folders.items() if (own / "refused0").exists()}
     assert refused == {}
@@ -190,22 +183,18 @@ def test_the_error_of_a_reduction_after_backward_is_not_lost():
 
 
 def run_it(folder: Path, *overrides: str, only: str | None = None):
-    return jobs.run(composed("model=mlp", "data=digits", *overrides), folder, Console(file=io.StringIO()), only=only)
+    return run_job(composed(*SMALL, "model=mlp", "data=digits", *overrides), folder, only=only)
 
 
 @pytest.mark.parametrize(
     ("overrides", "only", "message"),
     [
-        ("engine=deepspeed", None,
-         "engine: deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"),
         ("engine=dataparallel cluster.device=cuda cluster.ranks=1", None,
          "engine: dataparallel needs several CUDA devices, and torch finds 1"),
         ("engine=ddp", "plan", "engine: ddp trains without a plan"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, overrides, only, message):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError) as error:
         run_it(tmp_path / "run", *overrides.split(), only=only)

@@ -1,9 +1,7 @@
 """Two hosts (network namespaces) whose ranks torchrun starts: programs run on them as on one host, they share no files, and when
-one of them is gone the other says so and ends. (test_shaped.py: hosts that the program makes. launch/test_joined.py: a host
-that is gone is named with all its ranks.)
+one of them is gone the other says so and ends. (test_shaped.py: hosts that the program makes.)
 """
 
-import io
 import json
 import re
 import subprocess
@@ -13,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 from analysis.events import read_events
-from experiments.config import checks
-from experiments.job import run as jobs
 from launch import network
 from mdcs.profile.schema import Profile
+from tests.experiments.batch import composed, run_job
 
 WHY_NOT = network.refusal(1.0)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
@@ -57,10 +53,7 @@ def test_two_hosts_measure_a_curve_and_compare_as_one_does(tmp_path, warm):
     given = f"profile.path={out / 'profile.json'}"
     assert start(compare, 2, "compare", given, *short).wait(900) == 0, (compare / "host0/log").read_text()
 
-    with checks.composing():
-        config = checks.compose_config([*JOB, *exact, "cluster.ranks=4"])
-    hasty = {"worker": "tests.experiments.hasty_worker", "start": warm.run}
-    outcome = jobs.run(config, tmp_path / "one", Console(file=io.StringIO()), **hasty)
+    outcome = run_job(composed(*JOB, *exact, "cluster.ranks=4"), tmp_path / "one", start=warm.run)
     assert outcome.ok, outcome.reason
     runs = [out / "runs/0", *sorted((compare / "host0/out/runs").glob("0-*"))]
     assert len(runs) == 3

@@ -1,31 +1,25 @@
 """A job without a profile trains from its first step: its first steps measure one, and choose the plan of the others."""
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from analysis.events import read_events
 from analysis.load import load_run
-from experiments.config import checks
-from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.elastic import Outcome
 from mdcs.plan.plan import Plan
+from tests.experiments.batch import composed, run_job
 
 pytestmark = pytest.mark.slow
 
 JOB = ("model=mlp", "data=synthetic", "optimizer.clip_norm=1", "run.accumulation=2", "cluster.threads=1", "run.steps=32",
        "run.unmeasured_steps=2", "run.profile_iterations=1", "run.save_every=5", "run.keep=9", "profile.cache=false")  # fmt: skip
 JOINT = ("strategy=joint", "strategy.seconds=1", "budget=floor+30%")
-HASTY = "tests.experiments.hasty_worker"
 
 
 def run(folder: Path, known: Profiles, warm, *overrides: str) -> Outcome:
-    with checks.composing():
-        config = checks.compose_config([*JOB, *overrides])
-    return jobs.run(config, folder, Console(file=io.StringIO()), known=known, worker=HASTY, start=warm.run)
+    return run_job(composed(*JOB, *overrides), folder, known=known, start=warm.run)
 
 
 def steps_of(folder: Path) -> list[dict]:

@@ -21,7 +21,8 @@ from mdcs.profile.schema import Profile
 from tests.experiments import one_process
 from tests.mdcs.profiles import recomputable
 
-PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())
+PATH = Path(__file__).with_name("profile.json")
+PROFILE = Profile.from_json(PATH.read_text())
 
 
 def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
@@ -65,7 +66,7 @@ def test_the_document_has_what_is_shown():
 
 def test_json_is_all_that_is_printed(tmp_path):
     asked = ("plan.format=json", "strategy=dp", "hydra.run.dir=out")
-    done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.planning_worker")
+    done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.stub_worker")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["plan"] == Plan.from_json((tmp_path / "out/plan.json").read_text()).hash
@@ -76,15 +77,16 @@ def test_a_file_may_ask_for_json(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own/mine.yaml").write_text("defaults: [config, _self_]\nplan:\n  format: json\n")
     asked = ("--config-dir=own", "--config-name=mine", "-m", "strategy=dp,fsdp", "hydra.sweep.dir=out")
-    done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.planning_worker")
+    done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.stub_worker")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["plans"]) == 2
 
 
+JOB = ("model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0", f"profile.path={PATH}", "hydra.sweep.dir=out")
+
+
 def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
-    grid = ("-m", "strategy=dp,zero2,stratgy", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
-            f"profile.path={Path(__file__).with_name('profile.json')}", "hydra.sweep.dir=out")  # fmt: skip
-    done = one_process.call(program, tmp_path, "plan.format=json", *grid)
+    done = one_process.call(program, tmp_path, "plan.format=json", "-m", "strategy=dp,zero2,stratgy", *JOB)
     assert done.returncode == 1 and "strategy: no such option stratgy" in done.stderr
     plans = json.loads(done.stdout)["plans"]
     assert [plan["strategy"] for plan in plans] == ["dp", "zero2"]
@@ -93,22 +95,17 @@ def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
         assert made.hash == told["plan"] and made.prediction.step_s == told["predicted"]["step_s"]
 
 
-def test_a_sweep_of_plans_has_a_column_for_each_setting_that_it_varies(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [
-        "plan.py", "-m", "strategy=dp", "scheduler=fusion", "scheduler.bucket_mib=0.1,25", "budget=1GiB", "model=mlp",
-        "data=digits", "optimizer=sgd", "optimizer.momentum=0", f"profile.path={Path(__file__).with_name('profile.json')}",
-        f"hydra.sweep.dir={tmp_path}",
-    ])  # fmt: skip
-    assert program.main() == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+def test_a_sweep_of_plans_has_a_column_for_each_setting_that_it_varies(tmp_path):
+    sweep = ("-m", "strategy=dp", "scheduler=fusion", "scheduler.bucket_mib=0.1,25", "budget=1GiB")
+    done = one_process.call(program, tmp_path, *sweep, *JOB)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
     assert any(line[:3] == ["strategy", "scheduler", "bucket_mib"] for line in lines)
     assert [line[2] for line in lines if line[:2] == ["dp", "fusion"]] == ["0.1", "25"]
 
 
 def test_a_sweep_has_a_list_of_budgets_in_words(tmp_path):
-    profile = f"profile.path={Path(__file__).with_name('profile.json')}"
-    grid = ("-m", "strategy=dp", "budget=1GiB,300% of ddp,floor+300%,none", "model=mlp", "data=digits", "optimizer=sgd",
-            "optimizer.momentum=0", profile, "hydra.sweep.dir=out")  # fmt: skip
+    grid = ("-m", "strategy=dp", "budget=1GiB,300% of ddp,floor+300%,none", *JOB)
     done = one_process.call(program, tmp_path, "plan.format=json", *grid)
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)["plans"]
@@ -119,12 +116,10 @@ def test_a_sweep_has_a_list_of_budgets_in_words(tmp_path):
 
 def test_a_program_of_one_job_takes_no_sweep(tmp_path):
     done = one_process.call(profile, tmp_path, "-m", "strategy=dp", "hydra.sweep.dir=out")
-    assert done.returncode == 2
-    assert done.stderr == "--multirun: this program takes one job\n"
+    assert (done.returncode, done.stderr) == (2, "--multirun: this program takes one job\n")
 
 
-BATCHES = ("strategy=dp", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0", "budget=2e-5GiB",
-           f"profile.path={Path(__file__).with_name('profile.json')}")  # fmt: skip
+BATCHES = ("strategy=dp", *JOB, "budget=2e-5GiB")
 
 
 def test_the_batches_that_fit_are_a_table_before_the_plan(tmp_path):
@@ -138,7 +133,7 @@ def test_the_batches_that_fit_are_a_table_before_the_plan(tmp_path):
 
 
 def test_a_sweep_over_what_is_found_has_a_column_for_the_batch(tmp_path):
-    grid = ("-m", *BATCHES, "batch.find=largest", "budget=1.5e-5GiB,2e-5GiB", "hydra.sweep.dir=out")
+    grid = ("-m", *BATCHES, "batch.find=largest", "budget=1.5e-5GiB,2e-5GiB")
     done = one_process.call(program, tmp_path, "plan.format=json", *grid)
     assert done.returncode == 0, done.stderr
     small, large = json.loads(done.stdout)["plans"]

@@ -1,7 +1,5 @@
 """The trade-off: its curve, its stop point, and the front over budgets."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from analysis.events import read_events
-from experiments.config import checks
 from mdcs.plan.plan import Plan
-from tests.experiments.batch import run_all
+from tests.experiments.batch import composed, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +21,7 @@ def folder(tmp_path_factory, warm):
     """The folders of all jobs, by the names above."""
     own = tmp_path_factory.mktemp("precision")
     common = ("model=gpt2-tiny", "run.steps=8", "run.unmeasured_steps=2", "run.profile_iterations=2", "cluster.threads=1")
-    with checks.composing():
-        run_all(own, {name: checks.compose_config([*common, *overrides]) for name, overrides in JOBS.items()}, warm)
+    run_all(own, {name: composed(*common, *overrides) for name, overrides in JOBS.items()}, warm)
     return own
 
 

@@ -1,6 +1,5 @@
 """conf/experiment/: what a sweep makes of them, and tiny versions that run."""
 
-import io
 import json
 import shutil
 from itertools import product
@@ -10,13 +9,14 @@ from types import ModuleType
 import pandas as pd
 import pytest
 from hydra import compose
-from rich.console import Console
 
 from analysis import report as layers
 from experiments import curve, train
 from experiments.config import checks
+from experiments.job import run as jobs
 from launch.elastic import Warm
 from tests.experiments import one_process
+from tests.experiments.batch import QUIET, composed
 
 
 def jobs_of(name: str) -> list[list[str]]:
@@ -57,7 +57,7 @@ def test_a_tiny_curve_of_a_rank_of_eight_on_the_cpu(tmp_path, warm):
 
 
 @pytest.mark.slow
-def test_a_tiny_memory_sweep(tmp_path, warm):
+def test_a_tiny_memory_sweep(tmp_path, warm, no_pictures):
     run(warm, tmp_path, train, "experiment=memory_dp_fsdp_precision", *TINY_RESNET, *SHORT, "hydra.sweep.dir=out")
     layers.write_layers(tmp_path / "out")
     frame = pd.read_csv(tmp_path / "out/memory_by_layer.csv", index_col="unit")
@@ -71,15 +71,10 @@ def test_a_tiny_memory_sweep(tmp_path, warm):
 
 def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
     """The run that the other tests plan with, predicted."""
-    from experiments.job import run as jobs
-
     folder = tmp_path / "0"
-    with checks.composing():
-        config = checks.compose_config(
-            ["model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
-             f"profile.path={Path(__file__).with_name('profile.json')}"]
-        )  # fmt: skip
-    assert jobs.prepare("plan", config, folder, Console(file=io.StringIO())) == ""
+    job = ("model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0")
+    config = composed(*job, f"profile.path={Path(__file__).with_name('profile.json')}")
+    assert jobs.prepare("plan", config, folder, QUIET) == ""
     (folder / "metrics.jsonl").write_text('{"event": "job", "schema": 3, "strategy": "dp"}\n')
     shutil.copytree(folder, tmp_path / "1")
     assert list(layers.by_layer([folder, tmp_path / "1"]).columns) == ["dp fp32, predicted", "dp fp32, predicted, 1"]
@@ -89,4 +84,3 @@ def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
     assert list(frame.columns) == ["dp fp32, predicted"]
     for unit, row in frame.iterrows():
         assert row.iloc[0] == max(total for slot, total in totals.items() if slot.partition(":")[2] == unit)
-    assert len(layers.picture(frame).axes[0].patches) + len(layers.picture(frame).axes[0].lines) >= 1

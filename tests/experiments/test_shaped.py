@@ -1,6 +1,8 @@
 """A real job behind real links of a set rate: it runs like any other, and its profile has measured that rate."""
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -8,32 +10,29 @@ from rich.console import Console
 import analysis
 from analysis.events import read_events
 from experiments import profile as program
-from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
-from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch import network
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
+from tests.experiments import batch
 
 pytestmark = pytest.mark.slow
 
 RATE = 0.5  # slow enough to be reached on any machine
 JOB = ("cluster=shaped", "model=mlp", "data=synthetic", "cluster.threads=1")
-CARRIED = ("collectives=ring",)
-SMALL = (*CARRIED, "run.steps=4", "run.unmeasured_steps=2", "run.profile_iterations=2")
+SMALL = ("collectives=ring", "run.steps=4", "run.unmeasured_steps=2", "run.profile_iterations=2")
 
 
 def composed(*overrides: str, rate: float | str = RATE) -> Config:
-    with checks.composing():
-        return checks.compose_config([*JOB, f"cluster.rate_gbit={rate}", *overrides])
+    return batch.composed(*JOB, f"cluster.rate_gbit={rate}", *overrides)
 
 
 def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
     if why := network.refusal(RATE):
         pytest.skip(f"no shaped network: {why}")
     measured = (*SMALL[:-1], "run.profile_iterations=12")  # enough messages to tell seconds per byte from those per message
-    outcome = jobs.run(composed(*measured, "strategy=fsdp"), tmp_path, Console(file=io.StringIO()))
+    outcome = batch.run_job(composed(*measured, "strategy=fsdp"), tmp_path, worker=None)
     assert outcome.ok, outcome.reason
     profile = Profile.from_json((tmp_path / "profile.json").read_text())
     for kind in (Kind.AR, Kind.AG_F, Kind.RS):
@@ -60,7 +59,7 @@ def test_where_it_cannot_work_nothing_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(network, "_found", lambda program: None)
     folder = tmp_path / "job"
     with pytest.raises(ConfigError) as error:
-        jobs.run(composed(), folder, Console(file=io.StringIO()))
+        batch.run_job(composed(), folder)
     assert str(error.value) == "cluster.name: shaped is not possible here: needs the program ip (of iproute2)"
     assert not folder.exists()
 
@@ -70,7 +69,7 @@ def test_two_nodes_have_two_levels(tmp_path):
         pytest.skip(f"no shaped network: {why}")
     nodes = ("cluster.ranks=4", "cluster.nodes=2", "strategy=hsdp", "cluster.timeout_s=200")
     config = composed(*SMALL, *nodes, rate=RATE / 4)  # slower than what four ranks on busy cores copy among themselves
-    outcome = jobs.run(config, tmp_path, Console(file=io.StringIO()), worker="tests.experiments.hasty_worker")
+    outcome = batch.run_job(config, tmp_path)
     assert outcome.ok, outcome.reason
     profile = Profile.from_json((tmp_path / "profile.json").read_text())
     link = profile.link
@@ -84,12 +83,11 @@ def test_two_nodes_have_two_levels(tmp_path):
 def test_without_nodes_nothing_is_sharded_within_one(tmp_path, nodes):
     config = composed("strategy=hsdp", "cluster.ranks=4", f"cluster.nodes={nodes}")
     with pytest.raises(ConfigError, match=f"strategy.each: hsdp shards within a node, .* got cluster.ranks=4 on {nodes}"):
-        jobs.run(config, tmp_path, Console(file=io.StringIO()))
+        batch.run_job(config, tmp_path)
 
 
 def test_a_profile_belongs_to_its_rate_and_congestion_control(tmp_path, monkeypatch):
-    text = Profile.from_json((checks.CONF.parent / "tests/experiments/profile.json").read_text()).to_json()
-    (tmp_path / "profile.json").write_text(text)
+    shutil.copy(Path(__file__).with_name("profile.json"), tmp_path)
     Profiles().keep(composed(), tmp_path)
     assert Profiles().find(composed("scheduler=dear")) is not None
     assert Profiles().find(composed(rate=1.0)) is None

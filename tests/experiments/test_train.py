@@ -18,9 +18,10 @@ from experiments.config.files import groups
 from experiments.config.schema import OWN, fields_by_key
 from experiments.job import record
 from tests.experiments import one_process
+from tests.launch.processes import assert_gone
+from tests.mdcs.profiles import few
 
 ROOT = Path(__file__).resolve().parents[2]
-MORE = pytest.mark.slow
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
 WORKER = "tests.experiments.stub_worker"
 STUB = f"import os; os.environ['MDCS_WORKER'] = {WORKER!r}; from experiments import train; sys.exit(train.main())"
@@ -61,12 +62,12 @@ def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
+    few([
         ("kill", "rank 1 was killed by SIGKILL at step 2"),
-        pytest.param("raise", "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told", marks=MORE),
-        pytest.param("nothing", "all ranks ended well, but wrote no summary", marks=MORE),
-    ],
-)
+        ("raise", "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told"),
+        ("nothing", "all ranks ended well, but wrote no summary"),
+    ]),
+)  # fmt: skip
 def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
     done = train(tmp_path, *QUICK, f"run.name={name}", "hydra.run.dir=out", ranks=name != "nothing")
     assert done.returncode == 1
@@ -112,9 +113,7 @@ def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
     assert f"path: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
 
 
-def test_a_sweep_goes_on_after_a_fault_of_the_code(tmp_path):
-    """Its traceback is told once, and the table has the other jobs."""
-
+def test_a_sweep_goes_on_after_a_fault_of_the_code(tmp_path, no_pictures):
     def start(run_dir, *args, **named):
         if run_dir.name == "0":
             raise KeyError("a fault\nof two lines")
@@ -155,7 +154,7 @@ def test_a_sweep_goes_on_after_a_job_on_a_full_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
+def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path, no_pictures):
     also = "hydra.sweeper.also=['strategy=fsdp scheduler=sequential','strategy=dp scheduler=wfbp']"
     grid = ("-m", "strategy=dp", "scheduler=wfbp", also, "hydra.sweep.dir=out")
     assert train(tmp_path, *QUICK, *grid, ranks=False).returncode == 0
@@ -165,7 +164,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_grid_has_joint_once_per_budget(tmp_path):
+def test_a_grid_has_joint_once_per_budget(tmp_path, no_pictures):
     """It decides the schedule: other schedulers and shares make no other job of it."""
     grid = ("-m", "strategy=dp,joint", "scheduler=dear,priority", "budget=1GiB", "budget.schedule_share=0,0.5")
     done = train(tmp_path, *QUICK, *grid, "hydra.sweep.dir=out", ranks=False)
@@ -186,9 +185,7 @@ def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
     assert "joint, 1GiB, gpt2-tiny, 2 ranks: step 3/3 loss" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("signum", "multirun"), [(signal.SIGINT, ("-m",)), pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("signum", "multirun"), [(signal.SIGINT, ("-m",)), (signal.SIGTERM, ())])
 @pytest.mark.slow
 def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     process = start(tmp_path, *multirun, "run.name=slow", "run.steps=1000", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
@@ -201,17 +198,14 @@ def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     _, err = process.communicate(timeout=60)
     goes_on = f"; hydra.sweep.dir={tmp_path / 'out'} continues the sweep" if multirun else ""
     assert (process.returncode, err) == (130, f"interrupted: all ranks were ended{goes_on}\n")
-    deadline = time.monotonic() + 10  # whoever started them has died, too: their entries are cleared by the system
-    for pid in pids:
-        while time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
-            time.sleep(0.05)
-        assert not Path(f"/proc/{pid}").exists()
+    assert_gone(pids)  # whoever started them has died, too
     assert read_events(metrics)[-1]["reason"] == "interrupted"
 
 
-@pytest.mark.parametrize("command", [[str(ROOT / "experiments/train.py")], [str(ROOT / "experiments/plan.py")]])
-def test_the_scripts_work_from_any_folder(tmp_path, command):
-    done = subprocess.run([sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_the_scripts_work_from_any_folder(tmp_path):
+    """That of train.py is started below."""
+    command = [sys.executable, str(ROOT / "experiments/plan.py"), "--cfg", "job"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "strategy:\n  _target_: mdcs.planner.strategies.Uniform\n  each: dp\n" in done.stdout
 

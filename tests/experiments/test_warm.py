@@ -1,16 +1,13 @@
 """A job whose ranks are forks is the job that it is elsewhere: the same bytes at its peaks, and the same losses."""
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from analysis.events import read_events
-from experiments.config import checks
-from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.elastic import Warm
+from tests.experiments.batch import composed, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -19,13 +16,8 @@ JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "scheduler=sequential", "
        "run.steps=6", "run.unmeasured_steps=2", "run.profile_iterations=1")  # fmt: skip
 
 
-HASTY = "tests.experiments.hasty_worker"
-
-
 def ran(folder: Path, known: Profiles, start=None) -> tuple[dict, list, list]:
-    with checks.composing():
-        config = checks.compose_config(JOB)
-    assert jobs.run(config, folder, Console(file=io.StringIO()), known=known, worker=HASTY, start=start).ok
+    assert run_job(composed(*JOB), folder, known=known, start=start).ok
     events = read_events(folder / "metrics.jsonl")
     steps = [event for event in events if event["event"] == "step"]
     return events[-1]["memory"]["measured"], [s["peak_bytes"] for s in steps if not s["warmup"]], [s["loss"] for s in steps]

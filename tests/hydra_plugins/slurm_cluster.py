@@ -5,8 +5,6 @@ runs the command there, and ends with its code; all daemons end too. Needs root 
 below FOLDER.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -85,7 +85,6 @@ def commands(folder: Path, *names: str) -> list[Path]:
 
 
 def test_all_that_is_asked_for_is_in_the_script(tmp_path):
-    """One task per rank; bash accepts the script."""
     check(ASKED)
     first = _mdcs_jobs.Job("7", "")
     text = script(ASKED, Path("/shared/my code"), tmp_path / "submitted", commands(tmp_path, "0", "1"), [first], resumes=True)
@@ -110,7 +109,6 @@ def test_all_that_is_asked_for_is_in_the_script(tmp_path):
 
 
 def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_path, monkeypatch):
-    """bash runs it, with an srun that starts one rank."""
     program(tmp_path, monkeypatch, "srun", SRUN)
     folders = commands(tmp_path, "a b", "1")
     (folders[1] / _mdcs_jobs.COMMAND).write_text("-c 'exit(3)'")
@@ -124,22 +122,17 @@ def test_the_script_runs_its_jobs_command_and_leaves_output_and_exit_code(tmp_pa
     assert _mdcs_jobs.failure(folders[1]) == "job 7_1 has ended with exit code 3; the output of its ranks is in logs/7_1"
 
 
-def test_of_a_job_that_was_ended_from_outside_slurm_says_how(tmp_path, monkeypatch):
+def test_of_a_job_that_was_ended_from_outside_slurm_says_how_and_it_has_failed_in_its_files_too(tmp_path, monkeypatch):
     program(tmp_path, monkeypatch, "squeue", "[[ $* = '-h -t all -o %T -j 7_1' ]] && echo CANCELLED")
     _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("7_1", "logs/7_1"))
     assert _mdcs_jobs.failure(tmp_path) == "job 7_1 has ended: SLURM says CANCELLED; the output of its ranks is in logs/7_1"
-    (tmp_path / _mdcs_jobs.EXIT_CODE).write_text("137")
-    assert "has ended with exit code 137: SLURM says CANCELLED; " in _mdcs_jobs.failure(tmp_path)
-
-
-def test_a_job_that_could_say_nothing_has_failed_in_its_files_too(tmp_path, monkeypatch):
-    program(tmp_path, monkeypatch, "squeue", "[[ $* = '-h -t all -o %T -j 7_1' ]] && echo CANCELLED")
-    _mdcs_jobs.write(tmp_path, _mdcs_jobs.Job("7_1", "logs/7_1"))
     (tmp_path / "metrics.jsonl").write_text('{"event": "job", "schema": 3}\n{"event": "step", "st')
     record.write(tmp_path, "of a job", record.RUNNING)
     said = submission.settled(tmp_path, waited=True)
     assert said.startswith("job 7_1 has ended: SLURM says CANCELLED; ") and load_run(tmp_path).reason == said
     assert (record.read(tmp_path).state, record.read(tmp_path).reason) == (record.FAILED, said)
+    (tmp_path / _mdcs_jobs.EXIT_CODE).write_text("137")
+    assert "has ended with exit code 137: SLURM says CANCELLED; " in _mdcs_jobs.failure(tmp_path)
 
 
 def program(folder: Path, monkeypatch, name: str, does: str) -> None:
@@ -167,12 +160,12 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(tmp_path, monkeypa
 
 def common(folder: Path) -> tuple[str, ...]:
     each = ("run.unmeasured_steps=1", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
-    return ("-m", *each, f"hydra.sweep.dir={folder / 'sweep'}")
+    return ("-m", "hydra/launcher=mdcs_slurm", "model=mlp", "data=synthetic", *each, f"hydra.sweep.dir={folder / 'sweep'}")
 
 
 def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
     program(tmp_path, monkeypatch, "sbatch", "echo 'sbatch: error: invalid partition specified: ours' >&2; exit 1")
-    refused = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", "run.name=a,b")
+    refused = one_process.call(train, tmp_path, *common(tmp_path), "run.name=a,b")
     line = "config: hydra.launcher: sbatch refuses the jobs: sbatch: error: invalid partition specified: ours"
     assert refused.stderr.splitlines()[-1] == line and refused.returncode == 2
 
@@ -188,8 +181,7 @@ def accepted(tmp_path, monkeypatch):
 
 def submit(folder: Path, *overrides: str) -> tuple[str, int]:
     """Output of a sweep that nobody waits for, and the number of runs in its folder."""
-    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *overrides)
-    done = one_process.call(train, folder, *common(folder), *asked)
+    done = one_process.call(train, folder, *common(folder), "hydra.launcher.wait=false", *overrides)
     assert done.returncode == 0, done.stderr
     assert f" not ended: mdcs jobs {folder / 'sweep'} shows them" in done.stdout or "submitted: " not in done.stdout
     return done.stdout, len(list((folder / "sweep").glob("*/status.json")))
@@ -221,20 +213,19 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
     ],
 )
 def test_a_wrong_option_is_one_line(tmp_path, asked, line):
-    done = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", *asked.split())
+    done = one_process.call(train, tmp_path, *common(tmp_path), *asked.split())
     assert (done.returncode, done.stderr) == (2, line + "\n")
 
 
 def test_other_ranks_than_the_launcher_starts_are_refused(tmp_path):
-    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=3", "cluster.ranks=2")
-    refused = one_process.call(train, tmp_path, *common(tmp_path), *asked)
+    refused = one_process.call(train, tmp_path, *common(tmp_path), "hydra.launcher.nodes=3", "cluster.ranks=2")
     said = refused.stderr.splitlines()
     assert refused.returncode == 2 and said[0].startswith("cluster.ranks: must be 6, as many as are started; got 2 (job ")
     assert not list(tmp_path.rglob("frozen.yaml"))
 
 
 def test_one_job_is_submitted_without_m_and_a_comparison_is_the_program_itself(tmp_path, accepted, monkeypatch):
-    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *common(tmp_path)[1:])
+    asked = (*common(tmp_path)[1:], "hydra.launcher.wait=false")
     assert one_process.call(train, tmp_path, *asked).returncode == 0
     monkeypatch.setitem(sys.modules, "__main__", compare)
     assert one_process.call(compare, tmp_path, *asked, "compare.rounds=3").returncode == 0
@@ -280,8 +271,7 @@ def test_a_sweep_of_more_jobs_than_an_array_may_have_is_several_arrays(tmp_path,
 
 def test_jobs_whose_profile_was_not_measured_have_failed_with_the_reason(tmp_path, accepted):
     """SLURM has removed them from the queue."""
-    asked = ("hydra/launcher=mdcs_slurm", "model=mlp", "data=synthetic", "strategy=dp,fsdp")
-    done = one_process.call(train, tmp_path, *common(tmp_path), *asked)
+    done = one_process.call(train, tmp_path, *common(tmp_path), "strategy=dp,fsdp")
     why = "job 1 has ended without an exit code; the output of its ranks is in"
     assert done.stderr.count(f"failed: the sweep's profile was not measured: {why} {tmp_path / 'sweep/submitted/1'}\n") == 2
     assert done.returncode == 1 and "2 of 2 jobs failed" in done.stderr

@@ -2,10 +2,27 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launcher_of_ranks_that_hang(folder: Path, *cluster: str) -> "subprocess.Popen[bytes]":
+    """A process that has started a job of two ranks, which hang, on a cluster with these arguments."""
+    code = (
+        "import pathlib, sys; from launch import elastic; folder = pathlib.Path(sys.argv[1]);"
+        f"cluster = elastic.Cluster({', '.join(('2', *cluster))});"
+        "elastic.run(folder, cluster, {}, module='tests.launch.ranks.fail', arguments=['hung', str(folder)])"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (folder / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return launcher
 
 
 def wait_until_gone(processes: Iterable[int], seconds: float) -> list[int]:
@@ -16,6 +33,15 @@ def wait_until_gone(processes: Iterable[int], seconds: float) -> list[int]:
         time.sleep(0.01)
         left = [pid for pid in left if _runs(pid)]
     return left
+
+
+def assert_gone(processes: list[int]) -> None:
+    """None runs any more, and none is a zombie, which whoever has taken it over may need a moment to reap."""
+    assert wait_until_gone(processes, 10.0) == []
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, left
 
 
 def _runs(pid: int) -> bool:

@@ -7,18 +7,15 @@ import ipaddress
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from launch import elastic, status
-from tests.launch.processes import wait_until_gone
+from tests.launch.processes import assert_gone, launcher_of_ranks_that_hang, wait_until_gone
 from tests.mdcs.profiles import few
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 4.0
 CLUSTER = elastic.Cluster(ranks=2, timeout_s=TIMEOUT_S, startup_s=60.0)
 
@@ -27,18 +24,10 @@ def fail(folder: Path, what: str, **kwargs) -> elastic.Outcome:
     return elastic.run(folder, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=[what, str(folder)], **kwargs)
 
 
-def processes(folder: Path) -> list[int]:
-    return [int(file.read_text()) for pattern in ("pid*", "child*") for file in folder.glob(pattern)]
-
-
-def assert_nothing_left(folder: Path, count: int = 4) -> None:
-    pids = processes(folder)
-    assert len(pids) == count
-    assert wait_until_gone(pids, 10.0) == []
-    deadline = time.monotonic() + 10  # a loaded machine may take a moment to hand zombies over
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # no zombie either
+def assert_nothing_left(folder: Path) -> None:
+    pids = [int(file.read_text()) for pattern in ("pid*", "child*") for file in folder.glob(pattern)]
+    assert len(pids) == 4
+    assert_gone(pids)
 
 
 @pytest.mark.slow
@@ -123,15 +112,7 @@ def test_an_exception_of_the_caller_ends_the_ranks(tmp_path):
     "signum", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGTERM))]
 )
 def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
-    code = (
-        "import pathlib, sys; from launch import elastic; folder = pathlib.Path(sys.argv[1]);"
-        "arguments = ['hung', str(folder)];"
-        "elastic.run(folder, elastic.Cluster(2), {}, module='tests.launch.ranks.fail', arguments=arguments)"
-    )
-    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    launcher = launcher_of_ranks_that_hang(tmp_path)
     children = [int(file.read_text()) for file in tmp_path.glob("child*")]
     launcher.send_signal(signum)
     assert launcher.wait(30) != 0

@@ -3,20 +3,17 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from launch import elastic, network, status
-from tests.launch.processes import wait_until_gone
+from tests.launch.processes import launcher_of_ranks_that_hang, wait_until_gone
 
 WHY_NOT = network.refusal(1.0)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = elastic.Cluster(ranks=2, timeout_s=30.0, startup_s=60.0, rate_gbit=1.0)
 
 
@@ -105,16 +102,8 @@ def test_a_network_that_is_lost_ends_the_job(tmp_path):
 
 
 def test_a_launcher_that_is_killed_leaves_nothing(tmp_path):
-    code = (
-        "import pathlib, sys; from launch import elastic; folder = pathlib.Path(sys.argv[1]);"
-        "cluster = elastic.Cluster(2, rate_gbit=1.0);"
-        "elastic.run(folder, cluster, {}, module='tests.launch.ranks.fail', arguments=['hung', str(folder)])"
-    )
     seen = Seen(tmp_path)
-    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    launcher = launcher_of_ranks_that_hang(tmp_path, "rate_gbit=1.0")
     seen.look([status.read(tmp_path, rank) for rank in (0, 1)])
     assert parent(seen.holder) == launcher.pid
     launcher.kill()

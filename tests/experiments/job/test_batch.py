@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from experiments.config import checks, rules
 from experiments.config.schema import Config, ConfigError
@@ -16,27 +14,23 @@ from experiments.job.profiles import Profiles
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.profile.schema import Profile
+from tests.experiments.batch import QUIET
+from tests.experiments.batch import composed as composed_job
 from tests.mdcs.profiles import recomputable
 
 FOUR = Profile.from_json((Path(__file__).parents[1] / "profile.json").read_text())
-QUIET = Console(file=io.StringIO())
 
 
-def of_batch(size: int, overhead: float = 1.0) -> Profile:
+def of_batch(size: int) -> Profile:
     """Bytes grow with the batch, seconds as well beyond half of those of four samples."""
-    slots = tuple(
-        dataclasses.replace(
-            s, seconds=overhead * s.seconds * (0.5 + 0.125 * size), live=s.live * size // 4, peak=s.peak * size // 4
-        )
-        for s in FOUR.slots
-    )  # fmt: skip
-    return dataclasses.replace(FOUR, slots=slots)
+    sized = [(s, {"live": s.live * size // 4, "peak": s.peak * size // 4}) for s in FOUR.slots]
+    slots = (dataclasses.replace(s, seconds=s.seconds * (0.5 + 0.125 * size), **bytes_) for s, bytes_ in sized)
+    return dataclasses.replace(FOUR, slots=tuple(slots))
 
 
 @functools.cache
 def composed(*overrides: str) -> Config:
-    with checks.composing():
-        return checks.compose_config(["strategy=greedy", *overrides])
+    return composed_job("strategy=greedy", *overrides)
 
 
 def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> tuple[batch.Found, str, Config]:
@@ -51,15 +45,6 @@ def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> 
     return *batch.find(config, tmp_path / "job", QUIET, known=known), config
 
 
-def test_the_largest_batch_is_that_of_the_budget(tmp_path):
-    budget = floor_bytes(of_batch(11))
-    batches, reason, config = found(tmp_path, budget, of_4=of_batch(4), of_16=of_batch(16))
-    assert (reason, batches.largest.batch, batches.profiled) == ("", 11, (4, 16))
-    assert batches.largest.plan.prediction.peak_bytes <= budget < floor_bytes(of_batch(12))
-    assert batches.wanted(config) is batches.largest
-    assert Plan.from_json((tmp_path / "job/plan.json").read_text()).prediction == batches.largest.plan.prediction
-
-
 def planned_again(folder: Path) -> Plan:
     """The plan of the job in this folder, made with the profile that is there."""
     job = checks.load(folder / "config.yaml")
@@ -68,14 +53,20 @@ def planned_again(folder: Path) -> Plan:
     return Plan.from_json((folder.parent / "again/plan.json").read_text())
 
 
-def test_the_job_can_go_on_with_the_batch_and_its_profile(tmp_path):
-    batches, _, _ = found(tmp_path, floor_bytes(of_batch(11)), of_4=of_batch(4), of_16=of_batch(16))
+def test_the_largest_batch_is_that_of_the_budget_and_the_job_can_go_on_with_it_and_its_profile(tmp_path):
+    budget = floor_bytes(of_batch(11))
+    batches, reason, config = found(tmp_path, budget, of_4=of_batch(4), of_16=of_batch(16))
+    assert (reason, batches.largest.batch, batches.profiled) == ("", 11, (4, 16))
+    prediction = batches.largest.plan.prediction
+    assert prediction.peak_bytes <= budget < floor_bytes(of_batch(12))
+    assert batches.wanted(config) is batches.largest
+    kept = Plan.from_json((tmp_path / "job/plan.json").read_text())
     written = checks.load(tmp_path / "job/config.yaml")
     assert (written.data.batch_size, written.batch.find) == (11, None)
     made = planned_again(tmp_path / "job")
-    assert made.prediction == batches.largest.plan.prediction
+    assert kept.prediction == made.prediction == prediction
     assert made.profile.about["calculated"] == "from batches of 4 and 16" and "inputs" not in made.profile.about
-    assert Plan.from_json((tmp_path / "job/plan.json").read_text()).profile.about == made.profile.about
+    assert kept.profile.about == made.profile.about
 
 
 @pytest.mark.parametrize("rule", ["planned", "auto"])

@@ -1,19 +1,17 @@
 """Words of a run about itself: whether its predictions are to be believed."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from experiments.config.checks import compose_config, composing
 from experiments.job import record
 from experiments.job.events import command_began, departures, doubt, job_event, provenance, start_event
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform
+from tests.experiments.batch import composed
 from tests.mdcs.profiles import chain, link, recomputable
 
 
@@ -39,8 +37,7 @@ def test_a_doubt_stays_with_the_status_of_the_run(tmp_path, said: str) -> None: 
 
 
 def test_a_command_began_before_its_job_and_other_jobs_when_they_are_prepared() -> None:
-    with composing():
-        config = compose_config([])
+    config = composed()
     now = time.time()
     assert now - 24 * 3600 < job_event(config, command_began())["began"] < now <= job_event(config)["began"] <= time.time()
 
@@ -56,9 +53,8 @@ def test_a_run_tells_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_start_tells_parameters_rate_and_what_is_recomputed() -> None:
     profile = recomputable(chain(3, 4, 5, link=link(1e-9)), 0, 1, freed=100)
-    with composing():
-        paced = compose_config(["model=mlp", "data=synthetic", "link=emulated", "link.rate_gbit=0.5"])
-        real = compose_config(["model=mlp", "data=synthetic", "budget=75% of ddp"])
+    paced = composed("model=mlp", "data=synthetic", "link=emulated", "link.rate_gbit=0.5")
+    real = composed("model=mlp", "data=synthetic", "budget=75% of ddp")
     told = start_event(paced, make_plan(profile, Uniform("dp"), Wfbp(), recompute="all"), None)
     assert (told["parameters"], told["link_gbit"], told["recomputed"]) == (12, 0.5, ["a", "b"])
     recomputing, plain = (make_plan(profile, Uniform("dp"), Wfbp(), recompute=rule) for rule in ("all", "none"))

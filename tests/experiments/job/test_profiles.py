@@ -1,8 +1,9 @@
 """Profiles are measured once: the cache, what its keys hold, and the programs that need no ranks."""
 
 import dataclasses
+import functools
 import io
-import json
+import shutil
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -12,31 +13,23 @@ from rich.console import Console
 
 from experiments import plan
 from experiments import profile as program
-from experiments.config import checks
 from experiments.config.identity import code_of
-from experiments.config.schema import Config
 from experiments.job.profiles import Profiles, emulated
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.profile.cache import cache_folder
 from mdcs.profile.link import Contention
 from mdcs.profile.schema import Profile
-from tests.experiments import one_process
+from tests.experiments import batch, one_process
 from tests.mdcs.profiles import recomputable
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
-
-
-def composed(*overrides: str) -> Config:
-    with checks.composing():
-        return checks.compose_config(list(overrides))
+composed = functools.cache(batch.composed)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Folder of a job that has measured a profile."""
-    text = json.loads(PROFILE.read_text())
-    assert any(slot["peak"] for slot in text["slots"])
-    (tmp_path / "profile.json").write_text(json.dumps(text))
+    shutil.copy(PROFILE, tmp_path)
     return tmp_path
 
 
@@ -81,26 +74,22 @@ def test_a_job_measures_recomputation_where_its_budget_needs_it_and_leaves_it_to
         assert found is not None and found == jobs_known.find(composed("recompute=planned")) != jobs_known.find(roomy)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_another_job_measures_its_own(folder):
+    Profiles().keep(composed(), folder)
+    for override in (
         "model.layers=3", "model.wrap=leaf", "data.batch_size=2", "run.precision=fp64", "cluster.ranks=3",
         "cluster.threads=7", "optimizer=sgd", "optimizer.fused=true", "link=emulated", "link.depth=3",
         "profile.refresh=true", "profile.cache=false",
-    ],
-)  # fmt: skip
-def test_another_job_measures_its_own(folder, override):
-    Profiles().keep(composed(), folder)
-    assert Profiles().find(composed(override)) is None
+    ):  # fmt: skip
+        assert Profiles().find(composed(override)) is None, override
 
 
 def test_another_version_or_device_measures_its_own(folder, monkeypatch):
     Profiles().keep(composed(), folder)
-    monkeypatch.setattr("experiments.config.identity.device_name", lambda config: "another")
-    assert Profiles().find(composed()) is None
-    monkeypatch.undo()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")
-    assert Profiles().find(composed()) is None
+    for name, other in (("experiments.config.identity.device_name", "another"), ("importlib.metadata.version", "0.0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, lambda _, other=other: other)
+            assert Profiles().find(composed()) is None
 
 
 @pytest.mark.parametrize("group", ["model", "data", "optimizer"])
@@ -122,10 +111,14 @@ def test_jobs_of_one_sweep_share_what_its_first_has_measured_anew(folder):
     assert profiles.find(refreshed) == folder / "profile.json"
 
 
-def test_what_is_no_profile_is_not_kept(tmp_path):
-    Profiles().keep(composed(), tmp_path)
-    (tmp_path / "profile.json").write_text("{")
-    Profiles().keep(composed(), tmp_path)
+def test_what_is_no_profile_or_has_no_activations_is_not_kept(folder):
+    profile = Profile.from_json((folder / "profile.json").read_text())
+    empty = tuple(dataclasses.replace(slot, live=0, peak=0) for slot in profile.slots)
+    for text in ("{", dataclasses.replace(profile, slots=empty).to_json()):
+        (folder / "profile.json").write_text(text)
+        Profiles().keep(composed(), folder)
+    (folder / "profile.json").unlink()
+    Profiles().keep(composed(), folder)
     assert not cache_folder().exists()
 
 
@@ -134,14 +127,6 @@ def test_a_damaged_file_in_the_cache_is_measured_again(folder):
     [file] = cache_folder().iterdir()
     file.write_text("{")
     assert Profiles().find(composed()) is None
-
-
-def test_a_profile_without_activations_is_no_use_to_others(folder):
-    profile = Profile.from_json((folder / "profile.json").read_text())
-    empty = tuple(dataclasses.replace(slot, live=0, peak=0) for slot in profile.slots)
-    (folder / "profile.json").write_text(dataclasses.replace(profile, slots=empty).to_json())
-    Profiles().keep(composed(), folder)
-    assert not cache_folder().exists()
 
 
 @pytest.mark.parametrize(

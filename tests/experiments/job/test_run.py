@@ -13,8 +13,7 @@ from rich.console import Console
 import analysis
 from analysis.events import METRICS, read_events
 from experiments import train
-from experiments.config import checks
-from experiments.config.schema import Config, ConfigError
+from experiments.config.schema import ConfigError
 from experiments.job import record, resolved
 from experiments.job import run as jobs
 from experiments.job.events import job_event
@@ -23,22 +22,21 @@ from experiments.job.resolved import resolve
 from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.profile.cache import cache_folder
-from tests.experiments import one_process
+from tests.experiments import batch, one_process
+from tests.experiments.batch import QUIET, run_job
 from tests.experiments.job.test_tracking import Heard
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
+STUB = "tests.experiments.stub_worker"
 LEFT = ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json")
 
 
-def composed(*overrides: str) -> Config:
-    with checks.composing():
-        return checks.compose_config(["run.steps=3", "run.unmeasured_steps=1", *overrides])
+def composed(*overrides: str):
+    return batch.composed("run.steps=3", "run.unmeasured_steps=1", *overrides)
 
 
 def run(folder: Path, *overrides: str, known: Profiles | None = None):
-    """The outcome of a job whose ranks are the stub."""
-    console = Console(file=io.StringIO())
-    return jobs.run(composed(*overrides), folder, console, known=known, worker="tests.experiments.stub_worker")
+    return run_job(composed(*overrides), folder, known=known, worker=STUB)
 
 
 @pytest.mark.slow
@@ -63,19 +61,18 @@ def test_the_profile_that_a_job_names_stays_where_it_is(tmp_path):
     for name in LEFT:
         shutil.copy(PROFILE, tmp_path / name)
     job = composed(f"profile.path={tmp_path / 'profile.json'}")
-    assert not jobs.prepare("profile", job, tmp_path, Console(file=io.StringIO()))
+    assert not jobs.prepare("profile", job, tmp_path, QUIET)
     assert (tmp_path / "profile.json").exists()
     assert not any((tmp_path / name).exists() for name in LEFT if name != "profile.json")
 
 
 def test_a_folder_in_which_a_job_runs_is_refused_and_left_as_it_is(tmp_path):
-    """The ranks of the job that is there, and its files, stay."""
     (tmp_path / "rank0.status").write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 1, "phase": "", "time": 0.0}))
     with claim(tmp_path):
         shutil.copy(PROFILE, tmp_path / "profile.json")
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-        job, quiet = composed(f"profile.path={PROFILE}"), Console(file=io.StringIO())
-        for start in (run, lambda folder: jobs.prepare("plan", job, folder, quiet)):
+        job = composed(f"profile.path={PROFILE}")
+        for start in (run, lambda folder: jobs.prepare("plan", job, folder, QUIET)):
             with pytest.raises(ConfigError, match=f"hydra.run.dir: {tmp_path} is in use by a job of process {os.getpid()} "):
                 start(tmp_path)
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -85,10 +82,9 @@ def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_o
     """The second time it plans with the profile of the first, which its resolved config names."""
     config = dataclasses.replace(composed("profile.cache=false"), tracker=Heard())
     goes_on = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
-    known, console = Profiles(), Console(file=io.StringIO())
+    known = Profiles()
     for job in (config, config, goes_on):
-        worker = "tests.experiments.stub_worker"
-        assert jobs.run(job, tmp_path, console, known=known, worker=worker, start=one_process.run).ok
+        assert run_job(job, tmp_path, known=known, worker=STUB, start=one_process.run).ok
     assert f"path: {tmp_path / 'profile.json'}" in (tmp_path / "config.yaml").read_text()
     assert record.read(tmp_path).identity == record.identity_of(config)
     assert len(config.tracker.runs) == 2
@@ -122,8 +118,12 @@ def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_chan
     assert not any(key.startswith(("strategy.", "scheduler.")) for key in peers) and "engine.bucket_mib" in peers
 
 
+def on(config, **cluster):
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **cluster))
+
+
 def test_many_ranks_on_few_cores_are_warned_of_before_they_start(tmp_path, monkeypatch):
-    said = []
+    said, config = [], composed()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(resolved, "_free_memory", lambda: 8 << 30)
     for ranks in (8, 9, 32):
@@ -133,7 +133,7 @@ def test_many_ranks_on_few_cores_are_warned_of_before_they_start(tmp_path, monke
             said.append(console.file.getvalue())
             return Outcome(False, "not started")
 
-        jobs.run(composed(f"cluster.ranks={ranks}"), tmp_path / f"{ranks}", console, start=start)
+        jobs.run(on(config, ranks=ranks), tmp_path / f"{ranks}", console, start=start)
     assert ["warning" in each for each in said] == [False, True, True]
     assert said[2].startswith("warning: 32 ranks share 2 cores: starting may take minutes")
 
@@ -142,17 +142,16 @@ def test_what_this_machine_does_not_have_is_refused_by_its_key_before_a_rank_sta
     def start(*_, **__):
         raise AssertionError
 
+    config = composed()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    for free, gpus, key, overrides in (
-        (8 << 30, 0, "cluster.ranks", ["cluster.ranks=200"]),
-        (1 << 30, 0, "cluster.ranks", ["cluster.ranks=12"]),
-        (8 << 30, 0, "cluster.device", ["cluster.device=cuda"]),
-        (8 << 30, 1, "cluster.ranks", ["cluster.device=cuda"]),
-    ):
+    for free, gpus, key, asked in (
+        (8 << 30, 0, "cluster.ranks", {"ranks": 200}), (1 << 30, 0, "cluster.ranks", {"ranks": 12}),
+        (8 << 30, 0, "cluster.device", {"device": "cuda"}), (8 << 30, 1, "cluster.ranks", {"device": "cuda"}),
+    ):  # fmt: skip
         monkeypatch.setattr(resolved, "_free_memory", lambda free=free: free)
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ConfigError) as refused:
-            jobs.run(composed(*overrides), tmp_path / "out", Console(file=io.StringIO()), start=start)
+            run_job(on(config, **asked), tmp_path / "out", start=start)
         assert refused.value.key == key
     assert not (tmp_path / "out").exists()
 
@@ -160,7 +159,7 @@ def test_what_this_machine_does_not_have_is_refused_by_its_key_before_a_rank_sta
 def test_a_folder_that_cannot_be_written_is_named_with_its_key(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as refused:
-        jobs.run(composed(), tmp_path / "file/out", Console(file=io.StringIO()), start=one_process.run)
+        run_job(composed(), tmp_path / "file/out", start=one_process.run)
     assert refused.value.key == "hydra.run.dir"
     for typed, key in (
         (["hydra.run.dir=file/out"], "hydra.run.dir"),

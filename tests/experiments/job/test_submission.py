@@ -1,13 +1,13 @@
 """A job that was handed in and cannot begin says so in its folder; one that has lost a host is to go on."""
 
+import copy
 import dataclasses
-import io
+import functools
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from analysis.events import METRICS, read_events
 from experiments.config import checks
@@ -15,7 +15,6 @@ from experiments.config.identity import identity
 from experiments.config.schema import BudgetConfig
 from experiments.config.started import Started
 from experiments.job import record, submission
-from experiments.job import run as jobs
 from experiments.job.events import provenance
 from experiments.job.resolved import with_absolute_paths
 from experiments.tasks.hub import Text
@@ -27,17 +26,18 @@ from mdcs.planner.pipeline import floor_bytes
 from mdcs.planner.recompute import Planned
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.schema import Profile
+from tests.experiments import batch
 from tests.mdcs.profiles import recomputable
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 SLURM = {"nodes": 1, "ranks_per_node": 2}
 LOST = Outcome(False, "host n1 has not answered for 60 s", 2, 7, lost=True)
+composed = functools.cache(batch.composed)
 
 
 @pytest.fixture
 def config():
-    with checks.composing():
-        return checks.compose_config(["model=mlp", "data=synthetic", "run.steps=3", "run.unmeasured_steps=1"])
+    return copy.deepcopy(composed("model=mlp", "data=synthetic", "run.steps=3", "run.unmeasured_steps=1"))
 
 
 def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as told")):
@@ -72,7 +72,7 @@ def test_a_job_is_recorded_with_the_command_that_has_submitted_it(tmp_path, monk
 def test_a_job_that_has_lost_a_host_is_not_over_where_it_is_to_go_on(tmp_path, monkeypatch, config, again, state):
     if again is not None:
         monkeypatch.setenv(preemption.REQUEUE, again)
-    outcome = jobs.run(config, tmp_path, Console(file=io.StringIO()), start=lambda *_, **__: LOST)
+    outcome = batch.run_job(config, tmp_path, start=lambda *_, **__: LOST)
     assert not outcome.ok and record.read(tmp_path).state == state
 
 
@@ -119,8 +119,7 @@ def test_files_are_found_from_the_folder_that_a_job_runs_in(tmp_path, monkeypatc
     shutil.copy(PROFILE, "profile.json")
     (tmp_path / "words.txt").write_text("word")
     data = ("data=text", "data.path=words.txt")
-    with checks.composing():
-        config = checks.compose_config(["model=gpt2-tiny", *data, "profile.path=profile.json", "link=emulated"])
+    config = batch.composed("model=gpt2-tiny", *data, "profile.path=profile.json", "link=emulated")
     (tmp_path / "run").mkdir()
     submission.freeze(config, tmp_path / "run", SLURM, tmp_path)
     monkeypatch.chdir("/")
@@ -229,14 +228,10 @@ def test_a_profile_is_measured_for_what_it_depends_on_and_anew_when_forced(tmp_p
         submission.freeze(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
         return submitted.before(tmp_path)
 
-    def sweeping(**changed):
-        return dataclasses.replace(config.sweep, **changed)
-
     plain = first()
     assert first(strategy=Uniform("fsdp")) == plain and len(plain) == 1
     assert first(launcher={**SLURM, "nodes": 2}) != plain and first(data=dataclasses.replace(config.data, batch_size=3)) != plain
-    forced = first(sweep=sweeping(force=True))
+    forced = first(sweep=dataclasses.replace(config.sweep, force=True))
     assert forced != plain and first() == forced
-    with checks.composing():
-        peer = checks.compose_config(["model=mlp", "data=synthetic", "engine=ddp"])
+    peer = batch.composed("model=mlp", "data=synthetic", "engine=ddp")
     assert first(engine=peer.engine) == []

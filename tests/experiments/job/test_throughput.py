@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.config import checks
 from experiments.job.workload import Throughput, Workload, throughput_of
+from tests.experiments.batch import composed
 
 
 def throughput(*overrides: str, change=None) -> Throughput:
-    with checks.composing():
-        config = checks.compose_config(["data=synthetic", "data.batch_size=3", "run.accumulation=2", *overrides])
+    config = composed("data=synthetic", "data.batch_size=3", "run.accumulation=2", *overrides)
     workload = Workload(config, 0, 2, torch.device("cpu"))
     if change:
         change(workload.model)

@@ -1,6 +1,7 @@
 """metrics.jsonl survives crashes; what a run's tracker is shown, in which order."""
 
 import dataclasses
+import functools
 import json
 import math
 import subprocess
@@ -11,15 +12,16 @@ from typing import Any
 import pytest
 
 from analysis.events import read_events
-from experiments.config import checks
 from experiments.config.schema import Config
 from experiments.job.record import identity_of
 from experiments.job.sweep import sweep_name
 from experiments.job.tracking import Follower, JsonLines, show_sweep
 from experiments.trackers.tracker import Mirror, Shown, Tracker, flat
+from tests.experiments import batch
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = {"event": "step", "step": 1, "loss": 2.5}
+composed = functools.cache(batch.composed)
 
 
 # ---- the file
@@ -96,8 +98,7 @@ class Heard(Tracker):
 
 @pytest.fixture
 def config() -> Config:
-    with checks.composing():
-        made = checks.compose_config(["model=mlp", "data=synthetic", "run.name=mine", "run.sweep=today-12345678"])
+    made = composed("model=mlp", "data=synthetic", "run.name=mine", "run.sweep=today-12345678")
     return dataclasses.replace(made, tracker=Heard())
 
 
@@ -179,8 +180,7 @@ def test_without_a_tracker_nothing_is_imported_or_shown(tmp_path):
     code = """import sys, experiments.job.tracking, experiments.trackers.wandb, experiments.trackers.tracker
 sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"""
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-    with checks.composing():
-        config = checks.compose_config(["model=mlp", "data=synthetic"])
+    config = composed("model=mlp", "data=synthetic")
     follower = Follower(config, tmp_path, "train", "own")
     follower.event(STEP)
     follower.finish(False)

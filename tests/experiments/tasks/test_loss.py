@@ -1,10 +1,13 @@
 """The loss that a model gets by default: cross-entropy where classes are last, or second as torch has it."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from experiments.tasks.data import IGNORED
 from experiments.tasks.task import cross_entropy
 
 
@@ -37,3 +40,10 @@ def test_classes_may_be_last_or_second(shape):
 def test_what_has_no_classes_names_the_key(answer, labels):
     with pytest.raises(ValueError, match=r"model\.loss"):
         cross_entropy(Answers(answer), {"x": torch.zeros(4), "labels": labels})
+
+
+def test_loss_is_the_mean_over_labelled_positions_only():
+    """The certain middle position has no say."""
+    answer = torch.tensor([[[0.0, 0.0], [9.0, -9.0], [0.0, 0.0]]])
+    loss = cross_entropy(Answers(answer), {"x": torch.zeros(1), "labels": torch.tensor([[0, IGNORED, 1]])})
+    assert loss.item() == pytest.approx(math.log(2))

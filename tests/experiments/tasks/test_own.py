@@ -17,6 +17,17 @@ from mdcs import partition
 HERE = "tests.experiments.tasks.test_own"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def composing():
+    """Once for all, as in config/conftest.py."""
+    with checks.composing():
+        yield
+
+
+def composed(*overrides: str):
+    return checks.compose_config(overrides)
+
+
 class Block(nn.Sequential):
     """A layer that repeats."""
 
@@ -56,8 +67,7 @@ def scaled(model, batch, scale=1.0):
 
 
 def model(*overrides: str, target: str = "build"):
-    with checks.composing():
-        return checks.compose_config(["model=own", f"model._target_={HERE}.{target}", *overrides])
+    return composed("model=own", f"model._target_={HERE}.{target}", *overrides)
 
 
 def test_arguments_are_keys_and_values_may_be_nested():
@@ -142,8 +152,7 @@ def test_a_mistake_is_one_line(target, overrides, line, caplog):
     ],
 )  # fmt: skip
 def test_what_a_callable_raises_is_one_line_with_its_key(overrides, line):
-    with checks.composing():
-        config = checks.compose_config(overrides)
+    config = composed(*overrides)
     with pytest.raises(ValueError) as caught:
         if overrides[0] == "model=own":
             config.model.build()
@@ -162,9 +171,8 @@ def test_a_model_that_save_pretrained_has_left_is_loaded_by_its_name(tmp_path):
 
     saved = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=1, n_embd=8, n_head=2))
     saved.save_pretrained(tmp_path)
-    with checks.composing():
-        target = "transformers.AutoModelForCausalLM.from_pretrained"
-        config = checks.compose_config(["model=own", f"model._target_={target}", f"model._args_=[{tmp_path}]"])
+    target = "transformers.AutoModelForCausalLM.from_pretrained"
+    config = composed("model=own", f"model._target_={target}", f"model._args_=[{tmp_path}]")
     built = config.model.build().model
     assert torch.equal(built.transformer.wte.weight, saved.transformer.wte.weight)
 
@@ -211,8 +219,7 @@ def words(path: str, seed: int = 0, stream: bool = False):
 
 
 def data(*overrides: str, target: str):
-    with checks.composing():
-        return checks.compose_config(["data=own", f"data._target_={HERE}.{target}", "data.batch_size=2", *overrides]).data
+    return composed("data=own", f"data._target_={HERE}.{target}", "data.batch_size=2", *overrides).data
 
 
 def batches(source, count: int, **options):
@@ -265,8 +272,7 @@ def test_rows_of_datasets_are_tensors_and_have_tokens():
 
 
 def test_any_optimizer_is_made_of_its_arguments(tmp_path):
-    with checks.composing():
-        config = checks.compose_config(["optimizer=own", "optimizer._target_=torch.optim.RMSprop", "optimizer.alpha=0.9"])
+    config = composed("optimizer=own", "optimizer._target_=torch.optim.RMSprop", "optimizer.alpha=0.9")
     checks.save(config, tmp_path / "config.yaml")
     made = checks.load(tmp_path / "config.yaml").optimizer.make([nn.Parameter(torch.zeros(3))])
     assert type(made) is torch.optim.RMSprop and made.defaults["alpha"] == 0.9 and made.defaults["lr"] == 0.01

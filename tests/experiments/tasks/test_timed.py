@@ -1,7 +1,5 @@
 """A stand-in has blocks of given bytes and times, and trains like any model; only its computing waits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

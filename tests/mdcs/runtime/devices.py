@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
+from mdcs.profiler.consensus import merge_profiles
 from mdcs.runtime.context import StepRecord
 from mdcs.runtime.executor import Executor, run_on_comm_stream
 from tests.mdcs.measured import measure_profile
-from tests.mdcs.runtime.training import How, Setup, all_fsdp_bytes, scheduler_for, strategy_for
+from tests.mdcs.runtime.training import How, Job, Setup, plan_for
 
 # ---- the executor's contract
 
@@ -177,18 +178,19 @@ def plain_run(device: torch.device, steps: int) -> tuple[list[float], dict[str, 
     return losses, model.state_dict()
 
 
+def plan_of(device: torch.device, how: How, world: int = 1) -> mdcs.Plan:
+    model, optimizer = make(device)
+    profile = measure_profile(
+        model, mdcs.partition(model, mdcs.ByLeaf()), lambda: loss_of(model, 0, device), optimizer, world=world,
+        link=mdcs.Link.uniform(10.0, 10.0, how.depth), collectives=how.collectives,
+    )  # fmt: skip
+    return plan_for(Job("net"), how, merge_profiles(profile))
+
+
 def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    plan = plan_of(device, how, torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
     model, optimizer = make(device)
     units = mdcs.partition(model, mdcs.ByLeaf())
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    profile = measure_profile(
-        model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
-        iterations=1, collectives=how.collectives,
-    )  # fmt: skip
-    from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-
-    profile = merge_profiles(profile)
-    plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))
     losses = []
     with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30) as parallel:
         parallel.records()  # from here on they have times
@@ -248,9 +250,7 @@ def emulated_run(
         made.model, units, lambda: loss(0), optimizer, world=emulate.world, link=link, iterations=2,
         collectives=how.collectives,
     )  # fmt: skip
-    options = {"micro_steps": micro_steps, "cross_iteration": how.cross_iteration and clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
-    plan = mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
+    plan = plan_for(Job("", micro_steps, clip_norm=clip_norm), how, profile)
     sent = []
     with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate) as parallel:
         parallel.records()  # from here on they have times

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -152,8 +153,17 @@ class OnTwo(list[Any]):
     """Functions that two ranks run, each with rows of arguments, and that return what is wrong: an empty list.
 
     A module has one, decorates its functions with it (one argument, a tuple of several, or ``pytest.param``, for each row),
-    and parametrizes one test of (function, arguments) by it.
+    and has their test at its end: ``test_… = on_two.as_test()``. One whose first argument is ``root`` is given a folder.
     """
+
+    def as_test(self, timeout_s: float = 60.0) -> Callable[..., None]:
+        @pytest.mark.parametrize(("function", "arguments"), self)
+        def run(two: Ranks, tmp_path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+            folder = [str(tmp_path)] if "root" in inspect.signature(function).parameters else []
+            found = two.run(function, *folder, *arguments, timeout_s=timeout_s)
+            assert found == [[], []], found
+
+        return run
 
     def __call__(self, *rows: Any) -> Callable[..., Any]:
         def add(function: Callable[..., Any]) -> Callable[..., Any]:

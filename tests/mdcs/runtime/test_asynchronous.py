@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,17 +19,15 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.link import Collectives
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.runtime import communicator, context, initialization
 from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.executor import CudaExecutor
 from mdcs.runtime.messages import Messages
 from mdcs.runtime.stream_transport import StreamTransport
-from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.asynchronous import Device
-from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
+from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run, plan_of
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, all_fsdp_bytes, optimizer_for, scheduler_for, setup, strategy_for
+from tests.mdcs.runtime.training import How, optimizer_for, setup
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -46,17 +45,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def plan_for(how: How, world: int = 1) -> mdcs.Plan:
-    """Made on the host: not what is tested."""
-    model, optimizer = make(CPU)
-    units = mdcs.partition(model, mdcs.ByLeaf())
-    link = mdcs.Link.uniform(10.0, 10.0, how.depth)
-    profile = measure_profile(
-        model, units, lambda: loss_of(model, 0, CPU), optimizer, world=world, link=link, iterations=1, collectives=how.collectives
-    )
-    job = mdcs.Job(merge_profiles(profile), cross_iteration=how.cross_iteration)
-    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(job))
-    return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=budget))
+plan_for = partial(plan_of, CPU)
+"""Made on the host: not what is tested."""
 
 
 def train(
@@ -152,7 +142,6 @@ def test_what_is_freed_too_early_is_found():
 
 
 STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random")
-MORE = pytest.mark.slow
 
 
 def pairs(*shifts: int, **options: Any) -> list[How]:
@@ -164,21 +153,15 @@ def pairs(*shifts: int, **options: Any) -> list[How]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shift", [0, 2])
-def test_one_rank_trains_like_a_plain_loop(shift: int):
-    wanted = plain_run(CPU, STEPS)
-    for how in pairs(shift):
-        assert wrong(plan_for(how), wanted) == [], how
-
-
 BOUND = [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero2", "dear", False)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", BOUND, ids=lambda how: f"{how.strategy}-{how.scheduler}")
-def test_one_rank_with_a_budget_or_a_barrier(how: How):
-    assert wrong(plan_for(how), plain_run(CPU, STEPS)) == []
+@pytest.mark.parametrize("hows", [pairs(0), pairs(2), BOUND], ids=["one", "another", "a budget or a barrier"])
+def test_one_rank_trains_like_a_plain_loop(hows: list[How]):
+    wanted = plain_run(CPU, STEPS)
+    for how in hows:
+        assert wrong(plan_for(how), wanted) == [], how
 
 
 def train_two(hows: Sequence[How]) -> list[str]:
@@ -261,11 +244,11 @@ def _release_at_once(patch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(_after("communication"), How("zero2", "wfbp"), id="communication does not wait for compute"),
         pytest.param(_after("compute"), How("fsdp", "wfbp"), id="compute does not wait for messages"),
-        pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued", marks=MORE),
-        pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is ready", marks=MORE),
-        pytest.param(_after("updates"), How("zero2", "wfbp"), id="updates do not wait for messages", marks=MORE),
-        pytest.param(_free_shards_when_enqueued, How("fsdp", "wfbp"), id="shards are freed before their update", marks=MORE),
-        pytest.param(_release_at_once, How("zero2", "fusion"), id="a message's own buffers are compute's memory", marks=MORE),
+        pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued"),
+        pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is ready"),
+        pytest.param(_after("updates"), How("zero2", "wfbp"), id="updates do not wait for messages"),
+        pytest.param(_free_shards_when_enqueued, How("fsdp", "wfbp"), id="shards are freed before their update"),
+        pytest.param(_release_at_once, How("zero2", "fusion"), id="a message's own buffers are compute's memory"),
     ],
 )
 @pytest.mark.slow
@@ -278,7 +261,6 @@ def test_a_mutated_runtime_is_found_out(mutate: Callable[[pytest.MonkeyPatch], N
 
 @pytest.mark.parametrize("how", [How("dp", "wfbp"), How("zero2", "dear")], ids=lambda how: how.strategy)
 def test_no_update_is_on_the_path_between_two_collectives(how: How, monkeypatch: pytest.MonkeyPatch):
-    """A reduction does not wait for the update of the one before it, whatever the order of execution."""
     device, collectives, updates = Device(()), dict[int, Any](), dict[int, Any]()
     launch, update = Messages.launch, StreamTransport._update
 

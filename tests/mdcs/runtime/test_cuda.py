@@ -32,7 +32,6 @@ def test_contract(clause):
 
 
 def test_a_mark_holds_communication_back():
-    """Without after() communication overtakes compute; with it, it does not."""
     executor = CudaExecutor(cuda())
     flag = torch.zeros(1, device=cuda())
     torch.cuda.synchronize()

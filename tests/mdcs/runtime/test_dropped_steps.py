@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import mdcs
 from tests.mdcs.api.test_session import blocks, texts
-from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.ranks import OnTwo
 from tests.mdcs.runtime.test_loops import said
-from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, parallel_for, plan_for, profile_of, setup
+from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, parallel_for, setup
 
+on_two = OnTwo()
 STEPS, LIMIT = 6, 1e6
 BAD = (1, 2, 5)  # steps by number
 PLANS = [
@@ -101,7 +102,6 @@ def planned(how: How, bad: tuple[int, ...], micro_steps: int, scaled: bool, drop
 
 
 CASES = [
-    *((how, (bad,), 1, False, "zero_grad") for how in PLANS[:1] for bad in BAD),
     *((how, BAD, 1, False, "zero_grad") for how in PLANS),
     *((how, BAD, 1, False, "abandon") for how in PLANS[1:3]),
     *((how, BAD, 2, False, "zero_grad") for how in PLANS),
@@ -109,15 +109,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def all_planned() -> list[Any]:
+@on_two()
+def steps_are_left_out_as_with_ddp_under_any_plan() -> list[Any]:
     return [(case, found) for case in CASES if (found := planned(*case))]
 
 
-def test_steps_are_left_out_as_with_ddp_under_any_plan(two: Ranks):
-    assert two.run(all_planned, timeout_s=200) == [[], []]
-
-
-def in_the_loop(bad: tuple[int, ...], micro_steps: int, scaled: bool) -> list[str]:
+@on_two((BAD, 1, False), ((5,), 1, False), (BAD, 2, False), (BAD, 1, True))
+def steps_are_left_out_as_with_ddp_without_a_plan(bad: tuple[int, ...], micro_steps: int, scaled: bool) -> list[str]:
     """Train without a plan: the first step that is made is measured."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -141,13 +139,6 @@ def in_the_loop(bad: tuple[int, ...], micro_steps: int, scaled: bool) -> list[st
         clip = parallel.clip_grad_norm_
         found = train(lambda *at: loss_of(model, *at), optimizer, clip, scaler, optimizer.zero_grad, **options)
         return compared(wanted, found, parallel, plain, scaled)
-
-
-@pytest.mark.parametrize(
-    ("bad", "micro_steps", "scaled"), [((1,), 1, False), (BAD, 1, False), ((5,), 1, False), (BAD, 2, False), (BAD, 1, True)]
-)
-def test_steps_are_left_out_as_with_ddp_without_a_plan(two: Ranks, bad: tuple[int, ...], micro_steps: int, scaled: bool):
-    assert two.run(in_the_loop, bad, micro_steps, scaled) == [[], []]
 
 
 def before_backward(loss: Tensor, is_bad: bool, optimizer: torch.optim.Optimizer) -> bool:
@@ -187,37 +178,35 @@ def leave_out(loss_of: Any, optimizer: torch.optim.Optimizer, idiom: Any) -> lis
     return losses
 
 
-def losses_left_out() -> list[Any]:
+@on_two()
+def batches_whose_loss_is_not_finite_are_left_out_as_people_write_it() -> list[Any]:
     """Under plans without a barrier, but for the last idiom, and without a plan."""
-    found, waits = [], {after_backward: {"clip_norm": math.inf}}
+    found = []
     for idiom in IDIOMS:
         for strategy, scheduler in (("dp", "wfbp"), ("fsdp", "priority"), ("random", "random"), ("", "")):
-            made, plain, job = setup("tied"), setup("tied"), Job("tied", clip_norm=waits.get(idiom, {}).get("clip_norm"))
+            made, plain, job = setup("tied"), setup("tied"), Job("tied", clip_norm=math.inf if idiom is after_backward else None)
             ours, theirs = (optimizer_for("adam", m.model) for m in (made, plain))
             ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
             wanted = leave_out(lambda step: plain.loss(ddp, plain.batch(step, 0, dist.get_rank())), theirs, idiom)  # noqa: B023
-            units, options = mdcs.partition(made.model, made.policy), {"timeout_s": 20, **waits.get(idiom, {})}
             if strategy:
-                how = How(strategy, scheduler, seed=3)
-                plan = plan_for(job, how, profile_of(job, how, made, units, ours))
-                parallel = mdcs.parallelize(made.model, ours, plan, units, **options)
+                started: Any = parallel_for(job, How(strategy, scheduler, seed=3), made, ours)
             else:
-                parallel = mdcs.parallelize(made.model, ours, units=units, profiles=False, progress=False, seconds=0.5, **options)
-            with parallel:
+                started = mdcs.parallelize(
+                    made.model, ours, units=mdcs.partition(made.model, made.policy), clip_norm=job.clip_norm, profiles=False,
+                    progress=False, seconds=0.5, timeout_s=20,
+                )  # fmt: skip
+            with started as run:
                 losses = leave_out(lambda step: made.loss(made.model, made.batch(step, 0, dist.get_rank())), ours, idiom)  # noqa: B023
-                names = differing(parallel.state_dict(), plain.model.state_dict())
+                names = differing((run[1] if strategy else run).state_dict(), plain.model.state_dict())
             if names or str(losses) != str(wanted):
                 found.append((idiom.__name__, strategy, names, losses, wanted))
     return found
 
 
-def test_batches_whose_loss_is_not_finite_are_left_out_as_people_write_it(two: Ranks):
-    assert two.run(losses_left_out, timeout_s=200) == [[], []]
-
-
-def norms_after_steps(how: How) -> list[tuple[float, float | None]]:
+@on_two(PLANS[0], PLANS[3])
+def the_norm_after_a_step_is_that_steps(how: How) -> list[Any]:
     """The norm that clipping returns, and what ``grad_norm`` is right after ``step()``, of runs that do not ask before."""
-    out: list[tuple[float, float | None]] = []
+    out: list[list[Any]] = []
     for asks in (True, False):
         norms = []
         with parallel_for(Job("tied", clip_norm=LIMIT), how) as (made, parallel, optimizer):
@@ -231,17 +220,13 @@ def norms_after_steps(how: How) -> list[tuple[float, float | None]]:
                     norms.append(parallel.grad_norm)
             parallel.drain()
             assert [record.grad_norm for record in parallel.records(flush=True)] == norms
-        out = list(zip(out, norms, strict=True)) if out else norms  # type: ignore[assignment, arg-type]
-    return out
+        out.append(norms)
+    asked, after = out
+    return out * (asked != after or len({*asked}) != STEPS)
 
 
-@pytest.mark.parametrize("how", [PLANS[0], PLANS[3]], ids=lambda how: how.strategy)
-def test_the_norm_after_a_step_is_that_steps(two: Ranks, how: How):
-    for norms in two.run(norms_after_steps, how):
-        assert [asked for asked, _ in norms] == [after for _, after in norms] and len({*norms}) == STEPS
-
-
-def dropped_between_micro_steps(strategy: str) -> list[str]:
+@on_two("dp", "fsdp")
+def gradients_may_be_dropped_between_micro_steps(strategy: str) -> list[str]:
     """The gradients of the first pass of each second step are dropped, under a plan without a barrier."""
     made, plain, job = setup("tied"), setup("tied"), Job("tied", 2)
     ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
@@ -258,6 +243,4 @@ def dropped_between_micro_steps(strategy: str) -> list[str]:
         return differing(parallel.state_dict(), plain.model.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_gradients_may_be_dropped_between_micro_steps(two: Ranks, strategy: str):
-    assert two.run(dropped_between_micro_steps, strategy) == [[], []]
+test_steps_are_left_out_as_with_ddp = on_two.as_test(timeout_s=200)

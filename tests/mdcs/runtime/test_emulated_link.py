@@ -50,18 +50,8 @@ def test_a_message_begins_with_the_last_rank_and_ends_by_the_formula(clock: Cloc
     assert clock.now == ends
 
 
-def test_bytes_go_one_message_after_the_other_and_latencies_together(clock: Clock, pacers: list[Pacer]):
-    for sequence in range(3):
-        for pacer in pacers:
-            pacer.started(sequence)
-    begin = clock.now
-    for sequence in range(3):
-        pacers[0].hold(sequence, Kind.AG_F, 5000)
-        assert clock.now == pytest.approx(begin + ALPHA + (sequence + 1) * 5000 * BETA)
-
-
-def test_a_gap_is_between_messages(clock: Clock, pacers: list[Pacer]):
-    gap = 0.003
+@pytest.mark.parametrize("gap", [0.0, 0.003])
+def test_bytes_go_one_message_after_the_other_with_a_gap_and_latencies_together(clock: Clock, pacers: list[Pacer], gap: float):
     for sequence in range(3):
         for pacer in pacers:
             pacer.link = replace(LINK, gap=(gap,) * 4)

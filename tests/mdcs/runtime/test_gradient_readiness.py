@@ -17,7 +17,8 @@ from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Uniform
 from mdcs.profiler.consensus import on_rank_zero
 from tests.mdcs.profiles import few
-from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.ranks import OnTwo, Ranks
+from tests.mdcs.runtime.test_loops import Broken, _break
 from tests.mdcs.runtime.training import (
     How,
     Job,
@@ -28,9 +29,11 @@ from tests.mdcs.runtime.training import (
     profile_of,
     reference,
     setup,
+    square,
     train,
 )
 
+on_two = OnTwo()
 BYTES = 128  # of a block: 16 elements per rank
 
 
@@ -60,7 +63,9 @@ def issued_inside(parallel: mdcs.Session) -> list[int]:
     return seen
 
 
-def leave(strategy: str, micro_steps: int, tight: bool) -> dict[str, Any]:
+@on_two(*few([("dp", 1), ("fsdp", 1), ("zero2", 2), ("sdp", 2)], 2), *few([("dp", 1, True), ("fsdp", 1, True)]))
+def what_has_its_gradients_leaves_in_every_step(strategy: str, micro_steps: int, tight: bool = False) -> list[Any]:
+    """Where it fits, or waits for compute to arrive: a plan's smallest budget knows nothing of messages beside a slot."""
     job = Job("tied", micro_steps, steps=3)
     wanted = reference(job)
     made = setup(job.model, job.double)
@@ -71,37 +76,12 @@ def leave(strategy: str, micro_steps: int, tight: bool) -> dict[str, Any]:
         seen = issued_inside(parallel)
         losses = train(job, made, parallel, optimizer)
         state = parallel.state_dict()
-    return {
-        "early": [i for i, part in enumerate(plan.schedule.ready) if part < 1],
-        "seen": sorted(set(seen)),
-        "equal": losses == list(wanted.losses) and not differing(state, wanted.state),
-    }
-
-
-@pytest.mark.parametrize(("strategy", "micro_steps"), few([("dp", 1), ("fsdp", 1), ("zero2", 2), ("sdp", 2)], 2))
-def test_what_has_its_gradients_leaves_in_every_step(two: Ranks, strategy: str, micro_steps: int):
-    for found in two.run(leave, strategy, micro_steps, False):
-        assert found["early"] and found["seen"] == found["early"]
-        assert found["equal"]
-
-
-@pytest.mark.parametrize("strategy", few(["dp", "fsdp"]))
-def test_what_does_not_fit_waits_for_compute_to_arrive(two: Ranks, strategy: str):
-    """A plan's smallest budget knows nothing of messages beside a slot."""
-    for found in two.run(leave, strategy, 1, True):
-        assert set(found["seen"]) <= set(found["early"])
-        assert found["equal"]
+    early, seen = [i for i, part in enumerate(plan.schedule.ready) if part < 1], sorted({*seen})
+    right = {*seen} <= {*early} if tight else early and seen == early
+    return ([] if right and losses == list(wanted.losses) else [seen, early, losses]) + differing(state, wanted.state)
 
 
 # ---- passes that raise
-
-
-class Broken(Exception):
-    pass
-
-
-def _break(gradient: Tensor) -> None:
-    raise Broken
 
 
 def break_at_different_places() -> dict[str, Any]:
@@ -147,15 +127,13 @@ class Detached(nn.Module):
         return (x @ self.first) @ self.second.detach() @ self.second
 
 
-def train_detached(strategy: str, told: bool) -> list[str]:
+@on_two("dp", "sdp", ("sdp", True))  # shards are not what computes
+def weights_that_are_needed_after_their_gradients_are_not_updated_before(strategy: str, told: bool = False) -> list[str]:
     """Differences to a plain loop, or the error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Detached())
-
-    def batch(step: int, micro: int, rank: int) -> dict[str, Tensor]:
-        return {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(step))}
-
-    made = Setup(model, lambda model, batch: model(batch["x"]).square().mean(), mdcs.ByClass(("Linear", "Detached")), batch)
+    batch = lambda step, *_: {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(step))}  # noqa: E731
+    made = Setup(model, square, mdcs.ByClass(("Linear", "Detached")), batch)
     job = Job("detached", steps=2)
     twin = copy.deepcopy(model)
     plan = plan_of(made, job, strategy, told=told)
@@ -176,15 +154,9 @@ def train_detached(strategy: str, told: bool) -> list[str]:
     return differing(state, twin.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["dp", "sdp"])
-def test_weights_that_are_needed_after_their_gradients_are_not_updated_before(two: Ranks, strategy: str):
-    assert two.run(train_detached, strategy, False) == [[], []]
-
-
 def test_should_they_be_all_the_same_nothing_computes_with_them(two: Ranks):
-    for [said] in two.run(train_detached, "dp", True):
+    for [said] in two.run(weights_that_are_needed_after_their_gradients_are_not_updated_before, "dp", True):
         assert "one of the variables needed for gradient computation has been modified by an inplace operation" in said
 
 
-def test_shards_are_not_what_computes(two: Ranks):
-    assert two.run(train_detached, "sdp", True) == [[], []]
+test_reductions_leave_when_they_can = on_two.as_test()

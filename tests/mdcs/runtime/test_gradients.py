@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch.distributed as dist
 from torch import nn
 
-import mdcs
-from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_loops import how, one_step, said
-from tests.mdcs.runtime.training import Job, differing, optimizer_for, plan_for, profile_of, setup
+from tests.mdcs.runtime.ranks import OnTwo
+from tests.mdcs.runtime.test_loops import how, lacking, one_step, said
+from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, setup
 
-STEPS = 4
-
-
-def parallel_with(strategy: str, barrier: bool = False, **options: Any) -> Any:
-    """Return a model and its run, with these options of parallelize."""
-    job, made = Job("tied", optimizer="sgd"), setup("tied")
-    optimizer, units = optimizer_for("sgd", made.model), mdcs.partition(made.model, made.policy)
-    plan = plan_for(job, how(strategy, cross_iteration=not barrier), profile_of(job, how(strategy), made, units, optimizer))
-    return made, mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20, **options)
+JOB = Job("tied", optimizer="sgd")
+STEPS, LIMIT = 4, 1e-2
+on_two = OnTwo()
 
 
-def clip_values(strategy: str, limit: float) -> list[str]:
-    made, parallel = parallel_with(strategy, clip_value=limit)
+@on_two("dp", "fsdp", "random")
+def values_are_clipped_as_by_ddp_without_a_barrier(strategy: str) -> list[str]:
     plain = setup("tied")
     ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
     theirs = optimizer_for("sgd", plain.model)
-    with parallel:
+    with parallel_for(JOB, how(strategy), clip_value=LIMIT) as (made, parallel, _):
         for step in range(STEPS):
             batch = made.batch(step, 0, dist.get_rank())
             made.loss(made.model, batch).backward()
-            parallel.clip_grad_value_(limit)
+            parallel.clip_grad_value_(LIMIT)
             parallel.step()
             made.loss(ddp, batch).backward()
-            nn.utils.clip_grad_value_(plain.model.parameters(), limit)
+            nn.utils.clip_grad_value_(plain.model.parameters(), LIMIT)
             theirs.step()
             theirs.zero_grad()
         return differing(parallel.state_dict(), plain.model.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
-def test_values_are_clipped_as_by_ddp_without_a_barrier(two: Ranks, strategy: str):
-    assert two.run(clip_values, strategy, 1e-2) == [[], []]
-
-
-def refuse() -> list[str]:
-    made, parallel = parallel_with("fsdp")
-    with parallel:
-        found = [said(lambda: parallel.clip_grad_norm_(1.0)), said(lambda: parallel.clip_grad_value_(0.5))]
+@on_two()
+def limits_that_the_run_does_not_have_are_refused() -> list[str]:
+    with parallel_for(JOB, how("fsdp")) as (made, parallel, _):
+        wrong = lacking(
+            said(lambda: parallel.clip_grad_norm_(1.0)), "started without clipping: write parallelize(…, clip_norm=1)",
+            "a plan= of your own: make it with cross_iteration=False",
+        )  # fmt: skip
+        message = said(lambda: parallel.clip_grad_value_(0.5))
+        wrong += lacking(message, "started without clipping: write parallelize(…, clip_value=0.5)")
         one_step(made, parallel)
-    made, parallel = parallel_with("fsdp", barrier=True, clip_norm=1.0, clip_value=0.1)
-    with parallel:
-        found += [said(lambda: parallel.clip_grad_norm_(2.0)), said(lambda: parallel.clip_grad_norm_(1.0, norm_type=1))]
-        found += [said(lambda: parallel.clip_grad_norm_(1.0)), said(lambda: parallel.clip_grad_value_(1.0))]
-        one_step(made, parallel)
-    return [*found, said(lambda: parallel_with("dp", clip_value=-1.0))]
+    with parallel_for(JOB, how("fsdp", cross_iteration=False), clip_norm=1.0, clip_value=0.1) as (made, run, _):
+        message = said(lambda: run.clip_grad_norm_(2.0))
+        wrong += lacking(message, "clip_grad_norm_(2): this run clips at 1: write parallelize(…, clip_norm=2)")
+        wrong += lacking(said(lambda: run.clip_grad_norm_(1.0, norm_type=1)), "only the 2-norm is clipped")
+        wrong += lacking(said(lambda: run.clip_grad_norm_(1.0)), "comes between backward and step()")
+        message = said(lambda: run.clip_grad_value_(1.0))
+        wrong += lacking(message, "clip_grad_value_(1): this run clips at 0.1: write parallelize(…, clip_value=1)")
+        one_step(made, run)
+    return wrong + lacking(said(lambda: parallel_for(JOB, how("dp"), clip_value=-1.0).__enter__()), "clip_value must be > 0")
 
 
-def test_limits_that_the_run_does_not_have_are_refused(two: Ranks):
-    for no_norm, no_value, other_norm, other_kind, too_early, other_value, negative in two.run(refuse):
-        assert "started without clipping: write parallelize(…, clip_norm=1)" in no_norm
-        assert "a plan= of your own: make it with cross_iteration=False" in no_norm
-        assert "started without clipping: write parallelize(…, clip_value=0.5)" in no_value
-        assert "clip_grad_norm_(2): this run clips at 1: write parallelize(…, clip_norm=2)" in other_norm
-        assert "only the 2-norm is clipped" in other_kind
-        assert "comes between backward and step()" in too_early
-        assert "clip_grad_value_(1): this run clips at 0.1: write parallelize(…, clip_value=1)" in other_value
-        assert "clip_value must be > 0" in negative
+test_gradients_are_clipped_as_by_ddp = on_two.as_test()

@@ -20,10 +20,11 @@ from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.initialization import InitFunction, Initializer
 from mdcs.telemetry.memory_meter import ShimMeter
-from tests.mdcs.measured import measure_profile
-from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.ranks import OnTwo, Ranks
+from tests.mdcs.runtime.test_loops import said
 from tests.mdcs.runtime.training import TINY, Twin, differing, measured, optimizer_for
 
+on_two = OnTwo()
 STEPS = 4
 WIDTH = 64
 HOWS = ("dp", "zero2", "sdp", "fsdp", "mixed")  # strategies
@@ -122,7 +123,8 @@ def as_ready(profile: mdcs.Profile, strategies: list[Strategy]) -> mdcs.Plan:
     return Wfbp().schedule(StrategyAssignment(mdcs.Job(profile), tuple(strategies)))
 
 
-def beside_ddp(strategy: str) -> dict[str, Any]:
+@on_two(*HOWS)
+def a_model_from_the_meta_device_trains_like_one_that_was_whole(strategy: str) -> list[Any]:
     rank = dist.get_rank()
     plain, plan = planned(strategy, rank=rank)
     model, units = meta()
@@ -140,13 +142,8 @@ def beside_ddp(strategy: str) -> dict[str, Any]:
     wanted = [value for step in range(STEPS) for value in twin.step(lambda model, step=step: loss(model, step, rank))]
     names = [name for name, _ in plain.named_parameters()]
     final = {name: value for name, value in plain.state_dict().items() if name in names}
-    tie = model.get_parameter("head.weight") is model.get_parameter("words.weight")
-    return {"losses": losses == wanted, "apart": differing({n: state[n] for n in names}, final), "tie": tie}
-
-
-@pytest.mark.parametrize("strategy", HOWS)
-def test_a_model_from_the_meta_device_trains_like_one_that_was_whole(two: Ranks, strategy: str) -> None:
-    assert two.run(beside_ddp, strategy) == [{"losses": True, "apart": [], "tie": True}] * 2
+    assert model.get_parameter("head.weight") is model.get_parameter("words.weight")
+    return [losses] * (losses != wanted) + differing({n: state[n] for n in names}, final)
 
 
 def settle(meter: ShimMeter) -> None:
@@ -206,26 +203,20 @@ def test_no_more_than_a_unit_is_whole_beside_the_shards(two: Ranks, strategy: st
 
 
 class Bare(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
 
 
 class Forgetful(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
 class HalfForgetful(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
     def reset_parameters(self) -> None:
         nn.init.ones_(self.bias)
         nn.init.ones_(self.weight[:, :2])
@@ -255,35 +246,25 @@ def test_any_value_may_be_a_buffers(sets: bool) -> None:
 class Meddling(nn.Linear):
     other: Any = None  # no module of its own
 
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.other is not None:
             nn.init.ones_(self.other[0].weight)
 
 
-def start(kind: str) -> Any:
+def start(kind: str) -> str:
     """Error that starting such a model raises, on a rank that is alone."""
     with torch.device("meta"):
-        second = {"bare": Bare, "forgetful": Forgetful, "half": HalfForgetful, "meddling": Meddling}[kind]()
+        second = {"bare": Bare, "forgetful": Forgetful, "half": HalfForgetful, "meddling": Meddling}[kind](3, 3)
         model = nn.Sequential(nn.Linear(3, 3), second)
     units = mdcs.partition(model, mdcs.ByLeaf())
-    twin = nn.Sequential(nn.Linear(3, 3), Bare() if kind == "bare" else nn.Linear(3, 3))
+    twin = nn.Sequential(nn.Linear(3, 3), Bare(3, 3) if kind == "bare" else nn.Linear(3, 3))
     whole = mdcs.partition(twin, mdcs.ByLeaf())
-    profile = measure_profile(
-        twin, whole, lambda: twin(torch.ones(1, 3)).sum(), optimizer_for("adam", twin), world=1,
-        link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
-    )  # fmt: skip
+    profile = measured(twin, whole, lambda: twin(torch.ones(1, 3)).sum(), optimizer_for("adam", twin))
     plan = as_ready(profile, [Strategy.sdp, Strategy.dp])
     if kind == "meddling":
         second.other = [model[0]]
-    try:
-        mdcs.parallelize(model, optimizer_for("adam", model), plan, units)
-    except Exception as error:
-        return str(error)
-    return None
+    return said(lambda: mdcs.parallelize(model, optimizer_for("adam", model), plan, units))
 
 
 @pytest.mark.parametrize(
@@ -299,22 +280,15 @@ def test_what_is_not_initialised_is_refused_by_name(single: Ranks, kind: str, me
     assert message in single.run(start, kind)[0]
 
 
-def plan_without_memory(what: str) -> str:
+@on_two(("all", "words.weight"), ("a buffer", "table"))
+def every_rank_says_that_a_model_has_no_memory(what: str, name: str) -> list[str]:
     model, units = meta()
     if what == "a buffer":
         materialize(model, units)
         model.register_buffer("table", torch.ones(2, device="meta"))
-    try:
-        mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
-    except mdcs.UnsupportedModel as e:
-        return str(e)
-    return ""
-
-
-@pytest.mark.parametrize(("what", "name"), [("all", "words.weight"), ("a buffer", "table")])
-def test_every_rank_says_that_a_model_has_no_memory(two: Ranks, what: str, name: str) -> None:
-    for message in two.run(plan_without_memory, what):
-        assert message == f"{name}: is on the meta device, where nothing can be measured: call parallelize() without a plan"
+    message = said(lambda: mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0)))
+    where = "is on the meta device, where nothing can be measured: call parallelize() without a plan"
+    return [message] * (message != f"UnsupportedModel: {name}: {where}")
 
 
 @pytest.mark.slow
@@ -328,3 +302,6 @@ def test_init_may_be_that_of_a_library() -> None:
     materialize(task.model, units, init=task.model._init_weights)
     assert all(p.isfinite().all() for p in task.model.parameters())
     assert task.model.lm_head.weight is task.model.transformer.wte.weight
+
+
+test_models_on_the_meta_device = on_two.as_test()

@@ -17,24 +17,13 @@ from torch import nn
 
 import mdcs
 from tests.mdcs.profiles import few
-from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_loops import how, one_step, said
-from tests.mdcs.runtime.training import (
-    Job,
-    Setup,
-    Twin,
-    differing,
-    optimizer_for,
-    parallel_for,
-    plan_for,
-    planned,
-    profile_of,
-    reference,
-    setup,
-)
+from tests.mdcs.runtime.ranks import OnTwo, Ranks
+from tests.mdcs.runtime.test_loops import how, lacking, one_step, said
+from tests.mdcs.runtime.training import Job, Setup, Twin, differing, optimizer_for, parallel_for, planned, reference, setup
 
 JOB = Job("tied", steps=3)
 Step = Callable[[int], None]
+on_two = OnTwo()
 
 # ---- around the steps
 
@@ -163,8 +152,9 @@ HABITS = [
 ]  # fmt: skip
 
 
-def train_with_habits(strategy: str) -> dict[str, list[str]]:
-    found, wanted = {}, reference(JOB).state
+@on_two("fsdp", pytest.param("random", marks=pytest.mark.slow))
+def habits_that_change_nothing(strategy: str) -> list[str]:
+    found, wanted = list[str](), reference(JOB).state
     for habit in HABITS:
         with parallel_for(JOB, how(strategy)) as (made, parallel, optimizer):
             schedule = JOB.scheduler(optimizer)
@@ -174,17 +164,12 @@ def train_with_habits(strategy: str) -> dict[str, list[str]]:
                 schedule.step()  # noqa: B023
 
             habit(made, parallel, step)
-            found[habit.__name__] = differing(parallel.state_dict(), wanted)
+            found += [f"{habit.__name__}: {name}" for name in differing(parallel.state_dict(), wanted)]
     return found
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("random", marks=pytest.mark.slow)])
-def test_habits_that_change_nothing(two: Ranks, strategy):
-    for found in two.run(train_with_habits, strategy, timeout_s=120):
-        assert found == {habit.__name__: [] for habit in HABITS}
-
-
-def change_options(strategy: str) -> dict[str, Any]:
+@on_two("random", pytest.param("fsdp", marks=pytest.mark.slow))
+def change_options(strategy: str) -> list[str]:
     """Between iterations: by hand, and by schedules, one of which changes betas, too."""
 
     def by_hand(optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -209,7 +194,7 @@ def change_options(strategy: str) -> dict[str, Any]:
         "averaging": scheduled(lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=2)),
         "plateau": scheduled(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0)),
     }
-    found: dict[str, Any] = {}
+    found: list[str] = []
     for name, way in ways.items():
         plain = setup("tied")
         twin = Twin(plain.model, optimizer_for("adam", plain.model))
@@ -218,17 +203,12 @@ def change_options(strategy: str) -> dict[str, Any]:
             for i, _ in enumerate(zip(way(twin.optimizer), way(ours), strict=True)):
                 twin.step(lambda model: plain.loss(model, plain.batch(i, 0, dist.get_rank())))  # noqa: B023
                 one_step(made, parallel, i)
-            found[name] = twin.differing(parallel.state_dict()) + [str(w.message) for w in warned]
+            found += [f"{name}: {what}" for what in (*twin.differing(parallel.state_dict()), *(w.message for w in warned))]
     return found
 
 
-@pytest.mark.parametrize("strategy", ["random", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_options_change_between_iterations(two: Ranks, strategy):
-    for found in two.run(change_options, strategy):
-        assert set(map(str, found.values())) == {"[]"}, found
-
-
-def one_optimizer_for_two(strategy: str) -> list[str]:
+@on_two()
+def one_optimizer_for_two_models() -> list[str]:
     """Two models trained by one optimizer are one model to partition."""
 
     class Both(nn.Module):
@@ -241,16 +221,12 @@ def one_optimizer_for_two(strategy: str) -> list[str]:
 
     made, (model, plain) = setup("tied"), (Both(), Both())
     twin, optimizer = Twin(plain, optimizer_for("adam", plain)), optimizer_for("adam", model)
-    with planned(model, optimizer, lambda: made.loss(model, made.batch(0, 0, 0)), strategy, made.policy) as parallel:
+    with planned(model, optimizer, lambda: made.loss(model, made.batch(0, 0, 0)), "fsdp", made.policy) as parallel:
         for step in range(3):
             made.loss(model, made.batch(step, 0, dist.get_rank())).backward()
             parallel.step()
             twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
         return twin.differing(parallel.state_dict())
-
-
-def test_one_optimizer_for_two_models(two: Ranks):
-    assert two.run(one_optimizer_for_two, "fsdp") == [[], []]
 
 
 # ---- refused
@@ -308,9 +284,10 @@ LATE: dict[str, tuple[str, ...]] = {
 """Noticed at the end of an iteration: where it has two micro-steps, one backward pass does not come to it."""
 
 
-def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
+@on_two(*few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero2", 1), ("fsdp", 2)]))
+def what_is_refused_in_a_sentence(strategy: str, micro_steps: int) -> list[tuple[str, str]]:
     """After a first step each; afterwards the run is closed."""
-    found, job = {}, Job("tied", micro_steps, steps=3)
+    wrong, job = list[tuple[str, str]](), Job("tied", micro_steps, steps=3)
     for snippet in REFUSED if micro_steps > 1 else {**REFUSED, **LATE}:
         with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
 
@@ -329,22 +306,15 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
                 "step": lambda: one_step(made, parallel, 1), "optimizer": optimizer, "parallel": parallel, "torch": torch,
                 "nn": nn, "copy": copy, "scaler": torch.amp.GradScaler("cpu"),
             }  # fmt: skip
-            found[snippet] = said(lambda: exec(snippet, names))  # noqa: B023
+            message = said(lambda: exec(snippet, names))  # noqa: B023
         queue = parallel._engine.wire.queue
         assert queue.done == queue.issued, f"{snippet}: what is issued was not finished"
-    return found
-
-
-@pytest.mark.parametrize(("strategy", "micro_steps"), few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero2", 1), ("fsdp", 2)]))
-def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
-    for found in two.run(misuse_all, strategy, micro_steps, timeout_s=120):
-        for snippet, message in found.items():
-            if micro_steps == 2 and "zero_grad" in snippet:
-                assert message == ""  # between two micro-steps it drops their gradients, as with DDP
-                continue
-            parts = {**REFUSED, **LATE}[snippet]
-            assert message.startswith(("RunError: ", "UnsupportedModel: ")), (snippet, message)
-            assert all(part in message for part in parts), (snippet, message)
+        parts = {**REFUSED, **LATE}[snippet]
+        right = message.startswith(("RunError: ", "UnsupportedModel: ")) and all(part in message for part in parts)
+        if micro_steps == 2 and "zero_grad" in snippet:
+            right = message == ""  # between two micro-steps it drops their gradients, as with DDP
+        wrong += [] if right else [(snippet, message)]
+    return wrong
 
 
 # ---- ranks that do not do the same
@@ -398,66 +368,54 @@ def test_a_rank_whose_data_end_early(two: Ranks):
     two.stop()
 
 
-def different_calls() -> str:
+@on_two()
+def ranks_that_call_different_things_say_so() -> list[str]:
     with parallel_for(JOB, how("fsdp")) as (made, parallel, _):
         one_step(made, parallel)
         if dist.get_rank() == 0:
-            return said(parallel.state_dict)
-        return said(lambda: parallel.evaluate().__enter__())
+            wanted = "rank 0, step 2: state_dict(): rank 1 is in evaluate(): call the same on every rank"
+            return lacking(said(parallel.state_dict), wanted)
+        wanted = "rank 1, step 2: evaluate(): rank 0 is in state_dict(): call the same on every rank"
+        return lacking(said(lambda: parallel.evaluate().__enter__()), wanted)
 
 
-def test_ranks_that_call_different_things_say_so(two: Ranks):
-    first, second = two.run(different_calls)
-    assert "rank 0, step 2: state_dict(): rank 1 is in evaluate(): call the same on every rank" in first
-    assert "rank 1, step 2: evaluate(): rank 0 is in state_dict(): call the same on every rank" in second
-
-
-def different_buffers(when: str) -> str:
+@on_two(
+    ("before", "parameters or buffers of rank 1 are not rank 0's in name, shape, strides or type"),
+    ("later", "the ranks' buffers differ in name, shape or type"),
+)
+def buffers_that_differ_between_ranks(when: str, message: str) -> list[str]:
     rank, made = dist.get_rank(), setup("tied")
     if when == "before":
         made.model.register_buffer("mask", torch.ones(3 + rank))
-    optimizer = optimizer_for("adam", made.model)
-    units = mdcs.partition(made.model, made.policy)
-    plan = plan_for(JOB, how("zero2"), profile_of(JOB, how("zero2"), made, units, optimizer))
 
     def train() -> None:
-        with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=5, broadcast_buffers=True) as parallel:
+        with parallel_for(JOB, how("zero2"), made, timeout_s=5, broadcast_buffers=True) as (_, parallel, _):
             made.model.register_buffer("mask", torch.ones(3 + rank))
             one_step(made, parallel)
 
-    return said(train)
-
-
-def test_buffers_that_differ_between_ranks(two: Ranks):
-    for message in two.run(different_buffers, "before"):
-        assert "parameters or buffers of rank 1 are not rank 0's in name, shape, strides or type" in message
-    for message in two.run(different_buffers, "later"):
-        assert "the ranks' buffers differ in name, shape or type" in message
+    return lacking(said(train), message)
 
 
 # ---- the end
 
 
-def interrupted() -> str:
+@on_two()
+def an_interrupt_ends_the_run() -> list[str]:
     with contextlib.suppress(KeyboardInterrupt), parallel_for(JOB, how("fsdp")) as (made, parallel, _):
         one_step(made, parallel)
         raise KeyboardInterrupt
-    return said(lambda: made.loss(made.model, made.batch(0, 0, 0)))
+    message = said(lambda: made.loss(made.model, made.batch(0, 0, 0)))
+    return lacking(message, "is in pieces, parallel is closed and could not gather it", "KeyboardInterrupt")
 
 
-def test_an_interrupt_ends_the_run(two: Ranks):
-    for message in two.run(interrupted):
-        assert "is in pieces, parallel is closed and could not gather it" in message and "KeyboardInterrupt" in message
-
-
-def destroyed_first() -> tuple[str, str]:
+@on_two()
+def a_process_group_that_is_destroyed_first() -> list[str]:
     with parallel_for(JOB, how("fsdp")) as (made, parallel, _):
         one_step(made, parallel)
         dist.destroy_process_group()
         closed = said(parallel.close)
-    return closed, said(lambda: [p.norm() for p in made.model.parameters()])
+    message = said(lambda: [p.norm() for p in made.model.parameters()])
+    return [closed] * (closed != "") + lacking(message, "the process group was destroyed before close()")
 
 
-def test_a_process_group_that_is_destroyed_first(two: Ranks):
-    for closed, message in two.run(destroyed_first):
-        assert closed == "" and "the process group was destroyed before close()" in message
+test_loops_train_as_with_ddp_or_say_why_not = on_two.as_test(timeout_s=120)

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,15 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.planner.registry import SCHEDULERS, STRATEGIES
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.recompute import CHOICES
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.validation import keeps_order
-from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import recomputing
+from tests.mdcs.runtime.training import measured, recomputing
 
 WIDTH, STEPS = 6, 4
 BLOCKS = mdcs.ByClass(("Block", "Aside", "Remembers", "Named", "Lora", "Nested", "Changes", "Marked", "Sequential"))
@@ -103,12 +101,6 @@ class Case:
 class Pair(NamedTuple):
     nothing: None
     hidden: Tensor
-
-
-@dataclass
-class Output:
-    hidden: Tensor
-    more: Any = None
 
 
 class Holder:
@@ -200,13 +192,9 @@ def of_what_is_kept(model: Any, x: Tensor) -> Tensor:
 
 
 OUTPUTS = {
-    "a dictionary": returning(lambda y: {"all": [y, None]}, lambda out: out["all"][0]),
     "a tuple with None": returning(lambda y: (None, y), lambda out: out[1]),
     "a named tuple": returning(lambda y: Pair(None, y), lambda out: out.hidden),
-    "an object": returning(Holder, lambda out: out.hidden),
-    "a dataclass": returning(lambda y: Output(y, {"x": 1}), lambda out: out.hidden),
     "an object, of the last unit": Case(lambda: Wrapped(Holder), of_an_object),
-    "a namespace, of the last unit": Case(lambda: Wrapped(lambda y: SimpleNamespace(hidden=y)), of_an_object),
     "slots, of the last unit": Case(lambda: Wrapped(Slotted), of_an_object),
     "objects in objects, of the last unit": Case(lambda: Wrapped(lambda y: Holder({"a": [Holder(y)]})), of_inner),  # type: ignore[arg-type]
     "in place behind leaves": Case(lambda: Stack(Changing), policy=LEAVES),
@@ -594,22 +582,13 @@ MODELS = {
 
 def plan_of(case: Case, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: Any, how: str) -> mdcs.Plan:
     """``how``: a strategy, "tight" for the smallest budget that its plan keeps, and what units compute again, or "mixed"."""
-    profile = measure_profile(
-        model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
-    )
-    job, rng, (strategy, *more) = mdcs.Job(merge_profiles(profile)), random.Random(3), how.split()
+    profile = measured(model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2)
+    job, rng, (strategy, *more) = mdcs.Job(profile), random.Random(3), how.split()
     for again in {*more} - {"tight"}:
         job = recomputing(job, model, units, [again if again != "mixed" else rng.choice(CHOICES) for _ in units])
-
-    def make() -> mdcs.Plan:
-        if strategy == "joint":
-            plan = mdcs.make_plan(job, STRATEGIES["joint"](seconds=1.0), None)
-        else:
-            mixed = RandomMix(seed=3) if strategy == "random" else Uniform(strategy)
-            plan = mdcs.make_plan(job, mixed, SCHEDULERS["priority"](block_mib=1e-4))
-        return replace(plan, budget=min_feasible_budget(plan)) if "tight" in more else plan
-
-    return on_rank_zero(make)
+    mixed = RandomMix(seed=3) if strategy == "random" else Uniform(strategy)
+    plan = on_rank_zero(lambda: mdcs.make_plan(job, mixed, SCHEDULERS["priority"](block_mib=1e-4)))
+    return replace(plan, budget=min_feasible_budget(plan)) if "tight" in more else plan
 
 
 Trained = tuple[list[float], dict[str, Tensor]]

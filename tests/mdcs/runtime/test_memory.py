@@ -7,8 +7,6 @@ the sequential schedule, whose memory no timing can change, must agree as well.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -34,6 +32,7 @@ from tests.mdcs.runtime.training import (
     measured,
     optimizer_for,
     parallel_for,
+    plan_for,
     reference,
     scheduler_for,
     setup,
@@ -47,13 +46,12 @@ SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priori
 SHAPES: dict[str, dict[str, Any]] = {"gpt2": {"width": 64, "samples": 1}, "bert": {"width": 64, "samples": 1}, "resnet": {}}
 BLOCK = 40_000
 # One model meets all strategies and schedulers; the others, which are slow, share them.
-COMBINATIONS = [
-    (model, STRATEGIES[(j + 2 * m) % 6], scheduler)
+BY_PACE = [
+    pytest.param(model, STRATEGIES[(j + 2 * m) % 6], scheduler, marks=[pytest.mark.slow] if m else [])
     for m, model in enumerate(SHAPES)
     for j, scheduler in enumerate(SCHEDULERS)
-    if model == "gpt2" or m == 1 + j % 2
+    if not m or m == 1 + j % 2
 ]
-BY_PACE = [pytest.param(one, marks=[pytest.mark.slow] if one[0] != "gpt2" else []) for one in COMBINATIONS]
 
 
 def profiled(job: Job, **shape: Any) -> tuple[Setup, Any, Profile]:
@@ -78,14 +76,8 @@ def run(job: Job, made: Setup, parallel: mdcs.Session, steps: range, schedule: A
 
 def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
     made, optimizer, profile = profiled(job, **shape)
-    profile = dataclasses.replace(profile, collectives=how.collectives)
-    options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
-    plan = on_rank_zero(
-        lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
-    )
-    units = mdcs.partition(made.model, made.policy)
-    with mdcs.parallelize(made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=20) as parallel:
+    plan = plan_for(job, how, dataclasses.replace(profile, collectives=how.collectives))
+    with parallel_for(job, how, made, optimizer, plan=plan) as (_, parallel, _):
         run(job, made, parallel, range(2))
         parallel.reset_memory()
         run(job, made, parallel, range(2, 4))
@@ -96,53 +88,29 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
     return {**memory, "planned": plan.prediction.memory, "budget": plan.budget, "slots": slots}
 
 
-@pytest.fixture(scope="module")
-def measured_in(two: Ranks) -> Callable[[tuple[str, str, str]], list[dict[str, Any]]]:
-    """Measurements of every rank in a combination, which is run when it is first asked for."""
-
-    @cache
-    def measured_in(combination: tuple[str, str, str]) -> list[dict[str, Any]]:
-        model, strategy, scheduler = combination
-        budget = 1.2 if strategy in ("random", "greedy") else None
-        how = How(strategy, scheduler, budget=budget, seed=7, bytes=BLOCK)
-        return two.run(measure, Job(model), how, SHAPES[model])
-
-    return measured_in
+def exact_peaks(rank: dict[str, Any], predicted: str = "predicted") -> None:
+    assert {c: rank[predicted][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
 
 
-@pytest.mark.parametrize("combination", BY_PACE, ids="-".join)
-def test_buffers_are_predicted_to_the_byte(measured_in, combination):
-    for rank in measured_in(combination):
-        assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
-
-
-@pytest.mark.parametrize("combination", BY_PACE, ids="-".join)
-def test_activations_and_workspace_are_within_five_percent(measured_in, combination):
-    for rank in measured_in(combination):
-        assert rank["measured"]["activations"] == pytest.approx(rank["predicted"]["activations"], rel=0.05)
-        # Which buffers meet in time is up to the machine: with a slow core or a fast link fewer messages are in flight.
-        assert 0.85 <= rank["measured"]["total"] / rank["predicted"]["total"] <= 1.05
-
-
-def test_the_replay_of_a_sequential_schedule_is_exact(measured_in):
-    sequential = [measured_in(combination) for combination in COMBINATIONS if combination[2] == "sequential"]
-    assert len(sequential) == 2
-    for rank in (rank for ranks in sequential for rank in ranks):
-        assert {c: rank["planned"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
-        assert rank["planned"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.01)
-
-
-@pytest.mark.parametrize("combination", BY_PACE, ids="-".join)
-def test_every_slot_is_exact(measured_in, combination):
+@pytest.mark.parametrize(("model", "strategy", "scheduler"), BY_PACE)
+def test_every_slot_is_exact(two: Ranks, model, strategy, scheduler):
     """Not only the peak: in each slot of a period each kind of buffer peaks where the ledger says.
 
     But for scratch, which the ledger holds for the whole of an update and the optimizer for an instant of it.
     """
+    budget = 1.2 if strategy in ("random", "greedy") else None
     steady = [c for c in BUFFERS if c != "update_scratch"]
-    for rank in measured_in(combination):
+    for rank in two.run(measure, Job(model), How(strategy, scheduler, budget=budget, seed=7, bytes=BLOCK), SHAPES[model]):
+        exact_peaks(rank)
         for slot, predicted, found in rank["slots"]:
             assert {c: predicted[c] for c in steady} == {c: found[c] for c in steady}, slot
             assert found["update_scratch"] <= predicted["update_scratch"], slot
+        assert rank["measured"]["activations"] == pytest.approx(rank["predicted"]["activations"], rel=0.05)
+        # Which buffers meet in time is up to the machine: with a slow core or a fast link fewer messages are in flight.
+        assert 0.85 <= rank["measured"]["total"] / rank["predicted"]["total"] <= 1.05
+        if scheduler == "sequential":
+            exact_peaks(rank, "planned")
+            assert rank["planned"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.01)
 
 
 @pytest.mark.slow
@@ -160,7 +128,7 @@ def test_every_slot_is_exact(measured_in, combination):
 def test_mixed_precision(two: Ranks, job, how):
     """Masters are with the optimizer's state; a gradient is copied for its update unless it has their precision."""
     for rank in two.run(measure, job, how, SHAPES[job.model]):
-        assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
+        exact_peaks(rank)
         assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
         assert how.budget is None or rank["measured"]["total"] <= rank["budget"]
 
@@ -178,7 +146,7 @@ def test_mixed_precision(two: Ranks, job, how):
 )
 def test_other_optimizers_accumulation_and_clipping(two: Ranks, job, how):
     for rank in two.run(measure, job, how, {}):
-        assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
+        exact_peaks(rank)
         assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
 
 
@@ -214,8 +182,7 @@ def peak_under_budget(job: Job, how: How, share: float | None) -> tuple[int, int
     plan = on_rank_zero(
         lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, schedule_share=share)
     )
-    units = mdcs.partition(made.model, made.policy)
-    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+    with parallel_for(job, how, made, optimizer, plan=plan) as (_, parallel, _):
         parallel.reset_memory()
         run(job, made, parallel, range(2))
         parallel.drain()
@@ -259,9 +226,8 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     ]  # fmt: skip
     plan = mix.plan("by hand", mix.unpartitioned_blocks(), drafts)
     plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
-    units = mdcs.partition(made.model, made.policy)
     schedule = job.scheduler(optimizer)
-    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+    with parallel_for(job, How(), made, optimizer, plan=plan) as (_, parallel, _):
         parallel.reset_memory()
         for step in range(4):
             run(job, made, parallel, range(step, step + 1), schedule)
@@ -273,7 +239,6 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     assert plan.budget is not None
     return {
         "over": memory["measured"]["total"] - plan.budget,
-        "at turn": memory["predicted"]["total"],
         # Gradient, a ring's scratch and the shard of the sum, with no gathered layer beside them.
         "big": (memory["measured"]["gradients"] >= big, memory["measured"]["staging"] >= big // 2),
         "same": same,
@@ -284,28 +249,3 @@ def test_a_drain_keeps_to_the_budget(two: Ranks):
     """It reduces at the turn what the plan has room for only later: what is gathered ahead must make way."""
     for found in two.run(drain_with_a_gather_ahead):
         assert found["over"] < 256 and found["big"] == (True, True) and found["same"]  # losses that the loop holds
-
-
-# ---- memory is really given back
-
-
-def storages_between_forward_and_backward() -> dict[str, dict[str, int]]:
-    job = Job("gpt2")
-    found: dict[str, dict[str, int]] = {}
-    for strategy in ("sdp", "fsdp"):
-        with parallel_for(job, How(strategy, "sequential")) as (made, parallel, _):
-            loss = made.loss(made.model, made.batch(0, 0, 0))
-            found[strategy] = {
-                storage.name: storage.flat_param.untyped_storage().nbytes() for storage in parallel._engine.storages
-            }
-            loss.backward()
-            parallel.step()
-    return found
-
-
-def test_a_released_unit_has_no_storage(two: Ranks):
-    """Between forward and backward fsdp's parameters are gone, but for the last unit, which is needed at once."""
-    for found in two.run(storages_between_forward_and_backward):
-        assert all(size > 0 for size in found["sdp"].values())
-        freed = {name: size for name, size in found["fsdp"].items() if "transformer.h" in name}
-        assert len(freed) == 2 and set(freed.values()) == {0}

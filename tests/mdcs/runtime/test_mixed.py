@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_memory import BUFFERS, measure
-from tests.mdcs.runtime.test_precision import beside_a_plain_loop
+from tests.mdcs.runtime.test_memory import exact_peaks, measure
+from tests.mdcs.runtime.test_precision import beside_a_plain_loop, check
 from tests.mdcs.runtime.training import How, Job, compare_all, parallel_for, setup, train
 
 STRATEGIES = ("dp", "zero2", "sdp", "fsdp")
@@ -31,16 +31,13 @@ def test_every_strategy_and_scheduler_trains_as_ddp_does(two: Ranks) -> None:
 )
 def test_the_ledger_is_exact(two: Ranks, job: Job, strategy: str) -> None:
     for rank in two.run(measure, job, How(strategy, "fusion", bytes=200), {}):
-        assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
+        exact_peaks(rank)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_masters_are_of_the_narrow_type_alone(two: Ranks, strategy: str) -> None:
     job = Job("mixed", half="masters", steps=8)
-    for result in two.run(beside_a_plain_loop, job, How(strategy, "priority"), 1.0):
-        assert result["apart"] <= 1e-2 and result["trained"] > max(4 * result["apart"], 1e-3), result
-        assert result["dtypes"] == {"torch.bfloat16", "torch.float32"}
-        assert result["rounded"] == result["loaded"] == [] and result["digits"] > 0, result
+    check(two.run(beside_a_plain_loop, job, How(strategy, "priority"), 1.0), "bfloat16", "float32")
 
 
 def taken_out(strategy: str) -> dict[str, Any]:

@@ -282,13 +282,8 @@ def frozen(model: Stack) -> None:
 
 REENTRANT = {
     **{
-        f"{what}{', leaves' if policy else ''}": Case(partial(Reentrant, what), policy=policy)
-        for what in ("each", "all", "nested", "twice", "used outside")
-        for policy in (None, LEAVES)
-    },
-    **{
-        f"{what}{', leaves' if policy else ''}": Case(partial(Reentrant, what), the_loss, policy=policy)
-        for what in ("loss", "tied loss")
+        f"{what}{', leaves' if policy else ''}": Case(partial(Reentrant, what), *[the_loss] * ("loss" in what), policy=policy)
+        for what in ("each", "all", "nested", "twice", "used outside", "loss", "tied loss")
         for policy in (None, LEAVES)
     },
     "each, one frozen": Case(partial(Reentrant, "each", frozen)),

@@ -6,27 +6,15 @@ import copy
 import dataclasses
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import mdcs
-from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_loops import how, one_step, said
-from tests.mdcs.runtime.training import (
-    Job,
-    Twin,
-    differing,
-    measured,
-    optimizer_for,
-    parallel_for,
-    plan_for,
-    profile_of,
-    reference,
-    setup,
-    train,
-)
+from tests.mdcs.runtime.ranks import OnTwo
+from tests.mdcs.runtime.test_loops import how, lacking, one_step, said
+from tests.mdcs.runtime.training import Job, Twin, differing, optimizer_for, parallel_for, planned, reference, setup, train
+
+on_two = OnTwo()
 
 
 def of_ddp(job: Job) -> dict[str, Any]:
@@ -58,7 +46,9 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def save(strategy: str, optimizer_name: str) -> list[Any]:
+@on_two(("zero2", "sgd"), ("random", "adam"))
+def a_state_dict_is_that_of_a_plain_loop(strategy: str, optimizer_name: str) -> list[Any]:
+    """Others are compared in test_checkpointing.py and test_update_rules.py."""
     job = Job("tied", optimizer=optimizer_name, steps=3)
     wanted = of_ddp(job)
     with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
@@ -70,14 +60,8 @@ def save(strategy: str, optimizer_name: str) -> list[Any]:
     return differences(saved, wanted) + alone
 
 
-@pytest.mark.parametrize(
-    ("strategy", "optimizer"), [("dp", "adam"), ("zero2", "sgd"), ("sdp", "plain sgd"), ("fsdp", "adamw"), ("random", "adam")]
-)
-def test_a_state_dict_is_that_of_a_plain_loop(two: Ranks, strategy, optimizer):
-    assert two.run(save, strategy, optimizer) == [[], []]
-
-
-def load(strategy: str, optimizer_name: str, plain: bool) -> list[str]:
+@on_two(("dp", "adam", True), ("zero2", "sgd", True), ("sdp", "adamw", True), ("random", "adam", False))
+def a_run_goes_on_where_another_has_stopped(strategy: str, optimizer_name: str, plain: bool) -> list[str]:
     """Two steps of a plain loop or a plan, and two of another run that has loaded them, are four of DDP."""
     job = Job("tied", optimizer=optimizer_name, steps=4)
     half = dataclasses.replace(job, steps=2)
@@ -104,32 +88,25 @@ def load(strategy: str, optimizer_name: str, plain: bool) -> list[str]:
         return differing(parallel.state_dict(), reference(job).state)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "optimizer", "plain"),
-    [("dp", "adam", True), ("zero2", "sgd", True), ("sdp", "adamw", True), ("fsdp", "sgd", False), ("random", "adam", False)],
-)
-def test_a_run_goes_on_where_another_has_stopped(two: Ranks, strategy, optimizer, plain):
-    assert two.run(load, strategy, optimizer, plain) == [[], []]
-
-
-def refuse() -> list[str]:
+@on_two()
+def what_does_not_fit_is_refused_and_changes_nothing() -> list[Any]:
     with parallel_for(Job("tied", optimizer="adamw"), how("fsdp")) as (made, parallel, _):
         one_step(made, parallel)
         saved = parallel.optimizer_state_dict()
-        fewer = saved | {"param_groups": saved["param_groups"][:1]}
         number = saved["param_groups"][1]["params"][0]
+        fewer = saved | {"param_groups": saved["param_groups"][:1]}
         shape = saved | {"state": saved["state"] | {number: saved["state"][number] | {"exp_avg": torch.zeros(1, 2, 3)}}}
-        found = [said(lambda bad=bad: parallel.load_optimizer_state_dict(bad)) for bad in (fewer, shape)]  # type: ignore[misc]
-        return found + differences(parallel.optimizer_state_dict(), saved)
+        wrong = lacking(
+            said(lambda: parallel.load_optimizer_state_dict(fewer)), "the optimizer has groups of [", "the state dict of ["
+        )
+        wrong += lacking(
+            said(lambda: parallel.load_optimizer_state_dict(shape)), "its exp_avg in the optimizer's state (1, 2, 3)"
+        )
+        return wrong + differences(parallel.optimizer_state_dict(), saved)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(two: Ranks):
-    for fewer, shape in two.run(refuse):
-        assert "the optimizer has groups of [" in fewer and "the state dict of [" in fewer
-        assert "its exp_avg in the optimizer's state (1, 2, 3)" in shape
-
-
-def go_on_apart(strategy: str) -> list[Any]:
+@on_two("dp", "fsdp", "random")
+def neighbours_may_have_been_updated_unequally_often(strategy: str) -> list[Any]:
     """Neighbours of a unit that were updated 1 and 3 times, and one that never was, go on as in a plain loop."""
     job = Job("tied", optimizer="adamw", steps=3)
     made = setup("tied")
@@ -143,12 +120,9 @@ def go_on_apart(strategy: str) -> list[Any]:
         plain.zero_grad()
     weights, saved = copy.deepcopy(made.model.state_dict()), copy.deepcopy(plain.state_dict())
     assert len({float(own["step"]) for own in saved["state"].values()}) == 3 and 4 not in saved["state"]
-    ddp = nn.parallel.DistributedDataParallel(made.model, process_group=dist.new_group())
+    twin = Twin(made.model, plain)
     for step in range(2):
-        made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
-        plain.step()
-        plain.zero_grad()
-    del ddp
+        twin.step(lambda model: made.loss(model, made.batch(step, 0, dist.get_rank())))  # noqa: B023
     with parallel_for(job, how(strategy)) as (ours, parallel, _):
         parallel.load_state_dict(weights)
         parallel.load_optimizer_state_dict(saved)
@@ -157,56 +131,42 @@ def go_on_apart(strategy: str) -> list[Any]:
         again = parallel.optimizer_state_dict()  # from one cut into another
         parallel.load_optimizer_state_dict(again)
         one_step(ours, parallel, 1)
-        return found + differing(parallel.state_dict(), made.model.state_dict()) + differences(
-            parallel.optimizer_state_dict(), plain.state_dict()
-        )
+        return found + twin.differing(parallel.state_dict()) + differences(parallel.optimizer_state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
-def test_neighbours_may_have_been_updated_unequally_often(two: Ranks, strategy):
-    assert two.run(go_on_apart, strategy) == [[], []]
-
-
-def calibrate_with_state() -> list[Any]:
-    """A profile of a model in training: its optimizer has the state that it had."""
+def half_trained() -> tuple[Any, Any]:
+    """A model and its optimizer after a step of a plain loop."""
     made = setup("tied")
     optimizer = optimizer_for("adam", made.model)
     made.loss(made.model, made.batch(0, 0, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    before = optimizer.state_dict()
-    job, units = Job("tied"), mdcs.partition(made.model, made.policy)
-    profile = profile_of(job, how("dp"), made, units, optimizer)
+    return made, optimizer
+
+
+@on_two()
+def a_profile_leaves_the_state_as_it_is() -> list[Any]:
+    made, optimizer = half_trained()
+    before, units = optimizer.state_dict(), mdcs.partition(made.model, made.policy)
     mdcs.autoprofile(made.model, optimizer, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), progress=False)
-    parallel = mdcs.parallelize(made.model, optimizer, plan_for(job, how("dp"), profile), units, timeout_s=20)
-    after = parallel.optimizer_state_dict()
-    parallel.close()
+    with parallel_for(Job("tied"), how("dp"), made, optimizer) as (_, parallel, _):
+        after = parallel.optimizer_state_dict()
     return differences(after, before) + differences(optimizer.state_dict(), before)
 
 
-def test_a_profile_leaves_the_state_as_it_is(two: Ranks):
-    assert two.run(calibrate_with_state) == [[], []]
-
-
-def freeze_later() -> list[Any]:
-    """A block that was trained and is frozen now keeps its state, as in a plain loop."""
-    made = setup("tied")
-    optimizer = optimizer_for("adam", made.model)
-    made.loss(made.model, made.batch(0, 0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+@on_two()
+def frozen_parameters_keep_their_state() -> list[Any]:
+    """A block that was trained and is frozen now, as in a plain loop."""
+    made, optimizer = half_trained()
     made.model.blocks[0].requires_grad_(False)
     frozen = {number: own for number, own in optimizer.state_dict()["state"].items()
               if not optimizer.param_groups[0]["params"][number].requires_grad}  # fmt: skip
-    units = mdcs.partition(made.model, made.policy)
-    step = lambda: made.loss(made.model, made.batch(0, 0, 0))  # noqa: E731
-    profile = measured(made.model, units, step, optimizer)
-    with mdcs.parallelize(made.model, optimizer, plan_for(Job("tied"), how("fsdp"), profile), units, timeout_s=20) as parallel:
+    first = made.batch(0, 0, 0)
+    with planned(made.model, optimizer, lambda: made.loss(made.model, first), "fsdp", made.policy) as parallel:
         one_step(made, parallel)
     after = optimizer.state_dict()["state"]
     assert len(frozen) == 4 and len(after) > len(frozen)
     return [n for n, own in frozen.items() if any(not torch.equal(own[key], after[n][key]) for key in own)]
 
 
-def test_frozen_parameters_keep_their_state(two: Ranks):
-    assert two.run(freeze_later) == [[], []]
+test_state_is_that_of_a_plain_loop = on_two.as_test()

@@ -13,6 +13,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,11 @@ from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import RandomMix, Uniform
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.unshard import Unsharder
-from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import TIMES
 from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import measured
 
 WIDTH, STEPS = 6, 3
 MODELS = round(60 * max(1, TIMES))
@@ -250,9 +251,7 @@ class Training:
         return model(x).square().mean() / self.micro_steps
 
     def plan(self, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: torch.optim.Optimizer) -> mdcs.Plan:
-        profile = merge_profiles(measure_profile(
-            model, units, lambda: self.loss(model, 0, 0), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
-        ))  # fmt: skip
+        profile = measured(model, units, lambda: self.loss(model, 0, 0), optimizer)
         mix = RandomMix(seed=self.seed) if self.strategy == "random" else Uniform(self.strategy)
         job = mdcs.Job(profile, self.micro_steps)
         joint = self.scheduler == "joint"
@@ -265,45 +264,43 @@ class Training:
         return on_rank_zero(make)
 
 
-def with_ddp(training: Training) -> tuple[list[float], dict[str, Tensor]]:
-    """State after DDP's training: gradients are averaged, whatever shares memory with a weight follows it."""
-    model, optimizer = training.build()
+def losses_of(training: Training, model: nn.Module, update: Callable[[], object], evaluate: Callable[[], Any]) -> list[float]:
     losses = []
-    group = dist.new_group()
     for step in range(STEPS):
         for micro in range(training.micro_steps):
             loss = training.loss(model, step, micro)
             loss.backward()
             losses.append(loss.item())
+        update()
+        if training.evaluates:
+            with evaluate(), torch.no_grad():
+                losses.append(training.loss(model, step, 7).item())
+    return losses
+
+
+def with_ddp(training: Training) -> tuple[list[float], dict[str, Tensor]]:
+    """State after DDP's training: gradients are averaged, whatever shares memory with a weight follows it."""
+    model, optimizer = training.build()
+    group = dist.new_group()
+
+    def update() -> None:
         for p in model.parameters():
             if p.requires_grad and p.grad is not None:
                 dist.all_reduce(p.grad.div_(2), group=group)
         optimizer.step()
         optimizer.zero_grad()
-        if training.evaluates:
-            with torch.no_grad():
-                losses.append(training.loss(model, step, 7).item())
-    return losses, model.state_dict()
+
+    return losses_of(training, model, update, nullcontext), model.state_dict()
 
 
 def with_a_plan(training: Training) -> tuple[list[float], dict[str, Tensor]]:
     model, optimizer = training.build()
     units = mdcs.partition(model, mdcs.ByLeaf())
     plan = training.plan(model, units, optimizer)
-    losses = []
     with pytest.MonkeyPatch.context() as patch, mdcs.parallelize(model, optimizer, plan, units, timeout_s=15) as parallel:
         if training.tight:  # gather unit by unit in evaluations, for which so small a model has room at once
             patch.setattr(Unsharder, "fits", lambda unsharder, size: False)
-        for step in range(STEPS):
-            for micro in range(training.micro_steps):
-                loss = training.loss(model, step, micro)
-                loss.backward()
-                losses.append(loss.item())
-            parallel.step()
-            if training.evaluates:
-                with parallel.evaluate(), torch.no_grad():
-                    losses.append(training.loss(model, step, 7).item())
-        return losses, parallel.state_dict()
+        return losses_of(training, model, parallel.step, parallel.evaluate), parallel.state_dict()
 
 
 def train(seed: int) -> str:

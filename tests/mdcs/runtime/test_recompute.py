@@ -14,12 +14,11 @@ import mdcs
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.recompute import CHOICES
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
-from tests.mdcs.measured import measure_profile
+from mdcs.profiler.consensus import on_rank_zero
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops_models import as_with_ddp
-from tests.mdcs.runtime.training import How, Job, compare, optimizer_for, plan_for, profile_of, setup, train
+from tests.mdcs.runtime.training import How, Job, compare, measured, optimizer_for, plan_for, profile_of, setup, train
 
 REFUSED = {
     "spectral_norm": "its forward changes a buffer, so it cannot be computed again with the same result",
@@ -90,12 +89,7 @@ def bytes_of_slots(model: str, strategy: str) -> list[tuple[str, int, int]]:
     job = Job(model, steps=4)
     made = setup(model, **SHAPES[model])
     optimizer, units = optimizer_for("adam", made.model), mdcs.partition(made.model, made.policy)
-    profile = merge_profiles(
-        measure_profile(
-            made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer, world=2,
-            link=mdcs.Link.uniform(1.0, 50.0), iterations=1, recompute=True,
-        )
-    )  # fmt: skip
+    profile = measured(made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer, recompute=True)
     can = {(option.unit, option.choice) for option in profile.recompute}
     wanted = [CHOICES[1 + u % 2] for u in range(len(units))]
     choices = tuple(choice if (u, choice) in can else "none" for u, choice in enumerate(wanted))

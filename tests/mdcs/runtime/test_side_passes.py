@@ -10,27 +10,26 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.plan.ledger import min_feasible_budget
-from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import HALVES, How, Job, differing, measured, optimizer_for, plan_for
+from tests.mdcs.runtime.ranks import OnTwo, Ranks
+from tests.mdcs.runtime.test_loops import lacking, said
+from tests.mdcs.runtime.training import How, Job, differing, measured, optimizer_for, plan_for, plans_of_half, seeded
 
+on_two = OnTwo()
 STEPS = 3
 POLICY = mdcs.ByClass(("Sequential",))
 
 
 class Net(nn.Module):
-    """A stem, three blocks of which one has a frozen weight, a head. ``parts`` says how far a pass goes."""
+    """A stem, three blocks of which one has a frozen weight, a head. ``depth`` says how far a pass goes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +52,7 @@ def build() -> nn.Module:
 
 
 def batch(step: int, number: int = 0) -> Tensor:
-    seed = step * 1000 + number * 100 + dist.get_rank()
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(4, 6, generator=seeded(step, number, dist.get_rank()))
 
 
 def loss(out: Tensor) -> Tensor:
@@ -256,12 +254,10 @@ def train(name: str, job: Job, plan: mdcs.Plan) -> tuple[dict[str, Tensor], Coun
     return state, Counter(word for record in records for word in record.departures)
 
 
-def compare_all(name: str, job: Job) -> list[str]:
-    wrong = []
-    for how in HALVES[[*LOOPS].index(name) % 2]:
-        plan = plan_for(job, replace(how, budget=None), profile_of(job.optimizer))
-        if how.budget is not None:
-            plan = replace(plan, budget=min_feasible_budget(plan))
+@on_two(*LOOPS)
+def a_step_is_what_the_loop_does_in_it(name: str, micro_steps: int = 1) -> list[str]:
+    wrong, job = [], Job("", micro_steps, steps=STEPS)
+    for how, plan in plans_of_half(job, profile_of(job.optimizer), [*LOOPS].index(name) % 2):
         try:
             state, seen = train(name, job, plan)
         except Exception as e:
@@ -271,18 +267,18 @@ def compare_all(name: str, job: Job) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_step_is_what_the_loop_does_in_it(two: Ranks, name: str):
-    assert two.run(compare_all, name, Job("", steps=STEPS), timeout_s=120) == [[], []]
-
-
-@pytest.mark.parametrize("name", ["two_losses", "two_forwards_then_two_backwards", "pseudo_labels"])
-def test_a_plan_with_as_many_micro_steps_as_backward_passes_needs_no_context(two: Ranks, name: str):
+@on_two("two_losses", "two_forwards_then_two_backwards", "pseudo_labels")
+def a_plan_with_as_many_micro_steps_as_backward_passes_needs_no_context(name: str) -> list[str]:
     """A step may have fewer."""
-    assert two.run(compare_all, name, Job("", 2, steps=STEPS), timeout_s=120) == [[], []]
+    return a_step_is_what_the_loop_does_in_it(name, 2)
 
 
-def planned_in_the_loop(name: str, in_context: bool) -> list[str]:
+@on_two(
+    ("in_reentrant_checkpoints", False), ("two_forwards_then_two_backwards", False), ("an_attack_by_backward", True),
+    ("one_pass_more_than_planned", True), ("all_before_the_step", True),
+)  # fmt: skip
+def the_first_step_tells_how_many_backward_passes_a_step_has(name: str, in_context: bool) -> list[str]:
+    """Other passes are in tests/mdcs/profiler/test_first_passes.py."""
     model, job = build(), Job("", steps=STEPS)
     optimizer = optimizer_for(job.optimizer, model)
     units = mdcs.partition(model, POLICY)
@@ -294,14 +290,11 @@ def planned_in_the_loop(name: str, in_context: bool) -> list[str]:
         return differing(parallel.state_dict(), wanted(name, job))
 
 
-@pytest.mark.parametrize(
-    ("name", "in_context"),
-    [("in_reentrant_checkpoints", False), ("in_reentrant_checkpoints", True), ("two_losses", False),
-     ("two_forwards_then_two_backwards", False), ("a_penalty", False), ("pseudo_labels", False),
-     ("an_attack_by_backward", True), ("one_pass_more_than_planned", True), ("all_before_the_step", True)],
-)  # fmt: skip
-def test_the_first_step_tells_how_many_backward_passes_a_step_has(two: Ranks, name: str, in_context: bool):
-    assert two.run(planned_in_the_loop, name, in_context, timeout_s=120) == [[], []]
+def begun(strategy: str, timeout_s: float = 20.0) -> tuple[nn.Module, mdcs.Session]:
+    model, job = build(), Job("")
+    plan = plan_for(job, How(strategy, "wfbp"), profile_of(job.optimizer))
+    optimizer = optimizer_for(job.optimizer, model)
+    return model, mdcs.parallelize(model, optimizer, plan, mdcs.partition(model, POLICY), timeout_s=timeout_s)
 
 
 # ---- two models
@@ -320,26 +313,22 @@ def play(generator: Any, judge: Any, step: int, no_sync: Context, end: Callable[
     end("generator")
 
 
-def adversaries(how: How) -> list[str]:
-    job = Job("", steps=STEPS)
+@on_two("dp", "fsdp")
+def the_loss_of_one_model_goes_through_another(strategy: str) -> list[str]:
     plain, group = {"generator": build(), "judge": build()}, dist.new_group()
-    theirs = {name: optimizer_for(job.optimizer, model) for name, model in plain.items()}
+    theirs = {name: optimizer_for("adam", model) for name, model in plain.items()}
 
     def end(name: str) -> None:
         average(plain[name], group)
         theirs[name].step()
         theirs[name].zero_grad()
 
-    for step in range(job.steps):
+    for step in range(STEPS):
         play(plain["generator"], plain["judge"], step, contextlib.nullcontext, end)
-    ours = {"generator": build(), "judge": build()}
-    runs = {}
-    for name, model in ours.items():
-        optimizer = optimizer_for(job.optimizer, model)
-        plan = plan_for(job, how, profile_of(job.optimizer))
-        runs[name] = mdcs.parallelize(model, optimizer, plan, mdcs.partition(model, POLICY), timeout_s=20)
-    for step in range(job.steps):
-        play(ours["generator"], ours["judge"], step, runs["judge"].no_sync, lambda name: runs[name].step())
+    (generator, one), (judge, other) = begun(strategy), begun(strategy)
+    runs = {"generator": one, "judge": other}
+    for step in range(STEPS):
+        play(generator, judge, step, other.no_sync, lambda name: runs[name].step())
     found = []
     for name, run in runs.items():
         found += differing(run.state_dict(), plain[name].state_dict())
@@ -348,53 +337,42 @@ def adversaries(how: How) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_the_loss_of_one_model_goes_through_another(two: Ranks, strategy: str):
-    assert two.run(adversaries, How(strategy, "wfbp")) == [[], []]
-
-
 # ---- what has no correct execution
 
 
-def after_the_update(strategy: str) -> list[str]:
-    """Through weights that have been updated."""
-    said = []
-    for late in ("a second backward", "a look", "an old graph"):
-        model, job = build(), Job("")
-        optimizer = optimizer_for(job.optimizer, model)
-        plan = plan_for(job, How(strategy, "wfbp"), profile_of(job.optimizer))
-        parallel = mdcs.parallelize(model, optimizer, plan, mdcs.partition(model, POLICY), timeout_s=20)
+LATE = {
+    "a second backward": ("came between the last backward pass of the step and step()", "`with parallel.no_sync():`"),
+    "a look": ("a pass without gradients", "evaluate before that backward pass or after step()"),
+    "an old graph": ("backward() through a forward pass of an earlier step",),
+}
+
+
+@on_two("dp", "fsdp")
+def passes_through_weights_that_have_been_updated_are_refused(strategy: str) -> list[str]:
+    wrong = []
+    for late, parts in LATE.items():
+        model, parallel = begun(strategy)
         first = loss(model(batch(0)))
         first.backward(retain_graph=True)
-        try:
-            if late == "an old graph":
-                parallel.step()
-            with torch.no_grad() if late == "a look" else parallel.no_sync():
-                model(batch(1)) if late == "a look" else first.backward()
-            said.append("")
-        except (RuntimeError, ValueError) as e:
-            said.append(str(e))
+
+        def again() -> None:
+            if late == "an old graph":  # noqa: B023
+                parallel.step()  # noqa: B023
+            with torch.no_grad() if late == "a look" else parallel.no_sync():  # noqa: B023
+                model(batch(1)) if late == "a look" else first.backward()  # noqa: B023
+
+        wrong += lacking(said(again), *parts)
         parallel.close(whole=False)
-    return said
+    return wrong
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_passes_through_weights_that_have_been_updated_are_refused(two: Ranks, strategy: str):
-    for second, look, old in two.run(after_the_update, strategy):
-        assert "came between the last backward pass of the step and step()" in second and "`with parallel.no_sync():`" in second
-        assert "a pass without gradients" in look and "evaluate before that backward pass or after step()" in look
-        assert "backward() through a forward pass of an earlier step" in old
-
-
-def at_another_place() -> str:
+def at_another_place() -> None:
     """One rank looks at the model before its forward pass, the other one after it."""
-    model, job = build(), Job("")
-    plan = plan_for(job, How("fsdp", "wfbp"), profile_of(job.optimizer))
-    with mdcs.parallelize(model, optimizer_for(job.optimizer, model), plan, mdcs.partition(model, POLICY), timeout_s=3):
+    model, parallel = begun("fsdp", timeout_s=3)
+    with parallel:
         for look in range(2):
             with torch.set_grad_enabled(look != dist.get_rank()):
                 model(batch(0))
-    return ""
 
 
 def test_ranks_that_look_at_the_model_at_different_places_say_so(two: Ranks):
@@ -402,3 +380,6 @@ def test_ranks_that_look_at_the_model_at_different_places_say_so(two: Ranks):
     assert "or a pass in no_sync(): this rank ran one, and another did not within 3 s" in first.message
     assert "evaluate on every rank, not under `if rank == 0:`" in first.message
     assert second.kind == "RunError"
+
+
+test_passes_are_as_with_ddp_or_refused = on_two.as_test(timeout_s=120)

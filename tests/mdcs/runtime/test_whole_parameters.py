@@ -16,10 +16,12 @@ from torch import nn
 import mdcs
 from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.optimizers import SEVERAL, WHOLE
-from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.ranks import OnTwo, Ranks
+from tests.mdcs.runtime.test_loops import lacking, said
 from tests.mdcs.runtime.test_optimizer_state import differences
 from tests.mdcs.runtime.training import How, Job, Setup, differing, parallel_for, setup
 
+on_two = OnTwo()
 STEPS = 4
 HOWS = How("dp"), How("zero2", "priority", bytes=200), How("sdp", "dear"), How("fsdp"), How("random", "random")
 BUDGETS = How("greedy", "priority", budget=1.3), How("joint", "joint", budget=1.5)
@@ -65,7 +67,11 @@ def with_ddp(name: str, model: str = "tied") -> tuple[list[float], dict[str, tor
     return losses, made.model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]
 
 
-def all_plans(name: str, model: str) -> list[Any]:
+CASES = [*((name, "tied") for name in {**WHOLE, **SEVERAL}), ("lamb", "pictures"), ("three", "mixed")]
+
+
+@on_two(*CASES)
+def it_trains_as_with_ddp_under_any_plan(name: str, model: str) -> list[Any]:
     losses, weights, states = with_ddp(name, model)
     found: list[Any] = []
     for how in (*HOWS, *BUDGETS) if name == "muon" else HOWS[CASES.index((name, model)) % 2 :: 2]:
@@ -80,15 +86,8 @@ def all_plans(name: str, model: str) -> list[Any]:
     return found
 
 
-CASES = [*((name, "tied") for name in {**WHOLE, **SEVERAL}), ("lamb", "pictures"), ("three", "mixed")]
-
-
-@pytest.mark.parametrize(("name", "model"), CASES)
-def test_it_trains_as_with_ddp_under_any_plan(two: Ranks, name: str, model: str):
-    assert two.run(all_plans, name, model, timeout_s=300) == [[], []]
-
-
-def resumed(name: str, root: str) -> list[Any]:
+@on_two("muon", "adafactor", "three")
+def it_resumes_under_another_strategy(root: str, name: str) -> list[Any]:
     """Half the way under one strategy, the rest under another: from its checkpoint, and from its state dicts."""
     _, weights, _ = with_ddp(name)
     found: list[Any] = []
@@ -120,11 +119,6 @@ def resumed(name: str, root: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "three"])
-def test_it_resumes_under_another_strategy(two: Ranks, tmp_path: Path, name: str):
-    assert two.run(resumed, name, str(tmp_path), timeout_s=300) == [[], []]
-
-
 def measure(name: str, strategy: str) -> tuple[int, int, float]:
     """Optimizer bytes of the ledger and of the allocator after two steps, and the padding of parameters."""
     with parallel_with(name, How(strategy)) as (made, parallel, optimizers):
@@ -146,17 +140,8 @@ def test_its_state_is_in_the_ledger(two: Ranks, name: str):
         assert found[0][2] < 1.3
 
 
-def habits() -> list[str]:
-    """Calls of the loop, and the errors that they raise."""
-    said: list[str] = []
-
-    def tried(work: Any) -> None:
-        try:
-            work()
-            said.append("")
-        except (RuntimeError, ValueError) as e:
-            said.append(str(e))
-
+@on_two()
+def each_optimizer_is_called_once_an_iteration() -> list[str]:
     with parallel_with("muon", How("fsdp")) as (made, parallel, (muon, adamw)):
         assert parallel.optimizers == (muon, adamw) and parallel.optimizer is muon
 
@@ -166,29 +151,22 @@ def habits() -> list[str]:
         backward(0)
         adamw.step()  # in any order
         muon.param_groups[0]["lr"] *= 0.5
-        tried(muon.step)
+        wrong = lacking(said(muon.step), "lr of Muon was changed after the first optimizer's step()")
         muon.param_groups[0]["lr"] *= 2
         muon.step()
         backward(1)
         muon.step()
-        tried(muon.step)
+        wrong += lacking(said(muon.step), "step() of Muon was called twice, and that of AdamW not yet")
         adamw.step()
         backward(2)
         parallel.step()  # for all
-        tried(lambda: parallel.load_optimizer_state_dict(muon.state_dict()))
+        message = said(lambda: parallel.load_optimizer_state_dict(muon.state_dict()))
+        wrong += lacking(message, "there are 2 optimizers, and 1 state dicts")
         assert [list(own["state"]) for own in parallel.optimizer_state_dict()] == [[*range(5)], [*range(9)]]
     made = setup("tied")
     ps = list(made.model.parameters())
-    tried(lambda: mdcs.parallelize(made.model, [torch.optim.SGD(ps[:2], lr=1.0), torch.optim.AdamW(ps[1:])]))
-    return said
-
-
-def test_each_optimizer_is_called_once_an_iteration(two: Ranks):
-    changed, twice, one, shared = two.run(habits)[0]
-    assert "lr of Muon was changed after the first optimizer's step()" in changed
-    assert "step() of Muon was called twice, and that of AdamW not yet" in twice
-    assert "there are 2 optimizers, and 1 state dicts" in one
-    assert "is in SGD, too: each parameter has one optimizer" in shared
+    message = said(lambda: mdcs.parallelize(made.model, [torch.optim.SGD(ps[:2], lr=1.0), torch.optim.AdamW(ps[1:])]))
+    return wrong + lacking(message, "is in SGD, too: each parameter has one optimizer")
 
 
 def in_the_loop(ours: bool) -> Any:
@@ -210,10 +188,10 @@ def in_the_loop(ours: bool) -> Any:
     return losses, made.model.state_dict()
 
 
-def both() -> list[str]:
+@on_two()
+def a_muon_loop_needs_no_plan() -> list[str]:
     (losses, weights), (theirs, wanted) = (in_the_loop(ours) for ours in (True, False))
     return (["losses"] if losses != theirs else []) + differing(weights, wanted)
 
 
-def test_a_muon_loop_needs_no_plan(two: Ranks):
-    assert two.run(both, timeout_s=300) == [[], []]
+test_whole_parameters_train_as_with_ddp = on_two.as_test(timeout_s=300)

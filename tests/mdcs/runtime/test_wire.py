@@ -48,17 +48,6 @@ def test_a_message_does_not_wait_until_compute_comes_behind_the_one_before() -> 
     assert (queue.updated, queue.done) == (5, 5)
 
 
-def test_the_prologue_passes_over_reductions() -> None:
-    queue = queue_of([gather(7), reduction(9), gather(5)], depth=1, at_rest=100)
-    assert [queue.issue() for _ in range(3)] == [0, None, 2]
-    queue.start()
-    assert (queue.started, queue.next_start()) == (2, None)  # past the reduction, but one message is in flight
-    queue.finish()
-    assert (queue.done, queue.next_start()) == (2, 2)
-    send_all(queue)
-    assert (queue.done, queue.admission.reserved) == (3, 112)
-
-
 def test_a_message_sent_ahead_is_passed_over_in_its_turn() -> None:
     queue = queue_of([reduction(30), gather()], depth=1)
     queue.issue(), queue.issue()

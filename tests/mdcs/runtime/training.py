@@ -6,7 +6,6 @@ process and serves all plans.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import itertools
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 import mdcs
 from experiments.tasks.model import Bert, Gpt2, Llama, Model, ResNet
 from mdcs.model.recompute import reasons_to_keep
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
@@ -133,13 +133,16 @@ class Setup:
     batch: Callable[[int, int, int], Batch]
 
 
+def seeded(step: int, micro: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
+
+
+def square(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
 def tied(blocks: int = 3, kind: type[Tied] = Tied) -> Setup:
     torch.manual_seed(0)
-    model = kind(blocks)
-
-    def batch(step: int, micro: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
-        return {"tokens": torch.randint(0, 11, (3, 5), generator=generator)}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["tokens"]).flatten(0, 1)
@@ -147,7 +150,8 @@ def tied(blocks: int = 3, kind: type[Tied] = Tied) -> Setup:
             logits = logits.float()
         return nn.functional.cross_entropy(logits, batch["tokens"].flatten())
 
-    return Setup(model, loss, mdcs.ByClass(("Sequential",)), batch)
+    batch = lambda *at: {"tokens": torch.randint(0, 11, (3, 5), generator=seeded(*at))}  # noqa: E731
+    return Setup(kind(blocks), loss, mdcs.ByClass(("Sequential",)), batch)
 
 
 class TwoStages(ResNet):
@@ -169,28 +173,12 @@ def line(*widths: int) -> Setup:
     """Linear layers without bias, one after the other, each a unit."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
-
-    def batch(step: int, micro: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
-        return {"x": torch.randn(1, widths[0], generator=generator)}
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["x"]).square().mean()
-
-    return Setup(model, loss, mdcs.ByLeaf(), batch)
+    return Setup(model, square, mdcs.ByLeaf(), lambda *at: {"x": torch.randn(1, widths[0], generator=seeded(*at))})
 
 
 def twice() -> Setup:
     torch.manual_seed(0)
-
-    def batch(step: int, micro: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
-        return {"x": torch.randn(4, 6, generator=generator)}
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["x"]).square().mean()
-
-    return Setup(Twice(), loss, mdcs.ByLeaf(), batch)
+    return Setup(Twice(), square, mdcs.ByLeaf(), lambda *at: {"x": torch.randn(4, 6, generator=seeded(*at))})
 
 
 def pictures() -> Setup:
@@ -201,13 +189,12 @@ def pictures() -> Setup:
         nn.Sequential(nn.Linear(27, 3)),
     ).to(memory_format=torch.channels_last)  # fmt: skip
 
-    def batch(step: int, micro: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
-        return {"x": torch.randn(2, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)}
+    def batch(*at: int) -> Batch:
+        return {"x": torch.randn(2, 3, 6, 6, generator=seeded(*at)).to(memory_format=torch.channels_last)}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         assert all(c.weight.is_contiguous(memory_format=torch.channels_last) for c in model.modules() if isinstance(c, nn.Conv2d))
-        return model(batch["x"]).square().mean()
+        return square(model, batch)
 
     return Setup(model, loss, mdcs.ByClass(("Sequential",)), batch)
 
@@ -248,9 +235,7 @@ def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Se
         made = {"twice": twice, "pictures": pictures}[name](**options)
     else:
         made = tiny(name, **options)
-    if not double and not half:
-        return made
-    if half == "masters":
+    if half == "masters" or not (double or half):
         return made
     one, dtype = made.batch, HALF.get(half, torch.float64)
     made.model.to(dtype)
@@ -283,9 +268,8 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Job:
-    """A training. ``halve_at`` is the step from which the learning rate is halved; ``half`` the precision of compute
-    where masters are float32, of gradients as well unless they are ``wide_gradients``. With ``exact_norm`` DDP clips by a norm
-    that is summed in float64.
+    """A training. ``half``: the precision of compute where masters are float32, of gradients as well unless they are
+    ``wide_gradients``. With ``exact_norm`` DDP clips by a norm that is summed in float64.
     """
 
     model: str
@@ -294,7 +278,6 @@ class Job:
     clip_norm: float | None = None
     double: bool = False
     steps: int = 20
-    halve_at: int | None = None
     half: str = ""
     wide_gradients: bool = False
     exact_norm: bool = False
@@ -308,9 +291,7 @@ class Job:
         }
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 0.5 if self.halve_at is not None and step >= self.halve_at else 1 / (1 + step / 50)
-        )
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
 
 
 @dataclass(frozen=True)
@@ -471,6 +452,13 @@ def plan_for(job: Job, how: How, profile: Profile, model: nn.Module | None = Non
     return on_rank_zero(lambda: mdcs.make_plan(planned, strategy_for(how), scheduler_for(how), budget=budget))
 
 
+def plans_of_half(job: Job, profile: Profile, half: int) -> Iterator[tuple[How, mdcs.Plan]]:
+    """The plans of a half of HALVES, those with a budget under the smallest one that they keep."""
+    for how in HALVES[half]:
+        plan = plan_for(job, replace(how, budget=None), profile)
+        yield how, plan if how.budget is None else replace(plan, budget=min_feasible_budget(plan))
+
+
 @contextmanager
 def parallel_for(
     job: Job, how: How, made: Setup | None = None, optimizer: Any = None, *, plan: mdcs.Plan | None = None, **options: Any
@@ -572,7 +560,3 @@ def distance(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     change = sum(((state[n].double() - wanted[n].double()) ** 2).sum() for n in floats)
     whole = sum((wanted[n].double() ** 2).sum() for n in floats)
     return float((change / whole) ** 0.5)
-
-
-def clone(made: Setup) -> nn.Module:
-    return copy.deepcopy(made.model)

@@ -58,14 +58,11 @@ class Pacer:
 
     def hold(self, number: int, kind: Kind, wire: int) -> None:
         """Block until the emulated link has carried the message. Its real collective must have ended."""
-        starts = []
-        for r in range(self.world):
-            seen, when = _ENTRY.unpack_from(self._memory, (r * _RING + number % _RING) * _ENTRY.size)
-            if seen == number:
-                starts.append(when)
-        self._last_end = self.link.end(kind, wire, max(starts), self._last_end)
-        remaining = self._last_end - time.monotonic()
-        if remaining > 0:
+        places = ((r * _RING + number % _RING) * _ENTRY.size for r in range(self.world))
+        entries = [_ENTRY.unpack_from(self._memory, place) for place in places]
+        start = max(when for seen, when in entries if seen == number)
+        self._last_end = self.link.end(kind, wire, start, self._last_end)
+        if (remaining := self._last_end - time.monotonic()) > 0:
             time.sleep(remaining)
 
 
@@ -104,25 +101,15 @@ class Emulation:
 
 
 class EmulatedCommunicator:
-    """Stands in for :class:`mdcs.runtime.communicator.Communicator`: same writes to memory, same backend buffers, no
-    sends.
-    """
+    """In place of :class:`mdcs.runtime.communicator.Communicator`: its writes and its backend's buffers, no sends."""
 
     def __init__(self, collectives: Collectives, emulation: Emulation) -> None:
         self.collectives, self.rank, self.world = collectives, emulation.rank, emulation.world
 
-    def scratch(self, kind: Kind, elements: int) -> int:
-        """Return the elements of the scratch that :meth:`launch` would need in a real world."""
-        return 0 if self.collectives.algorithm == "native" else self.collectives.buffer(kind, elements, self.world)
-
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
     ) -> EmulatedCollective:
-        """Start a message of this kind. ``buffer``: flat [world · part], ``out``: flat [part].
-
-        - AR: sum as if every rank had this rank's ``buffer``.
-        - RS: the same; ``out`` gets this rank's part.
-        - AG_F, AG_B: copy this rank's part to the place of every other.
+        """Start a message of this kind; its results are made up. ``buffer``: flat [world · part], ``out``: flat [part].
         """
         if kind is Kind.AR:
             return EmulatedCollective(lambda: buffer.mul_(self.world))

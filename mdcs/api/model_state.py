@@ -54,8 +54,8 @@ class ModelState:
         engine = self._engine
         units = unshard.units_of(self.model, engine.storages, names, "full_parameters()")
         hold = functools.partial(
-            unshard.full_parameters, engine.storages, engine.unsharder, units, keep=self._keeps(rank0_only),
-            cpu=cpu, writeback=writeback, group=engine.groups.message_group,
+            unshard.full_parameters, engine.unsharder, units, keep=self._keeps(rank0_only), cpu=cpu,
+            writeback=writeback, group=engine.groups.message_group,
         )  # fmt: skip
         call = f"full_parameters({'writeback=True' if writeback else ''})"
         return engine.export_params(call, hold, needs_ranks=True, weights=weights)
@@ -76,9 +76,7 @@ class ModelState:
         sizes = [storage.full_bytes for storage in engine.storages]
         fits, keep = engine.unsharder.fits(sum(sizes) + max(sizes)), self._keeps(rank0_only)
         with engine.recorder.pause():
-            return unshard.full_state_dict(
-                self.model, engine.storages, engine.unsharder, keep=keep, cpu=cpu or not fits
-            )
+            return unshard.full_state_dict(self.model, engine.unsharder, keep=keep, cpu=cpu or not fits)
 
     @without_autograd()
     def load_state_dict(self, full: dict[str, Tensor]) -> None:

@@ -264,6 +264,13 @@ class Plan:
         return self.profile.wire(message.kind, self.payload(message))
 
     @cached_property
+    def labels(self) -> list[tuple[str, str, int]]:
+        """(kind, names of its units, wire bytes) of each message."""
+        names = [unit.name for unit in self.profile.units]
+        units = ["+".join(dict.fromkeys(names[u] for u, _ in m.parts)) for m in self.messages]
+        return [(str(m.kind), joined, self.wire(m)) for m, joined in zip(self.messages, units, strict=True)]
+
+    @cached_property
     def table(self) -> MessageTable:
         """The values of the messages that do not depend on their order."""
         return message_table(self.period, self.blocks, self.messages)

@@ -2,8 +2,7 @@
 
 The native family is the backend's own collectives; the other is rings of sends to the next rank, on gloo, under the
 message's own tag: ranks may interleave the later steps of one message with the first step of the next in any order, as
-collectives of a process group may not. A collective is a generator: it starts some works, yields them, and is resumed
-when they are done.
+collectives of a process group may not. A collective is a generator, resumed when the works that it yields are done.
 """
 
 from __future__ import annotations
@@ -60,30 +59,22 @@ class PendingCollective:
 class Communicator:
     """The collectives of one process group (None: the default one). Every rank must call them in the same order.
 
-    Buffers are flat [world · part]; rank r's part is the r-th. Communicators of one group whose messages are in flight
-    together share ``tags``. ``synchronous``: NCCL's collectives run on the caller's stream (torch since 2.8).
+    Buffers are flat [world · part]; rank r's part is the r-th. ``synchronous``: NCCL's run on the caller's stream.
     """
 
-    def __init__(
-        self, collectives: Collectives, group: dist.ProcessGroup | None, tags: Iterator[int] | None = None,
-        synchronous: bool = False,
-    ) -> None:  # fmt: skip
-        self.collectives, self.group = collectives, group
+    def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, synchronous: bool = False) -> None:
+        self.group = group
         self.world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._is_gloo = collectives.backend == "gloo"
-        self._async = not synchronous or self._is_gloo
+        self._async = not synchronous or self._is_gloo  # what is synchronous is on the caller's stream since torch 2.8
         # Call the backend directly: torch.distributed's wrappers cost more than gloo needs for a small message.
         self._backend: Any = cpu_backend(group) if collectives.algorithm == "ring" else None
-        self._tags = itertools.count() if tags is None else tags
-
-    def scratch(self, kind: Kind, elements: int) -> int:
-        """Return the elements of scratch that :meth:`launch` needs; native algorithms allocate their own."""
-        return 0 if self._backend is None else self.collectives.buffer(kind, elements, self.world)
+        self._tags = itertools.count()
 
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
     ) -> PendingCollective:
-        """Start the collective of a message of this kind. A ring needs ``scratch`` [part] for sums.
+        """Start the collective of a message of this kind. A ring alone needs ``scratch`` [part] for sums.
 
         - AR: sum ``buffer`` over ranks, in place.
         - RS: write the sum over ranks of this rank's part to ``out`` [part], which may be a part of ``buffer``;
@@ -137,12 +128,6 @@ class NodeCommunicator:
 
     def __init__(self, inside: Communicator, across: Communicator) -> None:
         self._inside, self._across = inside, across
-        self.world = inside.world
-
-    def scratch(self, kind: Kind, elements: int) -> int:
-        """Return the elements of the scratch that :meth:`launch` needs: both reductions of RS_N use it in turn."""
-        inside = self._inside.scratch(kind.plain, elements)
-        return inside if kind.is_gather else max(inside, self._across.scratch(Kind.AR, elements // self.world))
 
     def launch(
         self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None
@@ -157,7 +142,7 @@ class NodeCommunicator:
 
     def _reduce(self, buffer: Tensor, scratch: Tensor | None, out: Tensor) -> Iterator[Sequence[Waitable]]:
         for communicator, kind, tensor in (self._inside, Kind.RS, buffer), (self._across, Kind.AR, out):
-            part = None if scratch is None else scratch[: communicator.scratch(kind, tensor.numel())]
+            part = None if scratch is None else scratch[: tensor.numel() // communicator.world]
             yield [communicator.launch(kind, tensor, part, out)]
 
 
@@ -184,12 +169,6 @@ CALLS = (
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`ProcessGroups.agree_on_call` can compare."""
 
-_RANK_ZERO = {
-    "optimizer_state_dict()": "optimizer.state_dict() gathers from all ranks, so never under `if rank == 0:` alone; "
-}
-"""By call, what a loop may have written instead of it."""
-
-_WORDS = 4
 _STEPS_AHEAD = timedelta(seconds=60)
 """Extra timeout: more than the host runs ahead of its device."""
 _ABORT_SECONDS = 3.0
@@ -200,11 +179,9 @@ class ProcessGroups:
     """New process groups of the ranks of ``group``, which time out after ``timeout_s``; all None with one process.
 
     - ``message_group``: the plan's messages.
-    - ``norm_group``: the finisher thread's collectives, if ``needs_control``; on NCCL ``message_group``, between
-      messages.
-    - ``host_group``: the training thread's collectives, on gloo.
-    - ``node_group``, ``replica_group``: this rank's node, and the ranks with its place in all, after
-      :meth:`connect_nodes`.
+    - ``norm_group``: the finisher thread's, if ``needs_control``; on NCCL ``message_group``, between messages.
+    - ``host_group``: the training thread's, on gloo.
+    - ``node_group``, ``replica_group``: after :meth:`connect_nodes`, this rank's node and those with its place in all.
     """
 
     def __init__(
@@ -280,23 +257,24 @@ class ProcessGroups:
         """
         if self.world == 1:
             return [numbers]
-        words = torch.zeros(self.world, _WORDS, dtype=torch.int64, device="cpu")
-        padding = [0] * (_WORDS - 1 - len(numbers))
-        words[dist.get_rank(self.host_group)] = torch.tensor([CALLS.index(call), *numbers, *padding], device="cpu")
+        words = torch.zeros(self.world, 4, dtype=torch.int64, device="cpu")  # the call, and at most three numbers
+        mine = torch.tensor([CALLS.index(call), *numbers], device="cpu")
+        words[dist.get_rank(self.host_group), : len(mine)] = mine
         try:
             dist.all_reduce(words, group=self.host_group)  # a gather would allocate in the backend's threads
         except RuntimeError as e:
             late = f"did not within {self._timeout.total_seconds():g} s, or is gone"
+            advice = f"call it on every rank: one {late}"
             if call == SIDE_PASS:
                 advice = f"this rank ran one, and another {late}: evaluate on every rank, not under `if rank == 0:`"
-            else:
-                advice = f"{_RANK_ZERO.get(call, '')}call it on every rank: one {late}"
+            elif call == "optimizer_state_dict()":
+                written = "optimizer.state_dict() gathers from all ranks, so never under `if rank == 0:` alone"
+                advice = f"{written}; {advice}"
             raise RuntimeError(f"{advice} ({e})") from e
-        answers = [tuple(map(int, w)) for w in words.tolist()]
-        for rank, (other, *_) in enumerate(answers):
+        for rank, (other, *_) in enumerate(answers := words.tolist()):
             if CALLS[other] != call:
                 raise RuntimeError(f"rank {rank} is in {CALLS[other]}: call the same on every rank")
-        return [w[1 : 1 + len(numbers)] for w in answers]
+        return [tuple(answer[1 : len(mine)]) for answer in answers]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`; same errors."""
@@ -330,8 +308,7 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def why_ranks_cannot_continue(states: Sequence[tuple[int, ...]]) -> str | None:
-    """Return why ranks with these states, (step, progress, whether updates have begun) or (step,), cannot continue
-    together; None if they can.
+    """Return why ranks in states (step, progress, whether updates have begun) or (step,) cannot go on; None: they can.
     """
     for rank, (step, *more) in enumerate(states):
         if any(more[1:]):

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.plan import Plan
 from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.executor import Executor, executor_for
-from mdcs.telemetry.memory_meter import Meter, current_meter
+from mdcs.telemetry.memory_meter import current_meter
 from mdcs.telemetry.timeline import Interval, Lane, PeriodTrace, Span, intersection, length, step_times
 
 
@@ -26,12 +25,11 @@ class ByteAccount:
     """Live and peak bytes of this rank by the categories of the ledger. Call with ``lock`` (reentrant) held.
 
     Every allocation and release of a registered buffer is booked together with the real one, so the categories equal
-    the allocator's to the byte. Admission counts promised bytes (:mod:`mdcs.runtime.wire`). ``outside``: bytes of units
-    that are whole outside of the plan.
+    the allocator's to the byte. Admission counts promised bytes. ``outside``: of units that are whole outside the plan.
     """
 
-    def __init__(self, lock: threading.RLock, at_rest: dict[str, int]) -> None:
-        self.lock, self.at_rest, self.outside = lock, at_rest, 0
+    def __init__(self, at_rest: dict[str, int]) -> None:
+        self.lock, self.at_rest, self.outside = threading.RLock(), at_rest, 0
         self.restart()
         self.reset()
 
@@ -130,7 +128,8 @@ class StepRecorder:
     _sent: dict[int, list[int]] = field(default_factory=dict)  # by period: messages
     _notes: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step: fields of its record
     _pauses: deque[tuple[int, Any, Any]] = field(default_factory=deque)  # (iteration, begin, end)
-    _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
+    # the last two: (iteration in which it began, stamp)
+    _periods: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=2))
     _host_s: dict[int, float] = field(default_factory=dict)  # by period: seconds that the host took for its messages
     _under_way: int = 0  # number of the current iteration
     _timed_from: int | None = None  # first iteration with all stamps
@@ -161,15 +160,6 @@ class StepRecorder:
         """Record that the host took so long to enqueue a message of a period."""
         self._host_s[period] = self._host_s.get(period, 0.0) + seconds
 
-    @cached_property
-    def _messages(self) -> list[tuple[str, str, int]]:
-        """(kind, units, wire bytes) of the plan's messages."""
-        names = [unit.name for unit in self.plan.profile.units]
-        return [
-            (str(m.kind), "+".join(dict.fromkeys(names[u] for u, _ in m.parts)), self.plan.wire(m))
-            for m in self.plan.messages
-        ]
-
     def _interval(self, lane: Lane, index: int, begin: Any, end: Any) -> Interval:
         start, period = self.executor.seconds(begin), self.plan.period
         end = max(start, self.executor.seconds(end))
@@ -177,7 +167,7 @@ class StepRecorder:
             slot = period.slots[index]
             unit = self.plan.profile.units[slot.unit].name
             return Interval("compute", period.name(index), slot.phase, unit, start, end)
-        kind, units, wire = self._messages[index]
+        kind, units, wire = self.plan.labels[index]
         if lane == "message":
             return Interval("message", f"{kind}:{units}", kind, units, start, end, wire)
         return Interval("update", f"update:{units}", "update", units, start, end)
@@ -199,9 +189,7 @@ class StepRecorder:
             self._pauses.append((self._under_way, begin, self.executor.record_timestamp()))
 
     def _without_pauses(self, begin: float, end: float, upto: int) -> tuple[float, list[Interval]]:
-        """Return the end of a span from ``begin``, and its intervals, on a clock that stands still in pauses up to an
-        iteration.
-        """
+        """Return a span's end, and its intervals, on a clock that stands still in pauses of iterations ``upto``."""
         inside = [each for *_, each in self._intervals if each.end > begin and each.start < end]
         seconds = self.executor.seconds
         pauses = [(seconds(a), seconds(b)) for iteration, a, b in self._pauses if iteration <= upto]
@@ -219,10 +207,8 @@ class StepRecorder:
 
     def period(self, stamp: Any) -> None:
         """Record the begin of a period of the plan."""
-        if stamp is UNTIMED:
-            return
-        self._periods.append((self._under_way, stamp))
-        del self._periods[:-2]
+        if stamp is not UNTIMED:
+            self._periods.append((self._under_way, stamp))
 
     def _forget(self) -> None:
         """Drop the oldest unread iteration. Its stamps are not converted, so that no step() stalls."""
@@ -290,8 +276,7 @@ class StepRecorder:
         if self.executor.runs_ahead and not is_last:
             ends = [(step, end) for step, end in self._steps if step <= upto]
             ends += [(iteration, end) for iteration, *_, end, _ in self._raw if end is not UNTIMED]
-            under_way = [iteration for iteration, end in ends if not self.executor.query(end)]
-            upto = min(upto, min(under_way, default=upto + 1) - 1)
+            upto = min([upto, *(iteration - 1 for iteration, end in ends if not self.executor.query(end))])
         self._resolve(upto)
         out = []
         while len(self._steps) >= 2 and self._steps[1][0] <= upto:
@@ -299,7 +284,7 @@ class StepRecorder:
             begin, end = self.executor.seconds(first), self.executor.seconds(last)
             end, inside = self._without_pauses(begin, end, step)
             sent, count = Counter[str](), Counter[str]()
-            for kind, _, wire in (self._messages[index] for index in self._sent.pop(step, ())):
+            for kind, _, wire in (self.plan.labels[index] for index in self._sent.pop(step, ())):
                 sent[kind] += wire
                 count[kind] += 1
             is_timed, notes = self._timed_from is not None and step >= self._timed_from, self._notes.pop(step, {})
@@ -329,7 +314,9 @@ class StepRecorder:
 # ---- what every part has
 
 
-@dataclass
+_CPU = torch.device("cpu")
+
+
 class RunContext:
     """Plan, bytes, device and records of a run, for all of its parts.
 
@@ -339,23 +326,9 @@ class RunContext:
     - ``executor``, ``meter``: of the device. ``recorder``: what ran when.
     """
 
-    plan: Plan
-    place: ErrorContext
-    device: torch.device = torch.device("cpu")
-    timeout_s: float = 300.0
-    ledger: Ledger = field(init=False)
-    account: ByteAccount = field(init=False)
-    executor: Executor = field(init=False)
-    meter: Meter = field(init=False)
-    recorder: StepRecorder = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ledger = Ledger(self.plan, self.place.rank)
-        self.account = ByteAccount(threading.RLock(), self.ledger.at_rest)
-        self.executor, self.meter = executor_for(self.device), current_meter(self.device)
-        self.recorder = StepRecorder(self.plan, self.executor)
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self.place.rank
+    def __init__(self, plan: Plan, place: ErrorContext, device: torch.device = _CPU, timeout_s: float = 300.0) -> None:
+        self.plan, self.place, self.rank, self.device, self.timeout_s = plan, place, place.rank, device, timeout_s
+        self.ledger = Ledger(plan, place.rank)
+        self.account = ByteAccount(self.ledger.at_rest)
+        self.executor, self.meter = executor_for(device), current_meter(device)
+        self.recorder = StepRecorder(plan, self.executor)

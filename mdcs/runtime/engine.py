@@ -130,11 +130,9 @@ class Engine:
         self.buffers = Buffers(model, options.broadcast_buffers)
 
         # Wire: messages in the plan's order, several in flight.
-        self.update_scale = UpdateScale(
-            self.storages, groups.norm_group, options.clip_norm, options.loss_scale, self.executor.runs_ahead
-        )
+        on_streams, clip_norm, loss_scale = self.executor.runs_ahead, options.clip_norm, options.loss_scale
+        self.update_scale = UpdateScale(self.storages, groups.norm_group, clip_norm, loss_scale, on_streams)
         messages = Messages(context, self.storages, self.updates, self.update_scale, self._connect)
-        on_streams = self.executor.runs_ahead
         queue = queue_for(plan, context.ledger, self.executor.execution, on_streams)
         pacer = pacer_for(plan, self.rank, groups.message_group, world)
         transport = StreamTransport if on_streams else ThreadTransport
@@ -146,11 +144,10 @@ class Engine:
         # Walker: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self._handles.append(batch)
-        raises = options.over_budget == "raise"
-        self.excess = ActivationExcess(plan, context.ledger.slots, place, batch, raises=raises)
+        self.excess = ActivationExcess(plan, context.ledger.slots, place, batch, raises=options.over_budget == "raise")
         self.lending.serve(context, self.storages)
         self.unsharder = Unsharder(context, self.wire)
-        self.evaluation = Evaluation(context, units, self.unsharder, groups)
+        self.evaluation = Evaluation(context, self.unsharder, groups)
         departures = Departures(context, self.wire, self.lending)
         reentrant = ReentrantPasses([p for storage in self.storages if storage.trainable for p in storage.parameters])
         side = SidePasses(context, self.wire, departures, self.evaluation, groups)
@@ -238,11 +235,9 @@ class Engine:
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
         problem = loop_access.find_unseen_change(self.updates, self.storages, self.buffers, self.plan.world)
-        alias = still_held(self.model, self.aliases) if problem is None and sequencer.step == 1 else None
-        if alias is not None:
+        if problem is None and sequencer.step == 1 and (alias := still_held(self.model, self.aliases)) is not None:
             problem = str(alias_refused(alias))
-        problem = problem or loop_access.find_removed_parameter(self.model, self.storages)
-        if problem is not None:
+        if (problem := problem or loop_access.find_removed_parameter(self.model, self.storages)) is not None:
             raise place.error(problem)
         if not sequencer.watches_memory:
             self.excess.read(sequencer.step, self.meter)
@@ -320,8 +315,7 @@ class Engine:
             sequencer.side.end()
         sequencer.leave_forward()
         answers = self.groups.agree_on_call(call, sequencer.step, sequencer.agreed_progress, sequencer.updates_begun)
-        problem = why_ranks_cannot_continue(answers)
-        if problem is not None:
+        if (problem := why_ranks_cannot_continue(answers)) is not None:
             return problem
         sequencer.advance_to(max(progress for _, progress, _ in answers))
         sequencer.decide(False)
@@ -377,8 +371,7 @@ class Engine:
 
     def retire(self, call: str) -> None:
         """Stop between two steps, for this ``call``: the engine of another plan may take over. Collective."""
-        problem = self._give_up(call)
-        if problem is not None:
+        if (problem := self._give_up(call)) is not None:
             raise RunError(f"rank {self.rank}: {call}: {problem}")
         self._leave_model()
         for storage in self.storages:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -61,11 +61,6 @@ class Executor:
         """Block the host until the device reaches a point; return False after ``timeout_s`` seconds."""
         return True
 
-    def wait_works(self, works: Sequence[Waitable]) -> None:
-        """Make later work of the caller's stream wait for these collectives; the host waits for those of gloo."""
-        for work in works:
-            work.wait()
-
     def sleep(self, seconds: float) -> None:
         """Keep the caller's stream idle for so many seconds."""
         time.sleep(seconds)
@@ -75,8 +70,7 @@ class Executor:
         return time.perf_counter()
 
     def seconds(self, stamp: Any) -> float:
-        """Return a stamp in seconds on the rank's clock, once the device has reached it. Raises RunError if it does not
-        in time.
+        """Return a stamp in seconds on the rank's clock, once the device reaches it; RunError if it does not in time.
         """
         return float(stamp)
 
@@ -106,9 +100,8 @@ _SEGMENTS = 2 * (2 + 20) << 20
 """Bytes that torch's allocator may cache beyond requests: per stream a segment for small and one for larger tensors."""
 
 _FRAGMENTED = 0.75
-"""Part of the requested bytes that the allocator may hold in fragments. Measured on an H200: 0.03 to 0.12, and up
-to 0.46 where all units recompute and a few tensors are large (docs/dev/gpu.md). The byte account keeps requests within
-the budget; this limit is the net below."""
+"""Part of the requested bytes that the allocator may hold in fragments. Measured on an H200: 0.03 to 0.12, up to 0.46
+where all units recompute (docs/dev/gpu.md). The byte account keeps the budget; this limit is the net below."""
 
 _FINE_SECONDS = 10.0
 """Span over which event times are exact to about a microsecond (single precision); over hours only to a millisecond."""

@@ -15,7 +15,6 @@ unpacking are one call each. A message of one block is not packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,28 +31,20 @@ from mdcs.runtime.context import RunContext
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.gradient_scaling import UpdateScale
-from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.sharded_optimizer import Part, ShardedOptimizer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.torch_compat import copy_all, is_profiled, named_range
-
-Part = tuple[int, int]
-"""(unit, block)."""
+from mdcs.torch_compat import copy_all, named_range
 
 Connected = Communicator | NodeCommunicator | EmulatedCommunicator
-Connect = Callable[[Collectives, bool], Connected]
-"""(algorithms, within a node) -> communicator."""
 
 _IN_WORDS = {
     Kind.AR: "all-reduce", Kind.RS: "reduce-scatter", Kind.AG_F: "all-gather before the forward",
     Kind.AG_B: "all-gather before the backward",
 }  # fmt: skip
-_NO_RANGE = nullcontext()
 
 
 class _Sizes(NamedTuple):
-    """Element counts of a message: ``whole`` with padding, by rank of its group the ``columns`` of each part, and
-    scratch.
-    """
+    """Elements of a message: ``whole`` with padding; by rank of its group, ``columns`` of each part and scratch."""
 
     ranks: int
     whole: int
@@ -90,7 +81,7 @@ class Update:
 
     - ``gradients``: (unit, block) -> this rank's reduced gradient, flat. ``shards``: to free when the update is done.
     - ``is_due``: False if a gradient is not finite. ``scale``: factor on the gradients; None: 1. ``scratch``: booked
-      bytes.
+      bytes. ``end``: on streams, the point behind it.
     """
 
     transfer: Transfer
@@ -99,10 +90,11 @@ class Update:
     is_due: bool = True
     scale: Tensor | None = None
     scratch: int = 0
+    end: Any = None
 
 
 class Messages:
-    """Runs the phases of messages. ``connect`` makes the communicators of the world, and of nodes if there are some.
+    """Runs the phases of messages. ``connect``: (algorithms, within a node) -> communicator.
 
     - ``decided``: messages whose updates the loop has let be made, or has dropped. ``drops``: it drops them.
     - ``last_reduction``: index of the plan's last reduction; -1 without one.
@@ -110,7 +102,7 @@ class Messages:
 
     def __init__(
         self, context: RunContext, storages: list[UnitStorage], updates: ShardedOptimizer, scale: UpdateScale,
-        connect: Connect,
+        connect: Callable[[Collectives, bool], Connected],
     ) -> None:  # fmt: skip
         self.context, self.storages, self.updates, self.scale = context, storages, updates, scale
         self.plan, self.n, self._ledger = context.plan, len(context.plan.messages), context.ledger
@@ -132,6 +124,7 @@ class Messages:
         outside = Collectives.default(collectives.backend) if context.device.type == "cpu" else collectives
         self._out_of_plan_comms = {in_node: connect(outside, in_node) for in_node in levels}
         self._sizes = [self._sizes_of(message) for message in self.plan.messages]
+        self._names = [names for _, names, _ in self.plan.labels]  # in traces
 
     def is_held(self, number: int) -> bool:
         """Return whether the message's updates wait for the loop to decide."""
@@ -164,12 +157,12 @@ class Messages:
         if message.kind.is_gather:
             for u, b in message.parts:
                 self.storages[u].copy_shard_into_flat(b)
-        communicator = self._communicators.get(message.kind.in_node)
-        if communicator is None:
+        if (communicator := self._communicators.get(message.kind.in_node)) is None:
             return
-        with self._range("pack", message):
+        with named_range("pack", message.kind, self._names[transfer.index]):
             buffer = self._packed(transfer)
-        with self._range("collective", message), self._meter.tag("staging"):  # the backend may allocate a copy
+        name = named_range("collective", message.kind, self._names[transfer.index])
+        with name, self._meter.tag("staging"):  # the backend may allocate a copy
             transfer.works = [communicator.launch(message.kind, buffer, transfer.scratch, transfer.reduced)]
 
     def land(self, transfer: Transfer) -> None:
@@ -177,7 +170,7 @@ class Messages:
         message = transfer.message
         self._recorder.ran("message", transfer.index, transfer.began, self._recorder.stamp(), transfer.step)
         transfer.works = []
-        with self._range("unpack", message):
+        with named_range("unpack", message.kind, self._names[transfer.index]):
             if transfer.reduced is not None:
                 if self._is_alone:
                     torch.cat(self._blocks(message), out=transfer.reduced)
@@ -223,11 +216,10 @@ class Messages:
 
     def update(self, update: Update) -> None:
         """Update parameters and optimizer state."""
-        begin = self._recorder.stamp()
+        transfer, begin = update.transfer, self._recorder.stamp()
         if update.is_due and not self.drops:
-            with self._range("update", update.transfer.message):
+            with named_range("update", transfer.message.kind, self._names[transfer.index]):
                 self.updates.step(update.gradients, update.scale)
-        transfer = update.transfer
         self._recorder.ran("update", transfer.index, begin, self._recorder.stamp(), transfer.step)
         with self._account.lock:
             self._account.record("update_scratch", -update.scratch)
@@ -244,8 +236,7 @@ class Messages:
     def unshard_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
         """Start to gather a flat tensor [elements of the unit], of which every rank has its parts; return the works."""
         storage = self.storages[unit]
-        outside = self._out_of_plan_comms.get(storage.strategy.in_node)
-        if outside is None:
+        if (outside := self._out_of_plan_comms.get(storage.strategy.in_node)) is None:
             return []
         return [outside.launch(Kind.AG_F, flat[block]) for block in storage.block_slices]
 
@@ -258,18 +249,18 @@ class Messages:
         own, rank, outside = self.storages[unit], self.context.rank, self._out_of_plan_comms[False]
         if not isinstance(outside, Communicator):  # emulated: what others have is made up
             return self.unshard_flat(unit, flat), lambda: None
-        others = [r for r in range(own.parts) if r != rank]
-        sent = {r: shared(own.owned_slices(rank), to.owned_slices(r)) for r in others}
-        came = {r: shared(own.owned_slices(r), to.owned_slices(rank)) for r in others}
-        packed = torch.cat([flat[:0], *(flat[piece] for pieces in sent.values() for piece in pieces)])
-        pieces = [piece for pieces in came.values() for piece in pieces]
-        arrived = flat.new_empty(sum(piece.stop - piece.start for piece in pieces))
-        to_us, by_us = ([sum(s.stop - s.start for s in of.get(r, ())) for r in range(own.parts)] for of in (came, sent))
+        ranks = range(own.parts)
+        sent = [shared(own.owned_slices(rank), to.owned_slices(r)) if r != rank else [] for r in ranks]
+        came = [shared(own.owned_slices(r), to.owned_slices(rank)) if r != rank else [] for r in ranks]
+        to_us, by_us = ([sum(s.stop - s.start for s in pieces) for pieces in of] for of in (came, sent))
+        packed = torch.cat([flat[:0], *(flat[piece] for pieces in sent for piece in pieces)])
+        arrived = flat.new_empty(sum(to_us))
         work = dist.all_to_all_single(arrived, packed, to_us, by_us, group=outside.group, async_op=True)
 
         def put() -> None:
-            for piece, part in zip(pieces, arrived.split([piece.stop - piece.start for piece in pieces]), strict=True):
-                flat[piece] = part
+            places = [piece for pieces in came for piece in pieces]
+            for place, part in zip(places, arrived.split([s.stop - s.start for s in places]), strict=True):
+                flat[place] = part
 
         return [work], put
 
@@ -293,10 +284,11 @@ class Messages:
             transfer.shards = dict(zip(message.parts, pieces, strict=True))
 
     def _sizes_of(self, message: Message) -> _Sizes:
-        ranks = self.plan.profile.group(message.kind)
+        profile, kind = self.plan.profile, message.kind
+        ranks = profile.group(kind)
         columns = [self.storages[u].blocks[b] // ranks for u, b in message.parts]
-        communicator, whole = self._communicators.get(message.kind.in_node), sum(columns) * ranks
-        return _Sizes(ranks, whole, columns, communicator.scratch(message.kind, whole) if communicator else 0)
+        whole, is_ring = sum(columns) * ranks, profile.collectives.algorithm == "ring" and not self._is_alone
+        return _Sizes(ranks, whole, columns, profile.buffer(kind, whole) if is_ring else 0)
 
     def _packed(self, transfer: Transfer) -> Tensor:
         """Return the collective's buffer: the one block of the message, or all blocks packed."""
@@ -325,18 +317,12 @@ class Messages:
 
     # -- words ----------------------------------------------------------------------------------------------------
 
-    def _range(self, phase: str, message: Message) -> AbstractContextManager[Any]:
-        """Return a context that names a phase of a message in traces."""
-        return named_range(phase, message.kind, self._units(message)) if is_profiled() else _NO_RANGE
-
-    def _units(self, message: Message, between: str = "+") -> str:
-        return between.join(dict.fromkeys(self.storages[u].name for u, _ in message.parts))
-
     def describe(self, number: int) -> str:
         """Return the message in words."""
         index = number % self.n
         message = self.plan.messages[index]
-        return f"message {index} ({_IN_WORDS[message.kind.plain]} of {self._units(message, ', ')})"
+        units = ", ".join(dict.fromkeys(self.storages[u].name for u, _ in message.parts))
+        return f"message {index} ({_IN_WORDS[message.kind.plain]} of {units})"
 
     def raise_error(self, number: int, error: Exception) -> NoReturn:
         """Raise the error of a message with its name and the step that issued it; compute may be in the next one."""

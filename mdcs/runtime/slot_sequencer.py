@@ -13,22 +13,23 @@ passes before it. In side passes (:mod:`mdcs.runtime.departures`) the plan waits
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
-from mdcs.model.hooks import ReentrantPasses
+from mdcs.model.hooks import Listener, ReentrantPasses
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import MORE, TOO_LATE, SidePasses
 from mdcs.runtime.slots import LATE, ActivationExcess, PassGradients, SlotPosition, SlotTables
 from mdcs.runtime.wire import Wire
 from mdcs.telemetry.timeline import SlotMemory
 
+_AGAIN = f"ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
 
-class SlotSequencer(SlotPosition):
-    """The hooks' listener (:class:`mdcs.model.hooks.Listener`)."""
+
+class SlotSequencer(SlotPosition, Listener):
+    """The hooks' listener."""
 
     def __init__(
         self, context: RunContext, wire: Wire, side: SidePasses, excess: ActivationExcess, reentrant: ReentrantPasses
@@ -113,10 +114,6 @@ class SlotSequencer(SlotPosition):
             self._in_backward = True
             self._use_again(unit)
 
-    def recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context that does nothing: nobody measures."""
-        return nullcontext
-
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which is complete for this micro-step."""
         if self.entered is None:
@@ -157,15 +154,11 @@ class SlotSequencer(SlotPosition):
                 "parallel.abandon() on every rank"
             )
         if phase == "F" and self.step_pending:
-            raise self.place.error(
-                f"the model ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
-            )
+            raise self.place.error(f"the model {_AGAIN}")
         expected = self.period.slots[self.next_slot]
         is_next = (expected.unit, expected.phase) == (unit, phase) and (phase == "B" or not self._in_backward)
         if is_next and (self.arrived or self._complete()):
             self._in_backward = phase == "B"
-            if not self.arrived:
-                self._arrive()
             self._enter()
         else:
             with self.departures.timed():
@@ -182,23 +175,17 @@ class SlotSequencer(SlotPosition):
                 target = None
         if target is None or not (self.arrived or self._complete()):
             self._use_again(unit)
-            return
-        if not self.arrived:
-            self._arrive()
-        self._enter()
+        else:
+            self._enter()
 
     def _begin_backward(self) -> None:
         """Pass over the forward slots of a micro-step whose backward pass begins without a forward pass of its own."""
         if self.side.is_open:
             self.side.end()
         if self.step_pending:
-            raise self.place.error(
-                f"backward ran again before optimizer.step(), after the last backward pass of the step. {MORE}"
-            )
+            raise self.place.error(f"backward {_AGAIN}")
         self.departures.counts["ran a backward pass without a forward pass of its own"] += 1
         while self.period.slots[self.next_slot].phase == "F":
-            if not self.arrived:
-                self._arrive()
             self._enter()
 
     def _pass_over(self, ended: bool = False) -> bool:
@@ -216,9 +203,7 @@ class SlotSequencer(SlotPosition):
         return True
 
     def _complete(self, ended: bool = False) -> bool:
-        """Complete the gradients whose last slot compute is about to leave; return False if autograd, unless the pass
-        has ``ended``, will bring more.
-        """
+        """Complete the gradients whose last slot compute is about to leave, as in :meth:`PassGradients.complete`."""
         last = self._tables.last[self.next_slot - 1]
         if not last or self.entered is None:
             return True
@@ -280,8 +265,7 @@ class SlotSequencer(SlotPosition):
     def _issue(self, q: int, last: int | None = None) -> None:
         """Issue the messages of the slots up to ``q``, none behind the ``last``."""
         through = self.schedule.issued[q] if last is None else min(self.schedule.issued[q], last + 1)
-        last_number = self.first_number + through
-        while self.queue.issued < last_number:
+        while self.queue.issued < self.first_number + through:
             self.wire.issue(self.ledger.slots[q].live)
 
     def _send_early(self) -> None:
@@ -315,7 +299,9 @@ class SlotSequencer(SlotPosition):
             self.excess.ended(ended, measured)
 
     def _enter(self) -> None:
-        """Wait for the messages and bytes that the slot at ``next_slot`` needs, then let compute go on."""
+        """Arrive, wait for the messages and bytes that the slot at ``next_slot`` needs, then let compute go on."""
+        if not self.arrived:
+            self._arrive()
         q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
         name = self._names[q]
         with lock:
@@ -327,13 +313,11 @@ class SlotSequencer(SlotPosition):
             self.queue.admission.reserve(slot.allocated)
             self.account.set_activations(slot.peak)
         for storage in self._tables.opens[q]:
-            if storage.guard.is_open:  # open between its slots: the loop could have changed it
-                detached = storage.find_rebound_param()
-                if detached is not None:
-                    raise self.place.error(
-                        f"{detached} was given other memory (.data, model.to()): change values in place, or close() "
-                        "first"
-                    )
+            # open between its slots: the loop could have changed it
+            if storage.guard.is_open and (detached := storage.find_rebound_param()) is not None:
+                raise self.place.error(
+                    f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
+                )
             storage.guard.open()
         self.entered = self.recorder.stamp()
         self.arrived, self.next_slot = False, (q + 1) % self.period.length

@@ -1,5 +1,4 @@
-"""The slots of a plan as compute goes through them: where it is, what happens at each, which gradients have come, and
-which activations are beyond the profiled ones.
+"""The slots of a plan as compute goes through them: the place, gradients so far, activations beyond the profiled ones.
 """
 
 from __future__ import annotations
@@ -83,10 +82,8 @@ class SlotPosition:
     @property
     def has_gradients(self) -> bool:
         """Return whether a backward pass of the current iteration has begun."""
-        return (
-            self.step_pending
-            or (self.next_slot - self.period.turn) % self.period.length > self.plan.profile.forward_slots
-        )
+        behind_turn = (self.next_slot - self.period.turn) % self.period.length
+        return self.step_pending or behind_turn > self.plan.profile.forward_slots
 
     @property
     def after_micro_step(self) -> bool:
@@ -121,26 +118,18 @@ class SlotTables:
                     self.closes[end].append(storage)
                 if storage.trainable:
                     self.last[end].append(u)
-        self.early = _leaving_early(plan)
-
-
-def _leaving_early(plan: Plan) -> dict[int, list[dict[int, range]]]:
-    out: dict[int, list[dict[int, range]]] = {}
-    for message, part in zip(plan.messages, plan.schedule.ready, strict=True):
-        if part < 1:
+        self.early: dict[int, list[dict[int, range]]] = {}
+        for message in (m for m, part in zip(plan.messages, plan.schedule.ready, strict=True) if part < 1):
             carried: dict[int, range] = {}
             for u, b in message.parts:
                 indices = parameters_in_block(plan.profile, u, plan.blocks[u], b)
                 known = carried.setdefault(u, indices)
                 carried[u] = range(min(known.start, indices.start), max(known.stop, indices.stop))
-            out.setdefault(message.slot, []).append(carried)
-    return out
+            self.early.setdefault(message.slot, []).append(carried)
 
 
 class PassGradients:
-    """Gradients of a pass, which units take (:meth:`UnitStorage.take_gradient`) until all have come. ``scale``: the
-    factor that averages over ranks, in the last micro-step.
-    """
+    """Gradients of a pass, until all have come. ``scale``: averages over ranks, in the last micro-step."""
 
     def __init__(self, plan: Plan, storages: Sequence[UnitStorage], reentrant: ReentrantPasses) -> None:
         self._reentrant, self._storages, self.scale = reentrant, storages, 1.0 / plan.world
@@ -238,8 +227,7 @@ class ActivationExcess:
 
     Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by slot,
     its excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in flight the
-    slot runs all the same: its own bytes cannot be delayed. Such a step is counted, and the first one is warned about,
-    or ``raises``.
+    slot runs all the same. Such a step is counted, and the first one is warned about, or ``raises``.
     """
 
     def __init__(
@@ -283,9 +271,7 @@ class ActivationExcess:
             self._above.append((above, slot, -1 if activations is None else activations))
 
     def read(self, step: int, meter: Meter) -> None:
-        """Record, at its end, the peak of a step whose slots are not read: one of the first, or one with a larger
-        batch.
-        """
+        """Record the peak of a step whose slots are not read, at its end: of the first ones and of larger batches."""
         if self.budget is None or not (step < self._first + _FIRST or self.is_larger):
             return
         peak = (meter.window() or {}).get(TOTAL)
@@ -302,30 +288,27 @@ class ActivationExcess:
 
     def end_step(self, step: int) -> tuple[int, int]:
         """Return (slots of the step above the budget, most bytes above it). Warns once, or raises OverBudget."""
-        above = self._above
-        self._above = []
-        if above and self._raises:
-            raise OverBudget(self._said(step, *max(above)))
-        if above and not self._has_warned:
-            self._has_warned = True
+        above, self._above = self._above, []
+        if above and (self._raises or not self._has_warned):
             text = self._said(step, *max(above))
+            if self._raises:
+                raise OverBudget(text)
+            self._has_warned = True
             warnings.warn(f"{text}. Shown once; parallel.records() lists every step", stacklevel=3)
         self._batch.restart()
         return len(above), max((size for size, *_ in above), default=0)
 
     def _said(self, step: int, above: int, slot: int, activations: int) -> str:
         assert self.budget is not None
-        sizes = None if self._batch.sizes is None else in_words(self._batch.sizes)
         text = f"rank {self._rank}, step {step}: {above / MIB:.2f} MiB above the budget of {self.budget / MIB:.2f} MiB"
         if slot >= 0:
             text += f" in {self._in_words(slot)}"
         if activations >= 0:
             measured = self._slots[slot].peak
             text += f", where activations take {activations / MIB:.2f} MiB; measured: {measured / MIB:.2f} MiB"
-        if self.is_larger and self._profiled is not None:
-            text += (
-                f". The batch is {sizes}, the measured one was {in_words(self._profiled)}: measure the largest batch"
-            )
+        if self.is_larger and self._batch.sizes is not None and self._profiled is not None:
+            sizes, profiled = in_words(self._batch.sizes), in_words(self._profiled)
+            text += f". The batch is {sizes}, the measured one was {profiled}: measure the largest batch"
         elif self._left_out:
             text += f". The measured step left out {', '.join(self._left_out)}: measure one that runs all layers"
         else:
@@ -333,8 +316,7 @@ class ActivationExcess:
                 ". The loop keeps what the measured step does not, such as a state dict, or outputs of a step or of an "
                 "evaluation that a variable holds until the next step: delete it before backward()"
             )
-        more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
-        return f"{text}, {more}"
+        return f"{text}, or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
 
     def _beyond(self, measured: int, profiled: int) -> int:
         return max(0, measured - profiled - self._reserve)

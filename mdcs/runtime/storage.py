@@ -1,5 +1,4 @@
-"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Memory is given and taken here, and
-booked.
+"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Memory is given, taken and booked here.
 
 A sharded unit's full parameters come with the plan's first gather of it, and go at the end of the slot that the plan
 says. A unit is *outside* of the plan while its full parameters are held although the plan has freed them: it was used
@@ -35,8 +34,7 @@ class UnitStorage:
 
     At first the unit is whole and its parameters are views with their values; parameters from the meta device get
     memory on the device of ``context``, filled with NaN. :meth:`init_shards` then keeps only what the strategy keeps at
-    rest. ``before``: the storage that another plan has of the unit. Its full buffer is used on; :meth:`take_over`
-    follows.
+    rest. ``before``: another plan's storage of the unit. Its full buffer is used on; :meth:`take_over` follows.
 
     - ``parts``: ranks among which updates are divided. Ranks with the same part are replicas.
     - ``replica``: (number of this rank among the replicas of its part, number of replicas).
@@ -60,16 +58,25 @@ class UnitStorage:
         self.offsets, self.full_bytes = plan.offsets[unit], self.layout.param_bytes
         self.bytes_at_rest = sum(at_rest(unit_rows(plan.period, unit, self.strategy)).values())
         self.device = context.device if self.parameters[0].is_meta else self.parameters[0].device
-        self.places = self._lay_out()
-        ordered = sorted(self.places, key=lambda place: place.offset)
-        begins, ends = [place.offset for place in ordered], [place.offset + place.numel for place in ordered]
-        gaps = zip([0, *ends], [*begins, self.layout.elements], strict=True)
+        starts = (0, *itertools.accumulate([aligned(p.numel()) for p in self.parameters[:-1]]))
+        self.places = [
+            ParameterPlace(offset, p.numel(), p.shape, dense_order(p))
+            for p, offset in zip(self.parameters, self.layout.offsets if self.layout.is_whole else starts, strict=True)
+        ]
+        bounds = [at for place in sorted(self.places) for at in (place.offset, place.offset + place.numel)]
+        gaps = zip([0, *bounds[1::2]], [*bounds[::2], self.layout.elements], strict=True)
         self._padding = [slice(begin, end) for begin, end in gaps if begin < end]
         self.block_slices = [slice(o, o + size) for o, size in zip(self.offsets, self.blocks, strict=True)]
         self.owned = self.owned_slices(self.rank)
         self.gradient_dtype: torch.dtype = getattr(torch, planned.dtype_on_wire(is_gather=False))
         self.master_dtype: torch.dtype | None = getattr(torch, planned.master_dtype) if planned.master_dtype else None
-        self.flat_param: Tensor = self._flattened() if before is None else before.flat_param
+        self._has_shard = self.strategy.sharded or self.master_dtype is not None
+        if before is None:
+            with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
+                self.flat_param = torch.zeros(self.layout.elements, dtype=self.parameters[0].dtype, device=self.device)
+            self.move_back(keep_changes=True)
+        else:
+            self.flat_param = before.flat_param
         self.shard: Tensor | None = None
         self.gradient: Tensor | None = None
         self._all = set(range(len(parameters)))
@@ -78,48 +85,22 @@ class UnitStorage:
         self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
         self.guard = Guard(parameters, refuse)
 
-    def _flattened(self) -> Tensor:
-        """Return the full buffer, of which the parameters are views from now on."""
-        with self.meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
-            flat = torch.zeros(self.layout.elements, dtype=self.parameters[0].dtype, device=self.device)
-        with torch.no_grad():
-            for p, place in zip(self.parameters, self.places, strict=True):
-                view = place.view(flat)
-                if p.is_meta:
-                    leave_meta(p, view.fill_(torch.nan))
-                else:
-                    view.copy_(p.detach())
-                    p.data = view
-        return flat
-
-    def _lay_out(self) -> list[ParameterPlace]:
-        sizes = [aligned(p.numel()) for p in self.parameters]
-        offsets = self.layout.offsets if self.layout.is_whole else (0, *itertools.accumulate(sizes[:-1]))
-        return [
-            ParameterPlace(offset, p.numel(), p.shape, dense_order(p))
-            for p, offset in zip(self.parameters, offsets, strict=True)
-        ]
-
     def init_shards(self) -> None:
         """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
         if self._has_shard:
             with self.meter.tag("parameters" if self.master_dtype is None else "optimizer"):
                 size, dtype = self.layout.elements // self.parts, self.master_dtype or self.flat_param.dtype
                 self.shard = torch.empty(size, dtype=dtype, device=self.device)
-        self.shard_from(self.flat_param)
+            for b, part in enumerate(self.owned):
+                self.owned_shard(b).copy_(self.flat_param[part])
         if self.strategy.sharded:
             self._resize(0)
-
-    @property
-    def _has_shard(self) -> bool:
-        return self.strategy.sharded or self.master_dtype is not None
 
     def stays_in_parts(self, before: UnitStorage) -> bool:
         """Return whether this rank needs nothing of others to :meth:`take_over`: it updates what it has updated."""
         if not (self.trainable or before.strategy.sharded):
             return True  # every rank has all of it
-        is_gathered = self.trainable or self.strategy.sharded
-        return (self.parts, self.blocks) == (before.parts, before.blocks) and is_gathered
+        return (self.trainable or self.strategy.sharded) and (self.parts, self.blocks) == (before.parts, before.blocks)
 
     def take_over(self, before: UnitStorage) -> None:
         """Keep what the strategy keeps between steps of what another plan's storage has, which has no memory then.
@@ -161,8 +142,7 @@ class UnitStorage:
 
     def owned_slices(self, rank: int) -> list[slice]:
         """Return the slices of the blocks' parts that ``rank`` updates, in the flat buffers."""
-        cuts = zip(self.offsets, self.blocks, strict=True)
-        return [owned_part(offset, size, self.parts, rank) for offset, size in cuts]
+        return [owned_part(o, size, self.parts, rank) for o, size in zip(self.offsets, self.blocks, strict=True)]
 
     def owned_shard(self, block: int) -> Tensor:
         """Return the part of a block that this rank updates [flat]: of the shard, or else of the full parameters."""
@@ -188,10 +168,8 @@ class UnitStorage:
     def begin_gather(self) -> None:
         """Allocate for the plan's gather. A unit that is outside has its bytes, which are the plan's again."""
         with self._account.lock:
-            if self.is_outside:
-                self._set_outside(False)
-            else:
-                self.allocate()
+            self._set_outside(False)
+            self.allocate()
 
     def take_outside(self) -> None:
         """Hold full parameters outside of the plan from now on; allocate them if the plan does not hold them."""
@@ -236,15 +214,10 @@ class UnitStorage:
         for b in (blocks or range(len(self.blocks))) if self.shard is not None else ():
             self.flat_param[self.owned[b]].copy_(self.owned_shard(b))
 
-    def shard_from(self, whole: Tensor) -> None:
-        """Copy this rank's parts into the shard, from a whole flat tensor."""
-        for b in range(len(self.blocks) if self.shard is not None else 0):
-            self.owned_shard(b).copy_(whole[self.owned[b]])
-
     def update_shard_from_flat(self) -> None:
         """Update the shard from changed full parameters. Masters keep their precision where nothing changed."""
-        for b in range(len(self.blocks) if self.shard is not None else 0):
-            mine, now = self.owned_shard(b), self.flat_param[self.owned[b]]
+        for b, part in enumerate(self.owned if self.shard is not None else ()):
+            mine, now = self.owned_shard(b), self.flat_param[part]
             mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
 
     def move(self, device: torch.device) -> None:
@@ -254,10 +227,13 @@ class UnitStorage:
                 p.data = p.detach().to(device, copy=True)
 
     def move_back(self, keep_changes: bool) -> None:
-        """Make the parameters views of the full buffers again; copy their values there if ``keep_changes``."""
+        """Make the parameters views of the full buffer; copy their values there if ``keep_changes``."""
         with without_torch_function(), torch.no_grad():
             for p, place in zip(self.parameters, self.places, strict=True):
                 view = place.view(self.flat_param)
+                if p.is_meta:
+                    leave_meta(p, view.fill_(torch.nan))
+                    continue
                 if keep_changes:
                     view.copy_(p)
                 p.data = view
@@ -369,12 +345,12 @@ class UnitStorage:
         whether no rank has. ``reduced``: the part's gradient.
         """
         out, part = [], self.owned[block]
-        for i in self.unused:
-            place = self.places[i]
-            begin, end = max(place.offset, part.start), min(place.offset + place.numel, part.stop)
+        for place in (self.places[i] for i in self.unused):
+            begin = max(place.offset, part.start) - part.start
+            end = min(place.offset + place.numel, part.stop) - part.start
             if begin < end:
-                piece = reduced[begin - part.start : end - part.start]
-                out.append((slice(begin - part.start, end - part.start), (torch.signbit(piece) & (piece == 0)).all()))
+                piece = reduced[begin:end]
+                out.append((slice(begin, end), (torch.signbit(piece) & (piece == 0)).all()))
         return out
 
 

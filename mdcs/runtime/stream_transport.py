@@ -1,5 +1,4 @@
-"""Sends messages on streams of a device that executes in order what the host enqueues: no threads, no waits on the
-host.
+"""Sends messages on streams of a device that executes in order what the host enqueues: without threads and waits.
 
 When the training thread issues a message, it enqueues all of it behind compute's present point:
 
@@ -24,7 +23,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from mdcs.plan.lifetimes import max_in_flight_bytes
 from mdcs.runtime.messages import Transfer, Update
@@ -36,27 +35,14 @@ _STEPS_AHEAD = 2
 """Iterations that the host may be ahead of the device."""
 
 
-class _Sent(NamedTuple):
-    """An enqueued message that compute does not wait for yet: its end, and gradients to free after the wait."""
-
-    end: Any
-    gradients: Gradients
-
-
-class _Updating(NamedTuple):
-    """An enqueued update that the communication stream does not wait for yet."""
-
-    end: Any
-    update: Update
-
-
 class StreamTransport(Wire):
     """Enqueues messages; see the module. What fails here fails in the training thread: there is no other."""
 
     def _begin(self) -> None:
         self.executor = self.context.executor
-        self._sent: deque[_Sent] = deque()
-        self._updating: deque[_Updating] = deque()
+        # messages that compute does not wait for yet: (end, gradients to free after the wait)
+        self._sent: deque[tuple[Any, Gradients]] = deque()
+        self._updating: deque[Update] = deque()  # updates that the communication stream does not wait for yet
         self._ends: deque[Any] = deque()  # marks of the ends of iterations
         # enqueues the updates that wait for the loop, and ends their message
         self._held: Callable[[], None] | None = None
@@ -114,9 +100,9 @@ class StreamTransport(Wire):
         self._send(number, frees_gradients=False)
         if self._updating:
             self._wait_for_update()
-        sent = self._sent.pop()
-        self.executor.wait_event(sent.end)
-        self.free_gradients(sent.gradients)
+        end, gradients = self._sent.pop()
+        self.executor.wait_event(end)
+        self.free_gradients(gradients)
 
     def restart(self) -> int:
         """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
@@ -133,8 +119,7 @@ class StreamTransport(Wire):
         end, place, timeout_s = self._ends.popleft(), self.context.place, self.context.timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
-            reason = self.failures.peer_failure()
-            if reason or time.monotonic() >= deadline:
+            if (reason := self.failures.peer_failure()) or time.monotonic() >= deadline:
                 step = place.step - 1 - _STEPS_AHEAD
                 raise place.error(
                     f"{reason}. This rank waited for the GPU to finish step {step}" if reason else
@@ -175,13 +160,13 @@ class StreamTransport(Wire):
 
     def _wait_oldest_on_compute(self) -> None:
         """Make compute wait for the oldest message that it does not wait for yet; then free what that has used."""
-        sent = self._sent.popleft()
-        self.executor.wait_event(sent.end)
+        end, gradients = self._sent.popleft()
+        self.executor.wait_event(end)
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
-        self.free_gradients(sent.gradients)
+        self.free_gradients(gradients)
         # The communication stream's memory: whatever is enqueued there next starts behind a later mark of compute.
         if self._updates(self.queue.done):
-            self.messages.free_shards(self._updating.popleft().update)
+            self.messages.free_shards(self._updating.popleft())
         self.queue.finish()
 
     def _wait_for_updates(self, count: int) -> None:
@@ -193,15 +178,15 @@ class StreamTransport(Wire):
 
     def _updates(self, number: int) -> bool:
         """Return whether the oldest update that the communication stream does not wait for is this message's."""
-        return bool(self._updating) and self._updating[0].update.transfer.number == number
+        return bool(self._updating) and self._updating[0].transfer.number == number
 
     def _wait_for_update(self) -> None:
         with self.executor.on_comm_stream():
-            updating = self._updating.popleft()
-            self.executor.wait_event(updating.end)
+            update = self._updating.popleft()
+            self.executor.wait_event(update.end)
             # The communication stream's memory, which the update has read: the next message's buffers get it behind
-            # this wait. The same holds for the factor on the gradients, which ends with ``updating``.
-            self.messages.free_shards(updating.update)
+            # this wait. The same holds for the factor on the gradients, which ends with ``update``.
+            self.messages.free_shards(update)
 
     # -- one message ----------------------------------------------------------------------------------------------
 
@@ -217,14 +202,13 @@ class StreamTransport(Wire):
                 self._communicate(transfer)
                 end = executor.record_event()
             unfreed = self._free_or_keep(transfer.bytes.gradients_after_link, end, frees_gradients)
-            update = messages.completed_update(transfer)
-            if update is not None:
+            if (update := messages.completed_update(transfer)) is not None:
                 end = self._scale(update, end)
 
             def finish() -> None:
                 last = end if update is None else self._update(update, end)
                 after = self._free_or_keep(transfer.bytes.gradients_after_update, last, frees_gradients)
-                self._sent.append(_Sent(last, unfreed + after))
+                self._sent.append((last, unfreed + after))
 
             if messages.is_held(number):
                 self._held = finish
@@ -241,7 +225,8 @@ class StreamTransport(Wire):
     def _communicate(self, transfer: Transfer) -> None:
         messages, executor = self.messages, self.executor
         messages.launch(transfer)
-        executor.wait_works(transfer.works)  # of gloo; NCCL's collectives are on this stream
+        for work in transfer.works:
+            work.wait()  # of gloo; NCCL's collectives are on this stream
         if self.pacer is not None:
             message = transfer.message
             executor.sleep(self.pacer.link.end(message.kind, messages.plan.wire(message), 0.0, -math.inf))
@@ -249,16 +234,14 @@ class StreamTransport(Wire):
 
     def _scale(self, update: Update, landed: Any) -> Any:
         """Enqueue what the factor on the gradients needs. Return the point behind it."""
-        messages, executor = self.messages, self.executor
-        if messages.scale.is_needed:
-            # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in
-            # an order that may differ between ranks, can block each other.
-            with executor.on_comm_stream():
-                messages.find_scale(update)
-                landed = executor.record_event()
-        else:
-            messages.find_scale(update)
-        return landed
+        if not self.messages.scale.is_needed:
+            self.messages.find_scale(update)
+            return landed
+        # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in an
+        # order that may differ between ranks, can block each other.
+        with self.executor.on_comm_stream():
+            self.messages.find_scale(update)
+            return self.executor.record_event()
 
     def _update(self, update: Update, landed: Any) -> Any:
         """Enqueue the update on its own stream, so that the next collective does not wait for it. Return its end."""
@@ -266,9 +249,9 @@ class StreamTransport(Wire):
         with executor.on_update_stream():
             executor.wait_event(landed)
             self.messages.update(update)
-            end = executor.record_event()
-        self._updating.append(_Updating(end, update))
-        return end
+            update.end = executor.record_event()
+        self._updating.append(update)
+        return update.end
 
     def _free_or_keep(self, gradients: Gradients, end: Any, frees: bool) -> Gradients:
         """Return gradients to free when compute waits for the message; or let it wait now, and free them."""

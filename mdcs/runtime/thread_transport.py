@@ -2,7 +2,6 @@
 
 The *starter* starts messages: gloo copies the payload on the calling thread, which would block compute or an update.
 The *finisher* waits for the oldest message, unpacks it, runs the updates that it completes, and frees its buffers.
-Threads wake each other only if another thread waits for the event.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class ThreadTransport(Wire):
     def _begin(self) -> None:
         self._stop = False
         self._in_flight: deque[Transfer] = deque()
-        self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
-        self._idle = False
+        self._work = threading.Condition(self.lock)  # what the finisher waits for
         self._ready = threading.Condition(self.lock)  # what the starter waits for
         self._progress = threading.Condition(self.lock)  # the training thread waits on this
         self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
@@ -122,20 +120,17 @@ class ThreadTransport(Wire):
     # -- starting -----------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
-        while (number := self._wait_for_next()) is not None:
+        while True:
+            with self.lock:
+                while (number := self._next()) is None and not self._has_ended():
+                    self._ready.wait()
+            if number is None:
+                return
             transfer = self._start(number)
             with self.lock:
                 self._in_flight.append(transfer)
                 self.queue.start()
-                if self._idle:
-                    self._work.notify()
-
-    def _wait_for_next(self) -> int | None:
-        """Wait for a message that can start, and return its number; return None at the end."""
-        with self.lock:
-            while (number := self._next()) is None and not self._has_ended():
-                self._ready.wait()
-        return number
+                self._work.notify()
 
     def _start_ready(self) -> None:
         """Let the starter start the messages that can start now. Without the lock."""
@@ -195,7 +190,12 @@ class ThreadTransport(Wire):
     # -- the finisher -------------------------------------------------------------------------------------------
 
     def _finish_all(self) -> None:
-        while self._has_work():
+        while True:
+            with self.lock:
+                while not self._in_flight and not self._has_ended():
+                    self._work.wait()
+                if not self._in_flight:
+                    return
             self._finish(self._in_flight[0], self._start_ready)
             with self.lock:
                 self._in_flight.popleft()
@@ -206,17 +206,6 @@ class ThreadTransport(Wire):
                     self._wake_all()
             self._start_ready()
 
-    def _has_work(self) -> bool:
-        """Wait for a message in flight; return False at the end."""
-        with self.lock:
-            while not self._in_flight:
-                if self._has_ended():
-                    return False
-                self._idle = True
-                self._work.wait()
-                self._idle = False
-        return True
-
     def _finish(self, transfer: Transfer, begun: Callable[[], None] = lambda: None) -> None:
         messages, number, message = self.messages, transfer.number, transfer.message
         try:
@@ -226,8 +215,7 @@ class ThreadTransport(Wire):
                 self.pacer.hold(number, message.kind, messages.plan.wire(message))
             messages.land(transfer)
             self.free_gradients(transfer.bytes.gradients_after_link)
-            update = messages.completed_update(transfer)
-            if update is not None:
+            if (update := messages.completed_update(transfer)) is not None:
                 messages.find_scale(update)
                 self._hold(number)
                 messages.update(update)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.model.optimizers import Updates
-from mdcs.model.units import ModelUnit
 from mdcs.runtime.communicator import ProcessGroups
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.initialization import broadcast, write
@@ -35,17 +34,14 @@ class Unsharder:
         self.storages, self.place, self._wire = wire.storages, context.place, wire
         self._kept: set[int] = set()
 
-    def _begin(self) -> None:
-        """Keep the units that the plan has gathered by now: the next forward relies on them."""
+    def keep(self) -> set[int]:
+        """Keep the sharded units that are whole now at the end of their use, until the next call. Return them."""
         self._kept = {u for u, s in enumerate(self.storages) if s.strategy.sharded and s.is_full}
-
-    def keep(self, units: Iterable[int]) -> None:
-        """Free these units no more at the end of their use."""
-        self._kept.update(units)
+        return self._kept
 
     def one_by_one(self, units: Iterable[int] | None = None) -> Iterator[UnitStorage]:
         """Gather each of these units (None: all) in turn, and free it before the next one."""
-        self._begin()
+        self.keep()  # what the plan has gathered by now: the next forward relies on it
         for u in range(len(self.storages)) if units is None else units:
             self.unshard(u)
             yield self.storages[u]
@@ -54,16 +50,12 @@ class Unsharder:
     @contextmanager
     def unsharded(self, units: Iterable[int]) -> Iterator[None]:
         """Gather these units, and free them at the end, after an error too."""
-        self._begin()
-        taken = []
-        try:
+        self.keep()
+        with ExitStack() as ends:
             for u in units:
-                taken.append(u)
+                ends.callback(self.reshard, u)
                 self.unshard(u)
             yield
-        finally:
-            for u in taken:
-                self.reshard(u)
 
     def unshard(self, unit: int, to: UnitStorage | None = None) -> None:
         """Make the unit whole and up to date, or what this rank has of it in ``to``; open its parameters."""
@@ -94,13 +86,7 @@ class Unsharder:
             whole[storage.owned[b]] = part
         if storage.strategy.value == "dp":
             return lambda: whole
-        wait = self._wire.start_gather(unit, whole, f"{storage.name}'s {what}", to)
-
-        def gathered() -> Tensor:
-            wait()
-            return whole
-
-        return gathered
+        return self._wire.start_gather(unit, whole, f"{storage.name}'s {what}", to)
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""
@@ -115,10 +101,8 @@ class Evaluation:
     a rank that has finished its batches joins the gathers of the others. No message of the plan may be in flight.
     """
 
-    def __init__(
-        self, context: RunContext, units: Sequence[ModelUnit], unsharder: Unsharder, groups: ProcessGroups
-    ) -> None:
-        self._units, self._storages, self._unsharder, self._groups = units, unsharder.storages, unsharder, groups
+    def __init__(self, context: RunContext, unsharder: Unsharder, groups: ProcessGroups) -> None:
+        self._storages, self._unsharder, self._groups = unsharder.storages, unsharder, groups
         self._place = context.place
         self._slot_bytes = max(slot.peak for slot in context.ledger.slots)
         self._on_demand: set[int] = set()
@@ -126,9 +110,7 @@ class Evaluation:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Have units whole inside the block, for any number of forward passes, or those that are in use
-        (:meth:`enter`). Collective.
-        """
+        """Have all units whole inside the block, or those that are in use (:meth:`enter`). Collective."""
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._unsharder.fits(missing + self._slot_bytes)
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
@@ -136,11 +118,12 @@ class Evaluation:
         with named_range("evaluation"), self._unsharder.unsharded(before):
             try:
                 yield
-                if not at_once:
-                    self._join()
+                # Take part in the gathers of other ranks until all have finished.
+                while not at_once and (unit := self._agree(_NONE)) != _NONE:
+                    self._unsharder.unshard(unit)
+                    self._unsharder.reshard(unit)
             finally:
-                # units still in use: their forward raised
-                for u in (u for u, uses in self._in_use.items() if uses > 0):
+                for u in +self._in_use:  # still in use: their forward raised
                     self._unsharder.reshard(u)
                 self._in_use.clear()
                 self._on_demand.clear()
@@ -162,29 +145,18 @@ class Evaluation:
 
     def keep(self) -> list[int]:
         """Leave the sharded units that are whole to the caller, at the end of the block. Return them."""
-        whole = [u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full]
-        self._unsharder.keep(whole)
-        return whole
+        return sorted(self._unsharder.keep())
 
-    def _join(self) -> None:
-        """Take part in the gathers of other ranks until all have finished."""
-        while (unit := self._agree(None)) is not None:
-            self._unsharder.unshard(unit)
-            self._unsharder.reshard(unit)
-
-    def _agree(self, unit: int | None) -> int | None:
-        """Return the unit that all ranks gather next; None when no rank needs one."""
+    def _agree(self, unit: int) -> int:
+        """Return the unit that all ranks gather next; ``_NONE`` when no rank needs one."""
         with self._place.during("evaluate()"):
-            wanted = {
-                u
-                for (u,) in self._groups.agree_on_call("a forward pass in evaluate()", _NONE if unit is None else unit)
-            } - {_NONE}
+            wanted = {*self._groups.agree_on_call("a forward pass in evaluate()", unit)} - {(_NONE,)}
         if len(wanted) > 1:
-            parts = " and ".join(self._units[u].name for u in sorted(wanted))
+            parts = " and ".join(self._storages[u].name for (u,) in sorted(wanted))
             raise self._place.error(
                 f"ranks evaluate different parts of the model: {parts}. Run the same layers on every rank"
             )
-        return wanted.pop() if wanted else None
+        return wanted.pop()[0] if wanted else _NONE
 
 
 # ---- state dicts and parameters, as the plain model has them
@@ -207,9 +179,7 @@ class Fragment(NamedTuple):
 
 
 def fragments(storage: UnitStorage, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
-    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the flat buffer, without padding,
-    and inside of the slice ``within`` of that buffer.
-    """
+    """Yield the fragments in ``values`` [flat], from element ``start`` of the flat buffer on, inside of ``within``."""
     stop = start + values.numel()
     first, last = (start, stop) if within is None else (max(start, within.start), min(stop, within.stop))
     for p, place in zip(storage.parameters, storage.places, strict=True):
@@ -226,9 +196,7 @@ def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
         yield from fragments(storage, 0, storage.flat_param)
 
 
-def full_state_dict(
-    model: nn.Module, storages: Sequence[UnitStorage], unsharder: Unsharder, *, keep: bool, cpu: bool
-) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, unsharder: Unsharder, *, keep: bool, cpu: bool) -> dict[str, Tensor]:
     """Return the state dict [shapes of the plain model] where ``keep``, else {}. Gathers one unit at a time."""
     values: dict[nn.Parameter, Tensor] = {}
     for storage in unsharder.one_by_one():
@@ -247,49 +215,50 @@ def copy_of(value: Any, cpu: bool) -> Any:
 
 @contextmanager
 def full_parameters(
-    storages: Sequence[UnitStorage], unsharder: Unsharder, units: Sequence[int], *, keep: bool, cpu: bool,
-    writeback: bool, group: dist.ProcessGroup | None,
+    unsharder: Unsharder, units: Sequence[int], *, keep: bool, cpu: bool, writeback: bool,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[None]:  # fmt: skip
     """Hold whole parameters of these ``units`` on the ranks that ``keep`` them. With ``writeback`` rank 0's changes are
     broadcast over ``group`` at the end; otherwise changes are lost.
     """
-    chosen = [storages[u] for u in units]
-    target = torch.device("cpu") if cpu else storages[0].device
-    moved: set[int] = set()  # units whose parameters are copies
+    chosen = [unsharder.storages[u] for u in units]
+    target = torch.device("cpu") if cpu else unsharder.storages[0].device
+    moved: list[UnitStorage] = []  # units whose parameters are copies
     try:
         for storage in unsharder.one_by_one(units):
             if keep:
                 storage.move(target)
-                moved.add(storage.unit)
+                moved.append(storage)
         for storage in chosen:
             storage.guard.open() if keep else storage.guard.close()
         yield
-        for u, storage in zip(units, chosen, strict=True) if writeback else ():
+        for storage in chosen if writeback else ():
             storage.allocate()
             if keep:
                 storage.move_back(keep_changes=True)
-                moved.remove(u)
+                moved.remove(storage)
             with without_autograd(), unsharder.place.during(f"broadcast of {storage.name}"):
                 if group is not None:
                     broadcast(storage.flat_param, group)
                 storage.update_shard_from_flat()
-            unsharder.reshard(u)
+            unsharder.reshard(storage.unit)
     finally:
-        for u in moved:
-            storages[u].allocate()  # a view of freed memory cannot be made
-            storages[u].move_back(keep_changes=False)
-            unsharder.reshard(u)
+        for storage in moved:
+            storage.allocate()  # a view of freed memory cannot be made
+            storage.move_back(keep_changes=False)
+            unsharder.reshard(storage.unit)
         for storage in chosen:
             storage.guard.open() if storage.is_open_between_steps else storage.guard.close()
 
 
 def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int | None) -> str:
-    """Return in words why the whole model, with the optimizer's state and one unit more, does not fit in ``room``
-    (bytes; None: no limit); "" if it does.
+    """Return why the whole model, the optimizer's state and one unit more exceed ``room`` (bytes; None: no limit); ""
+    if they fit.
     """
-    size, trained = 0.0, [p for storage in storages if storage.trainable for p in storage.parameters]
-    size += sum(storage.full_bytes for storage in storages) + max(storage.full_bytes for storage in storages)
-    size += sum(p.numel() * p.element_size() * updates.layout_of(p).tensors(p.element_size()) for p in trained)
+    sizes = [storage.full_bytes for storage in storages]
+    trained = [p for storage in storages if storage.trainable for p in storage.parameters]
+    state = sum(p.numel() * p.element_size() * updates.layout_of(p).tensors(p.element_size()) for p in trained)
+    size = sum(sizes) + max(sizes) + state
     if room is None or size <= room:
         return ""
     return f"the whole model and the optimizer's state take {size / MIB:.1f} MiB of a budget of {room / MIB:.1f} MiB"
@@ -297,15 +266,13 @@ def beyond_budget(storages: Sequence[UnitStorage], updates: Updates, room: int |
 
 def units_of(model: nn.Module, storages: Sequence[UnitStorage], names: Sequence[str], call: str) -> list[int]:
     """Return the units that have these parameters; all for no ``names``. Raises ValueError for an unknown name."""
-    if not names:
-        return list(range(len(storages)))
     known = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ValueError(f"{call}: no parameter is called {name!r}" + f", but {near[0]!r} is" * len(near))
     wanted = {known[name] for name in names}
-    return [u for u, storage in enumerate(storages) if not wanted.isdisjoint(storage.parameters)]
+    return [u for u, storage in enumerate(storages) if not names or not wanted.isdisjoint(storage.parameters)]
 
 
 @torch.no_grad()
@@ -321,11 +288,11 @@ def load_full_state_dict(model: nn.Module, storages: Sequence[UnitStorage], full
             raise KeyError(f"state dict has no {name}")
         if v.shape != full[name].shape:
             raise ValueError(f"{name} is {tuple(v.shape)}, the state dict has {tuple(full[name].shape)}")
+    wholes = {v: full[name] for name, v in named.items()}
     held = {p for storage in storages for p in storage.parameters}
-    for name, v in named.items():
+    for v, whole in wholes.items():
         if v not in held:  # buffers, and parameters without elements, are in no unit
-            write(v, full[name])
-    wholes = {v: full[name] for name, v in named.items() if v in held}
+            write(v, whole)
     for storage in storages:
         for fragment in fragments_in_memory(storage):
             fragment.load(wholes[fragment.parameter])

@@ -51,8 +51,7 @@ class QueuedMessage(NamedTuple):
 class MessageQueue:
     """Order and admission of the messages of a plan, one period in wire order. Not thread-safe.
 
-    - ``has_own_updates``: updates run beside the link, which then carries one message at a time: a message starts when
-      the one before it has landed.
+    - ``has_own_updates``: updates run beside the link: a message starts when the one before it has landed.
     - ``issued``, ``started``, ``landed``, ``updated``, ``done``: messages that have come so far.
     - ``first_period``: number of the prologue.
     """
@@ -63,9 +62,7 @@ class MessageQueue:
         self._begin(0)
 
     def restart(self) -> int:
-        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number.
-        Only the bytes at rest stay reserved.
-        """
+        """Forget the position in the plan, with nothing in flight. Return the number of the prologue that is next."""
         self._begin(self.issued // max(1, self.n) + 1)
         self.admission.restart()
         return self.first_period
@@ -74,8 +71,6 @@ class MessageQueue:
         self.first_period = period
         self.issued = self.started = self.landed = self.updated = self.done = period * self.n
         self._skipped: set[int] = set()  # messages that are passed over when their turn comes
-
-    # -- admission ------------------------------------------------------------------------------------------------
 
     def admits_next(self, activations: int) -> bool:
         """Return whether the next message fits beside ``activations`` bytes of the slot; it does if it is skipped."""
@@ -88,8 +83,6 @@ class MessageQueue:
         """Return whether the next message fits beside ``activations`` and the excess, without waiting for any other."""
         m = self.messages[self.issued % self.n]
         return self.admission.has_room(m.held + activations, m.transient)
-
-    # -- states ---------------------------------------------------------------------------------------------------
 
     def issue(self) -> int | None:
         """Issue the next message: reserve its bytes. Return its number, or None for a message that is passed over."""
@@ -114,9 +107,7 @@ class MessageQueue:
         """Return the message that must be updated, with all before it, before this one starts; negative: none."""
         after, first = number - self.admission.depth, number - number % self.n
         waits_for = self.messages[number - first].waits_for
-        if waits_for < 0 or self.in_prologue(number):
-            return after
-        return max(after, first + waits_for)
+        return after if waits_for < 0 or self.in_prologue(number) else max(after, first + waits_for)
 
     def start(self) -> None:
         """Put the next message on the link."""
@@ -177,8 +168,7 @@ def queue_for(plan: Plan, ledger: Ledger, execution: ExecutionModel, on_streams:
     """Return the queue of a plan, with the bytes of its ledger.
 
     ``on_streams``: gradients that a message has reduced stay until compute comes behind it, and make no room for its
-    own buffers; without a budget the predicted peak is waited for: compute would else wait only where a slot needs a
-    message, and gradients would pile up.
+    own buffers; without a budget the predicted peak is waited for, or gradients would pile up.
     """
     order, sizes, soft_cap = plan.schedule, ledger.folded, None
     if on_streams:
@@ -264,8 +254,7 @@ class Wire:
             return self.queue.has_room(activations)
 
     def restart(self) -> int:
-        """Forget the position in the plan, with nothing in flight, and free what an iteration holds: the next period
-        is a prologue. Return its number."""
+        """Restart the queue (:meth:`MessageQueue.restart`), and free what an iteration holds."""
         with self.lock:
             for storage in self.storages:
                 storage.reset_iteration()
@@ -281,10 +270,8 @@ class Wire:
         queue, plan = self.queue, self.context.plan
         with self.lock:
             self.wait_for(queue.issued, "the messages in flight")
-        if period <= queue.first_period:
-            return  # the prologue reduces nothing
         first = period * queue.n
-        ahead = [
+        ahead = [  # none in the prologue, which skips all reductions
             number
             for number in range(max(queue.issued, first), first + self.messages.last_reduction + 1)
             if not plan.messages[number % queue.n].kind.is_gather and not queue.is_skipped(number)
@@ -310,11 +297,8 @@ class Wire:
             storage.copy_shard_into_flat()
         self.start_gather(unit, storage.flat_param, storage.name, to)()
 
-    def start_gather(
-        self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None
-    ) -> Callable[[], None]:
-        """Begin to gather a flat tensor [elements of the unit] of which every rank has its parts; return what waits for
-        it.
+    def start_gather(self, unit: int, flat: Tensor, what: str, to: UnitStorage | None = None) -> Callable[[], Tensor]:
+        """Begin to gather a tensor [elements of the unit] of which each rank has its parts; return what waits for it.
         """
         call, executor, messages = f"gather of {what}", self.context.executor, self.messages
         with self.context.place.during(call), run_on_comm_stream(executor):
@@ -323,10 +307,12 @@ class Wire:
             else:
                 works, put = messages.recut_flat(unit, flat, to)
 
-        def end() -> None:
+        def end() -> Tensor:
             with self.context.place.during(call), named_range(call), run_on_comm_stream(executor):
-                executor.wait_works(works)
+                for work in works:
+                    work.wait()
                 put()
+            return flat
 
         return end
 

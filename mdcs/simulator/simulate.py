@@ -212,10 +212,9 @@ def _intervals(plan: Plan, trace: Replay) -> list[Interval]:
     messages = trace.seen(trace.spans)
     updates = trace.seen([*trace.spans[:first], *zip(begun, trace.processed[first:], strict=True)])
     for g in sorted({*messages, *updates}):
-        m = plan.messages[g % len(plan.messages)]
-        names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
+        kind, names, wire = plan.labels[g % len(plan.messages)]
         if g in messages:
-            out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, *messages[g], plan.wire(m)))
+            out.append(Interval("message", f"{kind}:{names}", kind, names, *messages[g], wire))
         if g in updates and begun[g - first] < trace.processed[g]:
             out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
     return out

@@ -384,7 +384,7 @@ class Device(TorchDispatchMode):
             self.enqueue(self.current, OPERATION[kind], send, touches=memories)
             return SimpleNamespace(wait=lambda: None)
 
-        return SimpleNamespace(launch=launch, scratch=real.scratch)
+        return SimpleNamespace(launch=launch)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -19,17 +19,6 @@ from tests.mdcs.runtime.training import How, Job, Setup, plan_for
 # ---- the executor's contract
 
 
-class Work:
-    """A collective that is done once it has been waited for."""
-
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def wait(self) -> bool:
-        self.waited += 1
-        return True
-
-
 def busy(device: torch.device) -> Tensor:
     """Some milliseconds of compute on a GPU, none to speak of on a CPU."""
     x = torch.ones(2048 if device.type == "cuda" else 8, 2048 if device.type == "cuda" else 8, device=device)
@@ -73,12 +62,6 @@ def a_pause_takes_its_time(executor: Executor, device: torch.device) -> None:
     assert 0.018 <= executor.seconds(end) - executor.seconds(begin) < 2.0
 
 
-def finish_waits_for_every_work(executor: Executor, device: torch.device) -> None:
-    works = [Work(), Work()]
-    executor.wait_works(works)  # type: ignore[arg-type]
-    assert [w.waited for w in works] == [1, 1]
-
-
 def stamps_are_on_one_clock(executor: Executor, device: torch.device) -> None:
     begin = executor.record_timestamp()
     busy(device)
@@ -111,7 +94,6 @@ CONTRACT = (
     compute_sees_what_it_waits_for,
     the_host_can_wait,
     a_pause_takes_its_time,
-    finish_waits_for_every_work,
     stamps_are_on_one_clock,
     communicating_is_left_again,
 )

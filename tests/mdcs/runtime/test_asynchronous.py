@@ -210,7 +210,7 @@ def _free_shards_when_enqueued(patch: pytest.MonkeyPatch) -> None:
 
     def then_free(self: StreamTransport, *arguments: Any) -> Any:
         end = update(self, *arguments)
-        self.messages.free_shards(self._updating.pop().update)
+        self.messages.free_shards(self._updating.pop())
         return end
 
     patch.setattr(StreamTransport, "_update", then_free)

@@ -25,8 +25,8 @@ def numbers(elements: int, rank: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 def start(communicator: Communicator, kind: Kind, buffer: Tensor) -> tuple[PendingCollective, Tensor]:
     """A running collective, and where its result will be."""
-    elements, out = buffer.numel(), torch.empty(buffer.numel() // communicator.world, dtype=buffer.dtype)
-    scratch = torch.empty(communicator.scratch(kind, elements), dtype=buffer.dtype)
+    out = torch.empty(buffer.numel() // communicator.world, dtype=buffer.dtype)
+    scratch = torch.empty_like(out)
     return communicator.launch(kind, buffer, scratch, out), out if kind is Kind.RS else buffer
 
 

@@ -28,9 +28,6 @@ class Streams:
     def wait_event(self, mark: int) -> None:
         self.current.append(mark)
 
-    def wait_works(self, works: Any) -> None:
-        pass
-
     def on_comm_stream(self) -> Any:
         return nullcontext()
 

@@ -109,7 +109,7 @@ class ModelState:
 
         Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer.
         """
-        dicts = optimizer_state.as_list(saved)
+        dicts = [saved] if isinstance(saved, Mapping) else list(saved)
         if len(dicts) != len(self.optimizers):
             counts = f"there are {len(self.optimizers)} optimizers, and {len(dicts)} state dicts"
             raise ValueError(f"{counts}: give one for each")

@@ -11,30 +11,30 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options, is_plain, numbers_of, same_options
+from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options, is_plain, numbers_of, options_of, same_options
 from mdcs.model.units import UnsupportedModel
 
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Classes that need no trial: torch's functions update their shards."""
 
 _SCALES = 1, 1, 1e-3, 1e3, 1  # of the values and of each step's gradients: limits may be anywhere
-_MOST = 1 << 16
-"""Elements of a tensor in the trial: larger parameters are tried smaller. Sizes from which optimizers differ are below.
-"""
+_MOST = 1 << 16  # elements of a tensor in the trial, more than the sizes from which optimizers differ
 _FEWEST = 192  # elements that are cut into pieces
 _RATE = 1e-2  # where a schedule begins with 0
 _ROUNDING = 1e-9  # of float64, in which the trial runs
 _KEEP = "in another way for each piece of the parameters: keep it in self.state[p]"
 _REMEDY = " (of one that stacks parameters: put each into a parameter group of its own)"
+
 
 @dataclass(frozen=True)
 class StateLayout:
@@ -78,18 +78,12 @@ def state_layouts(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[int, ...
     groups = tuple(range(len(optimizer.param_groups)))
     if type(optimizer) in FUNCTIONAL:
         return [(groups, _known(optimizer))]
-    if _needs_closure(optimizer):
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         raise _refused(optimizer, "its step() needs a closure, which runs forward and backward again")
     layouts = [_tried(optimizer, group) for group in optimizer.param_groups]
-    out = []
-    for whole in (False, True):
-        members = tuple(i for i in groups if layouts[i].whole is whole)
-        if members:
-            layout = StateLayout(whole=whole)
-            for i in members:
-                layout |= layouts[i]
-            out.append((members, layout))
-    return out
+    kinds = [tuple(i for i in groups if layouts[i].whole is whole) for whole in (False, True)]
+    return [(members, functools.reduce(operator.or_, [layouts[i] for i in members])) for members in kinds if members]
 
 
 _TRIED: dict[tuple[Any, ...], StateLayout] = {}
@@ -98,7 +92,7 @@ _TRIED: dict[tuple[Any, ...], StateLayout] = {}
 
 def _tried(optimizer: torch.optim.Optimizer, group: Options) -> StateLayout:
     """Return the state of a parameter group, on flat pieces if these become what whole parameters become."""
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+    options = {k: v for k, v in options_of(group).items() if k != "initial_lr"}
     if not float(options.get("lr", _RATE)):
         options["lr"] = optimizer.defaults.get("lr") or _RATE
     counts = Counter(_smaller(p.shape) for p in group["params"] if p.numel()) or Counter({(12, 16): 1})
@@ -129,26 +123,18 @@ def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _known(optimizer: torch.optim.Optimizer) -> StateLayout:
-    """SGD has one state tensor with momentum; Adam and AdamW two moments, a third with amsgrad, and a step count. Fused
-    updates need no scratch.
-    """
+    """SGD has one state tensor with momentum; Adam and AdamW two moments, a third with amsgrad, and a step count."""
     groups = optimizer.param_groups
     decayed = any(g["weight_decay"] for g in groups)
     if type(optimizer) is torch.optim.SGD:
-        keys: dict[str, torch.dtype | None] = {"momentum_buffer": None} if any(g["momentum"] for g in groups) else {}
-        layout, scratch = StateLayout(keys), int(decayed) + int(any(g["nesterov"] for g in groups))
+        keys = ["momentum_buffer"] if any(g["momentum"] for g in groups) else []
+        scratch = int(decayed) + int(any(g["nesterov"] for g in groups))
+        layout = StateLayout(dict.fromkeys(keys), scratch=scratch)
     else:
-        keys = {"exp_avg": None, "exp_avg_sq": None}
-        keys |= {"max_exp_avg_sq": None} if any(g["amsgrad"] for g in groups) else {}
-        layout = StateLayout(keys, frozenset({"step"}), fixed=4)
+        keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if any(g["amsgrad"] for g in groups) else ())]
         scratch = 2 + int(decayed and type(optimizer) is torch.optim.Adam)
-    fused = any(g.get("fused") for g in groups)
-    return StateLayout(layout.per_element, layout.replicated, fixed=layout.fixed, scratch=0 if fused else scratch)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+        layout = StateLayout(dict.fromkeys(keys), frozenset({"step"}), fixed=4, scratch=scratch)
+    return replace(layout, scratch=0) if any(g.get("fused") for g in groups) else layout
 
 
 def _refused(
@@ -179,7 +165,7 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Trial:
-    """A few steps on a parameter group with these ``shapes``, which other ways to update it must give the same. One
+    """A few steps on a group of parameters of these ``shapes``, which other ways to update it must give the same. One
     more parameter is in a group beside it, as a step may depend on all groups.
     """
 
@@ -187,6 +173,7 @@ class _Trial:
         self, optimizer: torch.optim.Optimizer, options: Options, shapes: Sequence[Sequence[int]], device: torch.device
     ) -> None:
         self._optimizer, self._options = optimizer, options
+        self._refused = functools.partial(_refused, optimizer)
         random, own = torch.Generator().manual_seed(0), [*shapes, shapes[0]]
         self._start, *self._gradients = (
             [torch.randn(*shape, dtype=torch.float64, generator=random).to(device) * scale for shape in own]
@@ -215,9 +202,7 @@ class _Trial:
     def _apart(
         self, places: Sequence[Tensor], gradients_of: Callable[[list[Tensor]], Iterable[Tensor]]
     ) -> list[dict[str, Any]]:
-        """Update tensors one after the other as the runtime does, with one object for all; return their state.
-        Gradients are overwritten after the step: no state may be a view of them.
-        """
+        """Update tensors one after the other as the runtime does, with one object for all; return their state."""
         like = same_options(self._optimizer, self._options, torch.zeros_like(self._start[0]))
         counts = Counts(like) if self._counted else None
         made = FlatOptimizer(like, counts=counts is not None)
@@ -225,11 +210,11 @@ class _Trial:
         for gradients in self._gradients:
             if counts is not None:
                 counts.look_ahead()
-            options = {k: v for k, v in like.param_groups[0].items() if k != "params"}
+            options = options_of(like.param_groups[0])
             for i, gradient in enumerate(gradients_of(gradients)):
                 copied = gradient.clone()
                 states[i] = dict(made.step(options, places[i], copied, states[i]))
-                copied.fill_(torch.nan)
+                copied.fill_(torch.nan)  # no state may be a view of it
             if counts is not None:
                 counts.move_on()
         numbers = numbers_of(like)
@@ -257,23 +242,23 @@ class _Trial:
             places, moved = [slice(a, b) for a, b in zip(cuts[:count], cuts[1:], strict=False)], flat(self._start)
             pieces = [moved[place] for place in places]
             apart = functools.partial(self._apart, pieces, lambda own: [flat(own)[place] for place in places])  # noqa: B023
-            states = self._try(f"{self._as_a_whole()}: on a flat piece it raises", apart, _ActsOnWhole)
+            states = self._try("on a flat piece it raises", apart, _ActsOnWhole)
             if not _alike(updated[: cuts[count]], moved[: cuts[count]]):
-                raise self._acts_on_whole("a parameter differs when updated piece by piece")
+                raise self._refused("a parameter differs when updated piece by piece", _ActsOnWhole)
         per_element: dict[str, torch.dtype | None] = {}
         replicated: dict[str, Any] = {}
         for key in dict.fromkeys(k for state in (*self._states, *states) for k, v in state.items() if v is not None):
             values, parts = [state.get(key) for state in self._states], [state.get(key) for state in states]
             if [getattr(v, "shape", None) for v in values] == [p.shape for p in self._parameters]:
                 if [getattr(part, "shape", None) for part in parts] != [piece.shape for piece in pieces]:
-                    raise self._acts_on_whole(f"its {key} is not made piece by piece")
+                    raise self._refused(f"its {key} is not made piece by piece", _ActsOnWhole)
                 if not _alike(flat(values), torch.cat(parts)):
-                    raise self._acts_on_whole(f"its {key} differs when updated piece by piece")
+                    raise self._refused(f"its {key} differs when updated piece by piece", _ActsOnWhole)
                 per_element[key] = None if values[0].dtype == torch.float64 else values[0].dtype
             elif all(_alike(values[0], other) for other in (*values, *parts)):
                 replicated[key] = values[0]
             else:
-                raise self._acts_on_whole(f"its {key} differs from piece to piece")
+                raise self._refused(f"its {key} differs from piece to piece", _ActsOnWhole)
         plain = frozenset(key for key, value in replicated.items() if not isinstance(value, Tensor))
         fixed = sum(value.nbytes for value in replicated.values() if isinstance(value, Tensor))
         return StateLayout(
@@ -302,10 +287,6 @@ class _Trial:
             layout |= StateLayout(per_element, frozenset(known) - per_element.keys(), plain, whole=True)
         return layout
 
-    def _as_a_whole(self) -> str:
-        kind = "matrices" if any(p.dim() > 1 for p in self._parameters) else "parameters"
-        return f"it updates {kind} as a whole, and a shard is a flat piece of them"
-
     def _try(self, what: str, work: Callable[[], Any], kind: type[UnsupportedModel] = UnsupportedModel) -> Any:
         try:
             return work()
@@ -313,12 +294,6 @@ class _Trial:
             raise
         except Exception as e:
             raise self._refused(f"{what} {type(e).__name__}: {e}", kind) from e
-
-    def _acts_on_whole(self, reason: str) -> UnsupportedModel:
-        return self._refused(f"{self._as_a_whole()}: {reason}", _ActsOnWhole)
-
-    def _refused(self, reason: str, kind: type[UnsupportedModel] = UnsupportedModel) -> UnsupportedModel:
-        return _refused(self._optimizer, reason, kind)
 
 
 def _alike(a: Any, b: Any) -> bool:

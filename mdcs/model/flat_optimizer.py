@@ -14,13 +14,18 @@ from torch import Tensor
 Options = Mapping[str, Any]
 
 
+def options_of(group: Options) -> dict[str, Any]:
+    """Return the options of a parameter group: what it has besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def same_options(
     optimizer: torch.optim.Optimizer, group: Options, *parameters: Tensor, beside: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
     """Return a new optimizer of the same class for other parameters [any shapes] with the options of one of its groups,
     and the options that the class keeps as attributes. ``beside``: parameters of a second group.
     """
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+    options = {k: v for k, v in options_of(group).items() if k != "initial_lr"}
     attributes = {k: v for k, v in vars(optimizer).items() if is_plain(v)}
     accepted, known = inspect.signature(type(optimizer)).parameters, {**attributes, **optimizer.defaults, **options}
     required = [k for k, p in accepted.items() if p.default is p.empty and k in known]
@@ -72,8 +77,8 @@ class FlatOptimizer:
 class Counts:
     """Numbers that an optimizer counts in its groups or on its object. A plain loop's ``step()`` moves them on once.
 
-    The runtime steps one piece after the other, each with the numbers that the iteration began with. What they are
-    after it is found by a step for all groups, on a tensor of a few elements each.
+    The runtime steps one piece after the other, each with the numbers that the iteration began with. Those after it are
+    found by a step for all groups, on a tensor of a few elements each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -87,7 +92,7 @@ class Counts:
     @torch.no_grad()
     def look_ahead(self) -> None:
         """Find the numbers after the next step."""
-        made, before = self._made, [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        made, before = self._made, [*map(options_of, self._optimizer.param_groups)]
         made.param_groups = [
             {**copy.deepcopy(group), "params": [p]} for group, p in zip(before, self._small, strict=True)
         ]
@@ -110,9 +115,8 @@ class Counts:
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the options of an optimizer's groups, and the numbers of its object, by name, in words."""
-    options = {
-        f"{k} of its parameter groups": repr(v) for g in optimizer.param_groups for k, v in g.items() if k != "params"
-    }
+    groups = map(options_of, optimizer.param_groups)
+    options = {f"{k} of its parameter groups": repr(v) for group in groups for k, v in group.items()}
     return options | {f"its attribute {name}": repr(number) for name, number in _numbers(vars(optimizer))}
 
 

@@ -26,11 +26,7 @@ from mdcs.torch_compat import tree_leaves, without_torch_function
 GRADIENT, THAW = ".grad", "requires_grad_"
 
 Refuse = Callable[[str, str], Exception | None]
-"""(parameter's name, use) -> the exception to raise, or None to allow the use.
-
-The use is a torch function's name, GRADIENT or THAW.
-"""
-
+"""(parameter's name, use) -> exception to raise, or None to allow this: a torch function's name, GRADIENT or THAW."""
 
 _ASSIGNMENTS = ("__setitem__", ".data =")
 
@@ -46,18 +42,12 @@ def only_reads(use: str) -> bool:
 
 
 _TENSOR: Any = Tensor  # typed Any: its attributes are descriptors, and its annotations do not say so
-
-
-def _getters(*names: str) -> set[Any]:
-    return {getattr(_TENSOR, name).__get__ for name in names if hasattr(_TENSOR, name)}
-
-
 _HARMLESS = {
-    *_getters(
+    *(getattr(_TENSOR, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn",
         "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu",
         "names", "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
-    ),
+    ) if hasattr(_TENSOR, name)),
     *(getattr(Tensor, name) for name in (
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
         "is_floating_point", "is_complex", "is_inference", "get_device", "register_hook", "__len__",
@@ -78,8 +68,8 @@ _NAMES = {
 
 
 class GuardedParameter:
-    """Base class of closed parameters, mixed with the parameter's own class; ``guard`` is the guard of all of them,
-    weak: a class is garbage that is collected late, and must not keep parameters alive until then.
+    """Base class of closed parameters, mixed with the parameter's own class. ``guard``: that of all of them, weak: a
+    class is garbage that is collected late, and must not keep parameters alive until then.
     """
 
     guard: weakref.ref[Guard]
@@ -116,19 +106,19 @@ def _refuse(parameter: GuardedParameter, what: str) -> None:
             f"this parameter cannot be used any more ({what}): its run was dropped without close(), and it is "
             "sharded. Keep what parallelize() returns, and close() it"
         )
-    guard.refuse(parameter, what)
+    if (error := guard.refuse(guard.name_of(parameter), what)) is not None:
+        raise error
 
 
 class Guard:
     """Opens and closes ``parameters`` together; they start open. ``refuse`` chooses the error of a use while closed."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], refuse: Refuse) -> None:
-        self._refuse, self.is_open = refuse, True
-        closed = {kind: self._closed_class(kind) for kind in {type(p) for _, p in parameters}}
+        self.refuse, self.is_open = refuse, True
+        members = {"guard": weakref.ref(self)}
+        kinds = {type(p) for _, p in parameters}
+        closed = {kind: type(f"Closed{kind.__name__}", (GuardedParameter, kind), members) for kind in kinds}
         self._parameters = [(name, p, type(p), closed[type(p)]) for name, p in parameters]
-
-    def _closed_class(self, opened: type[nn.Parameter]) -> type[nn.Parameter]:
-        return type(f"Closed{opened.__name__}", (GuardedParameter, opened), {"guard": weakref.ref(self)})
 
     def open(self) -> None:
         """Allow every use of the parameters."""
@@ -147,12 +137,6 @@ class Guard:
     def name_of(self, parameter: Any) -> str:
         """Return the name of one of its parameters."""
         return next(name for name, p, _, _ in self._parameters if p is parameter)
-
-    def refuse(self, parameter: Any, what: str) -> None:
-        """Raise the error for this use of the closed ``parameter``, unless the use is allowed."""
-        error = self._refuse(self.name_of(parameter), what)
-        if error is not None:
-            raise error
 
 
 def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:
@@ -174,9 +158,7 @@ _REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 class Alias(NamedTuple):
-    """A tensor that the model holds at ``path``, and the name of the parameter whose memory it shares. The reference is
-    weak: memory that the model has released goes.
-    """
+    """A tensor (weak) that the model holds at ``path``, and the name of the parameter whose memory it shares."""
 
     path: str
     tensor: weakref.ref[Tensor]
@@ -192,6 +174,11 @@ class _Region(NamedTuple):
     name: str
     tensor: Tensor
 
+    @property
+    def place(self) -> Any:
+        """Its elements: equal where they are the same ones."""
+        return self.begin, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
+
 
 def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
     """Return the names of two parameters that share memory (the later first), and whether they share all, or None."""
@@ -202,18 +189,15 @@ def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
         active = [other for other in active if other.space == region.space and other.end > region.begin]
         for other in active:
             if _overlap(region, other):
-                first, later = sorted((region.name, other.name), key=order.__getitem__)
-                pairs.append((later, first, _same(region, other)))
+                first, later = sorted((region, other), key=lambda r: order[r.name])
+                pairs.append((later.name, first.name, first.place == later.place))
         active.append(region)
     return min(pairs, key=lambda pair: order[pair[0]], default=None)
 
 
 def folded_parameter(model: nn.Module) -> str | None:
     """Return the name of a parameter several elements of which are the same memory (``expand`` makes such); or None."""
-    for region in _regions(model.named_parameters()):
-        if region.tensor.numel() * region.tensor.element_size() > region.end - region.begin:
-            return region.name
-    return None
+    return next((r.name for r in _regions(model.named_parameters()) if r.tensor.nbytes > r.end - r.begin), None)
 
 
 def buffer_over_parameter(model: nn.Module) -> Alias | None:
@@ -271,15 +255,11 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         visited.add(id(value))
         if isinstance(value, Tensor):
             yield path, value
+        elif isinstance(value, types.FunctionType):  # not its module's globals
+            inside = value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__
+            queue.extend((path, inner) for inner in inside)
         else:
-            queue.extend((path, inner) for inner in _inside(value))
-
-
-def _inside(value: Any) -> Sequence[Any]:
-    """Return what an object refers to. For a function: its closure and defaults, not its module's globals."""
-    if isinstance(value, types.FunctionType):
-        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    return gc.get_referents(value)
+            queue.extend((path, inner) for inner in gc.get_referents(value))
 
 
 def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
@@ -291,7 +271,8 @@ def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
                 storage = tensor.untyped_storage()
                 if not tensor.numel() or not storage.nbytes():
                     continue
-                size, span = tensor.element_size(), _span(tensor)
+                size, sides = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
+                span = 1 + sum((n - 1) * stride for n, stride in sides)  # elements from first to last, gaps included
             except (RuntimeError, NotImplementedError):  # wrapper subclasses, tensors without strides or without memory
                 continue
             if tensor.is_meta:
@@ -302,27 +283,13 @@ def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
     return sorted(out, key=lambda r: (str(r.space), r.begin, r.end))
 
 
-def _span(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last in memory, gaps included."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _same(a: _Region, b: _Region) -> bool:
-    """Return whether both regions are the same elements in the same places."""
-    with without_torch_function():
-        alike = [(r.begin, r.tensor.dtype, r.tensor.shape, r.tensor.stride()) for r in (a, b)]
-    return alike[0] == alike[1]
-
-
 def _overlap(a: _Region, b: _Region) -> bool:
     """Return whether two regions that intersect share an element: the left and right halves of a matrix share none."""
     with without_torch_function():
-        if (
-            all(_span(r.tensor) == r.tensor.numel() for r in (a, b))
-            or a.tensor.element_size() != b.tensor.element_size()
-        ):
+        sizes = {r.tensor.element_size() for r in (a, b)}
+        if len(sizes) > 1 or all(r.tensor.nbytes == r.end - r.begin for r in (a, b)):
             return True
-        begin, size = min(a.begin, b.begin), a.tensor.element_size()
+        begin, size = min(a.begin, b.begin), sizes.pop()
         taken = torch.zeros((max(a.end, b.end) - begin) // size, dtype=torch.bool, device="cpu")
         places = [taken.as_strided(r.tensor.shape, r.tensor.stride(), (r.begin - begin) // size) for r in (a, b)]
         places[0].fill_(True)

@@ -51,7 +51,6 @@ class Listener(Protocol):
     @property
     def accumulates(self) -> bool:
         """Return whether all passes are side passes now."""
-        ...
 
     def forward_begin(self, unit: int) -> None:
         """A forward slot of the unit begins: its parameters are used from now on."""
@@ -187,9 +186,8 @@ class Hooks:
         if self._side_depth or self._depth:
             is_side = self._side_depth > 0
         else:  # a frozen unit alone often runs without gradients, as part of the step
-            has_gradients = (
-                not trained or trained[0].requires_grad and (torch.is_grad_enabled() or in_function_forward())
-            )
+            is_recorded = torch.is_grad_enabled() or in_function_forward()
+            has_gradients = not trained or trained[0].requires_grad and is_recorded
             is_side = self.listener.accumulates or not has_gradients
         self._side_depth, self._depth = self._side_depth + is_side, self._depth + (not is_side)
         return is_side
@@ -208,11 +206,11 @@ class Hooks:
                 self.recomputed(unit)
                 return
             self._end_queued = False  # a backward that raised did not run its callback
-            if self._enter(trained):
-                _refuse_transforms(model_unit)
+            is_side = self._enter(trained)
+            _refuse_transforms(model_unit)
+            if is_side:
                 self.listener.side_begin(unit, False)
             else:
-                _refuse_transforms(model_unit)
                 _refuse_compiled_autograd(model_unit)
                 self.reentrant.note_forward(unit)
                 self.listener.forward_begin(unit)
@@ -304,9 +302,7 @@ class Hooks:
 
 
 def _refuse_transforms(unit: ModelUnit) -> None:
-    """Raise UnsupportedModel inside of torch.func: its gradients bypass the hooks, and no message can be received
-    there.
-    """
+    """Raise UnsupportedModel inside of torch.func: its gradients bypass the hooks, and no message can come there."""
     names = transforms()
     if names and (unit.trainable or set(names) - {"vmap", "functionalize"}):
         raise UnsupportedModel(
@@ -325,8 +321,7 @@ def _refuse_compiled_autograd(unit: ModelUnit) -> None:
 
 
 class ReentrantPasses:
-    """Forwards of units in reentrant checkpoints, and the gradients of trained ``parameters`` that backward will bring.
-    """
+    """Forwards of units in reentrant checkpoints, and the gradients of trained ``parameters`` that backward brings."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mdcs.model.elementwise import StateLayout, state_layouts
 from mdcs.model.units import ModelUnit, UnsupportedModel, marked
 from mdcs.sizes import aligned
+from mdcs.torch_compat import without_torch_function
 
 NOT_TRAINED = -1
 """Parameter group of trainable parameters that no optimizer has: reduced, as by DDP, and never updated."""
@@ -44,11 +45,6 @@ class Optimizers:
                     )
 
     @property
-    def name(self) -> str:
-        """The classes, in words."""
-        return " and ".join(type(optimizer).__name__ for optimizer in self.members)
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameter groups: those of the optimizers themselves."""
         return [group for optimizer in self.members for group in optimizer.param_groups]
@@ -57,11 +53,6 @@ class Optimizers:
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """All state by parameter [in its shape where it is per element], in a new dictionary."""
         return {p: values for optimizer in self.members for p, values in optimizer.state.items()}
-
-    def clear_state(self) -> None:
-        """Drop the state of all."""
-        for optimizer in self.members:
-            optimizer.state.clear()
 
     def set_state(self, state: dict[Any, dict[str, Any]]) -> None:
         """Give each optimizer the state of its parameters."""
@@ -95,23 +86,20 @@ class WithAverage(torch.optim.Optimizer):
 
 
 class UpdatePart(NamedTuple):
-    """Parameter groups of one optimizer that are updated in the same way.
-
-    - ``groups``: their numbers among those of all optimizers. ``param_groups``: the groups.
-    - ``layout``: the state that they keep.
+    """Parameter ``groups`` of one optimizer that are updated in the same way, by their number among those of all
+    optimizers, and the ``layout`` of their state.
     """
 
     optimizer: torch.optim.Optimizer
-    groups: tuple[int, ...]
-    param_groups: tuple[dict[str, Any], ...]
+    groups: dict[int, dict[str, Any]]
     layout: StateLayout
 
 
 class Updates:
     """Rules by which each parameter is updated. Raises UnsupportedModel for an optimizer that cannot run on shards.
 
-    - ``parts``: the first is the first optimizer's.
-    - ``groups``: parameter -> number of its parameter group.
+    - ``parts``: the first is the first optimizer's. ``groups``: parameter -> number of its parameter group.
+    - ``part_of``: number of a parameter group -> index of the part that updates it; one behind the last if none does.
     """
 
     def __init__(self, optimizers: Optimizers) -> None:
@@ -119,19 +107,14 @@ class Updates:
         parts = []
         for optimizer in optimizers.members:
             for members, layout in state_layouts(optimizer):
-                groups = tuple(optimizer.param_groups[i] for i in members)
-                parts.append(UpdatePart(optimizer, tuple(first + i for i in members), groups, layout))
+                parts.append(UpdatePart(optimizer, {first + i: optimizer.param_groups[i] for i in members}, layout))
             first += len(optimizer.param_groups)
         self.parts = tuple(parts)
-        self.groups = parameter_groups(optimizers)
-        self._part_of = {group: i for i, part in enumerate(parts) for group in part.groups}
+        self.groups = {p: i for i, group in enumerate(optimizers.param_groups) for p in group["params"]}
+        self.part_of = {group: i for i, part in enumerate(parts) for group in part.groups}
         # Parameters in no optimizer lie beside those of an elementwise one, if there is one.
         elementwise = [i for i, part in enumerate(parts) if not part.layout.whole]
-        self._part_of[NOT_TRAINED] = elementwise[0] if elementwise else len(parts)
-
-    def part_of(self, group: int) -> int:
-        """Return the index of the part that updates a parameter group; one behind the last if none does."""
-        return self._part_of[group]
+        self.part_of[NOT_TRAINED] = elementwise[0] if elementwise else len(parts)
 
     def name_of(self, part: int) -> str:
         """Return the class of the optimizer of a part in words; with a number where several parts are of one class."""
@@ -142,7 +125,7 @@ class Updates:
 
     def layout_of(self, p: Any) -> StateLayout:
         """Return the state that is kept for a parameter."""
-        return self.parts[min(self._part_of[self.groups.get(p, NOT_TRAINED)], len(self.parts) - 1)].layout
+        return self.parts[min(self.part_of[self.groups.get(p, NOT_TRAINED)], len(self.parts) - 1)].layout
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> set[Any]:
@@ -150,24 +133,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> set[Any]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
-def parameter_groups(optimizers: Optimizers) -> dict[nn.Parameter, int]:
-    """Return parameter -> number of its parameter group."""
-    return {p: i for i, group in enumerate(optimizers.param_groups) for p in group["params"]}
-
-
 class Segment(NamedTuple):
-    """Neighbours in a unit's flat order with one parameter group (0 for frozen ones). ``numel``: elements, with
-    padding.
-    """
+    """Neighbours in a unit's flat order with one parameter group (0 for frozen ones). ``numel``: with padding."""
 
     numel: int
     group: int
 
 
 def in_flat_order(unit: ModelUnit, updates: Updates) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
-    """Return the unit's (name, parameter) pairs by parameter group, frozen ones in the order of registration, and
-    segments.
-    """
+    """Return the unit's (name, parameter) pairs by parameter group, frozen ones as registered; and its segments."""
     def group_of(pair: tuple[str, nn.Parameter]) -> int:
         return updates.groups.get(pair[1], NOT_TRAINED) if unit.trainable else 0
 
@@ -184,7 +158,7 @@ def by_optimizer(units: Sequence[ModelUnit], updates: Updates) -> list[ModelUnit
     for unit in units:
         alike: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for name, p in unit.parameters if unit.trainable else ():
-            alike.setdefault(updates.part_of(updates.groups.get(p, NOT_TRAINED)), []).append((name, p))
+            alike.setdefault(updates.part_of[updates.groups.get(p, NOT_TRAINED)], []).append((name, p))
         if len(alike) < 2:
             out.append(unit)
             continue
@@ -199,9 +173,7 @@ def by_optimizer(units: Sequence[ModelUnit], updates: Updates) -> list[ModelUnit
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """Return the module inside of DistributedDataParallel, which stays callable, but reduces nothing from now on.
-    Raises ValueError for DistributedDataParallel further inside.
-    """
+    """Return the module in DistributedDataParallel, which then only calls it. Raises ValueError for one inside."""
     plain = model
     if isinstance(model, DistributedDataParallel):
         plain = model.module
@@ -216,8 +188,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside of accelerate's, whose ``step`` only calls it. Raises UnsupportedModel for another
-    wrapper, whose own work in ``step`` would be left out, for one that changes parameters outside of ``step``, and
-    others.
+    wrapper, whose own work in ``step`` would be left out, and for what changes parameters outside of ``step``.
     """
     attributes = getattr(optimizer, "__dict__", {}).values()
     inner = next((value for value in attributes if isinstance(value, torch.optim.Optimizer)), None)
@@ -239,9 +210,7 @@ def without_accelerate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 
 
 class ParameterPlace(NamedTuple):
-    """Place of a parameter: ``numel`` elements from ``offset`` on in the flat buffers. ``order``: its dimensions,
-    from the one with the largest stride to the one with the smallest.
-    """
+    """A parameter's ``numel`` elements from ``offset`` on in flat buffers; ``order``: dimensions by falling stride."""
 
     offset: int
     numel: int
@@ -266,11 +235,7 @@ class ParameterPlace(NamedTuple):
 
 def dense_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the largest stride to the smallest; in order if the tensor leaves gaps or overlaps."""
-    strides, step = tensor.stride(), 1
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-    for dim in reversed(order):
-        if tensor.shape[dim] > 1:
-            if strides[dim] != step:
-                return tuple(range(tensor.dim()))
-            step *= tensor.shape[dim]
-    return order
+    strides, dims = tensor.stride(), range(tensor.dim())
+    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))
+    with without_torch_function():  # closed parameters would refuse the call
+        return order if tensor.permute(order).is_contiguous() else tuple(dims)

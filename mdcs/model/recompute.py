@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 from weakref import ref
@@ -45,7 +45,7 @@ def refuse_recomputation(model: nn.Module, units: Sequence[ModelUnit], chosen: I
 
 def reasons_to_keep(model: nn.Module, units: Sequence[ModelUnit]) -> list[str]:
     """Return for each unit why its activations cannot be computed again; "" if they can."""
-    inside = {m: unit for unit in units for m in unit.modules}
+    inside = {m for unit in units for m in unit.modules}
     taken: set[nn.Module] = set()
     out = []
     for unit in units:
@@ -66,9 +66,7 @@ def reasons_to_keep(model: nn.Module, units: Sequence[ModelUnit]) -> list[str]:
 
 
 class Recomputation:
-    """Checkpointed forwards of units; :meth:`remove` gives the modules their own back. ``selective``: for each unit to
-    be computed again, whether outputs of matrix products, convolutions and attention are kept.
-    """
+    """Checkpointed forwards of units until :meth:`remove`; ``selective``: by unit, of :func:`checkpoint_contexts`."""
 
     def __init__(self, units: Sequence[ModelUnit], selective: dict[int, bool], observer: Observer) -> None:
         self._restore: list[tuple[nn.Module, Any]] = []
@@ -80,9 +78,8 @@ class Recomputation:
     def remove(self) -> None:
         """Restore the forwards."""
         for module, forward in self._restore:
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
+            vars(module).pop("forward", None)
+            if forward is not None:
                 module.forward = forward
         self._restore.clear()
 
@@ -106,9 +103,8 @@ class CheckpointedForward:
         return self._call(args, kwargs) if torch.is_grad_enabled() else self._forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        if self._own is not None:
-            return functools.partial, (self._own,)
-        return functools.partial, (type(self._module).forward, self._module)
+        own = (type(self._module).forward, self._module) if self._own is None else (self._own,)
+        return functools.partial, own
 
     def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = tuple(self._uncached(value) for value in args)
@@ -173,38 +169,27 @@ def checkpoint_contexts(
     """Return the contexts of a module's forward, and of it computed again: ``context_fn`` of torch's checkpoint.
     ``selective``: whether outputs of matrix products, convolutions and attention are kept.
     """
-    forward: AbstractContextManager[Any] = contextlib.nullcontext()
-    again = forward
-    if selective:
-        forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, _Again(lambda: _computed_again(module, recomputing, again))
-
-
-@contextlib.contextmanager
-def _computed_again(
-    module: nn.Module, recomputing: Recomputing, operators: AbstractContextManager[Any]
-) -> Iterator[None]:
-    """Compute again, with copies of running statistics, which the first forward has updated."""
-    statistics = [(m, dict(m._buffers)) for m in module.modules() if m.training and has_batch_statistics(m)]
-    for owner, buffers in statistics:
-        owner._buffers.update((name, None if b is None else b.clone()) for name, b in buffers.items())
-    try:
-        with recomputing(), operators:
-            yield
-    finally:
-        for owner, buffers in statistics:
-            owner._buffers.update(buffers)
+    nothing = contextlib.nullcontext()
+    forward, again = create_selective_checkpoint_contexts(_policy) if selective else (nothing, nothing)
+    return forward, _Again(module, recomputing, again)
 
 
 class _Again(contextlib.ExitStack):
-    """A new context at each entry: several backward passes compute one forward again."""
+    """Computes again, anew at each entry, with copies of running statistics, which the first forward has updated."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, module: nn.Module, recomputing: Recomputing, operators: AbstractContextManager[Any]) -> None:
         super().__init__()
-        self._make = make
+        self._module, self._recomputing, self._operators = module, recomputing, operators
 
     def __enter__(self) -> _Again:
-        self.enter_context(self._make())
+        with contextlib.ExitStack() as begun:  # left at once if one of them raises
+            for owner in (m for m in self._module.modules() if m.training and has_batch_statistics(m)):
+                held: Any = owner._buffers
+                begun.callback(held.update, dict(held))
+                held.update({name: None if b is None else b.clone() for name, b in held.items()})
+            begun.enter_context(self._recomputing())
+            begun.enter_context(self._operators)
+            self.push(begun.pop_all())
         return self
 
 
@@ -217,7 +202,4 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator draws random numbers. Skipping it changes the numbers that are drawn after it."""
     names = _KEPT[operator]
-    if "dropout_p" not in names:
-        return False
-    place = names.index("dropout_p")
-    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
+    return "dropout_p" in names and bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))

@@ -58,7 +58,6 @@ class WrapPolicy(Protocol):
     """Chooses the modules that become units."""
     def roots(self, model: nn.Module) -> set[str]:
         """Return the names of these modules; where they nest, the innermost owns its parameters."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,7 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
                 path = f"{module_name}.{local}" if module_name else local
                 owners.setdefault(p, []).append((_caller_of(module_name, modules), path))
 
-    for p in list(owners):
-        if not nn.parameter.is_lazy(p) and not p.numel():
-            del owners[p]
+    owners = {p: places for p, places in owners.items() if nn.parameter.is_lazy(p) or p.numel()}
     for p, places in owners.items():
         _refuse(places[0][1], p)
     refuse_shared_memory(model)
@@ -160,14 +157,18 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
         # First the one that has the module's plain name: trainable, and the most elements.
         order = sorted(alike, key=lambda kind: (kind[0], -sum(p.numel() for _, p in alike[kind])))
         for frozen, dtype in order:
-            _same_device(name, (p for _, p in alike[frozen, dtype]))
+            devices = {p.device for _, p in alike[frozen, dtype]}
+            if len(devices) > 1:
+                raise UnsupportedModel(
+                    f"unit {name} is on several devices, {sorted(map(str, devices))}: move it to one, or make units of "
+                    "smaller modules, mdcs.partition(model, mdcs.ByClass((…)))"
+                )
             marks = [dtype_name(dtype)] * (dtype != order[0][1]) + ["frozen"] * (frozen != order[0][0])
             units.append(ModelUnit(name + marked(marks), around, tuple(alike[frozen, dtype]), not frozen))
     for name, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UnsupportedModel(
-                f"{name}.weight: sparse gradients are not supported: make the layer with sparse=False"
-            )
+            what = "sparse gradients are not supported: make the layer with sparse=False"
+            raise UnsupportedModel(f"{name}.weight: {what}")
     if not any(u.trainable for u in units):
         raise UnsupportedModel("the model has no trainable parameter: requires_grad_() those that the optimizer has")
     return units
@@ -187,21 +188,15 @@ def marked(marks: Iterable[str]) -> str:
 def _root_of(module: str, roots: Iterable[str]) -> str:
     """Return the innermost unit root that contains the module, or the module itself."""
     parts = module.split(".") if module else []
-    for end in range(len(parts), -1, -1):
-        name = ".".join(parts[:end])
-        if name in roots:
-            return name
-    return module
+    around = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+    return next((name for name in around if name in roots), module)
 
 
 def _caller_of(module: str, modules: dict[str, nn.Module]) -> str:
-    """Return the module whose forward uses the parameters of ``module``: itself, but the module around lists and
-    dictionaries of parameters.
-    """
-    if isinstance(modules[module], (nn.ParameterList, nn.ParameterDict)):
-        while module and isinstance(
-            modules[module], (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
-        ):
+    """Return the module whose forward uses the parameters of ``module``: itself, or the one around lists of them."""
+    lists = nn.ParameterList, nn.ParameterDict
+    if isinstance(modules[module], lists):
+        while module and isinstance(modules[module], (*lists, nn.ModuleList, nn.ModuleDict)):
             module = module.rpartition(".")[0]
     return module
 
@@ -225,14 +220,12 @@ def _refuse(name: str, p: nn.Parameter) -> None:
 
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raise UnsupportedModel if two parameters, or a buffer and a parameter, share memory: a run moves each alone."""
-    folded = folded_parameter(model)
-    if folded is not None:
+    if (folded := folded_parameter(model)) is not None:
         raise UnsupportedModel(
             f"{folded}: several of its elements are the same memory (expand()), which no optimizer can update: "
             f"model.{folded} = nn.Parameter(model.{folded}.detach().clone(memory_format=torch.contiguous_format))"
         )
-    pair = shared_parameters(model)
-    if pair is not None:
+    if (pair := shared_parameters(model)) is not None:
         name, other, is_whole = pair
         remedy = (
             f"make them one before the optimizer is made: model.{name} = model.{other}" if is_whole else
@@ -242,28 +235,16 @@ def refuse_shared_memory(model: nn.Module) -> None:
             f"{name}: is another parameter than {other} and shares {'its' if is_whole else 'a part of its'} memory, "
             f"so they would be trained as two: {remedy}"
         )
-    buffer = buffer_over_parameter(model)
-    if buffer is not None:
+    if (buffer := buffer_over_parameter(model)) is not None:
         raise alias_refused(buffer, "buffer ")
 
 
 def alias_refused(alias: Alias, what: str = "") -> UnsupportedModel:
-    """Return the error for a tensor over a parameter's memory: a run moves the parameter, and the tensor would not
-    follow.
-    """
+    """Return the error for a tensor over a parameter's memory: a run moves the parameter, and not the tensor."""
     return UnsupportedModel(
         f"{what}{alias.path}: shares memory with the parameter {alias.parameter}, which has other memory while a plan "
         "runs: use the parameter itself in forward, or keep a copy (clone())"
     )
-
-
-def _same_device(unit: str, parameters: Iterable[nn.Parameter]) -> None:
-    devices = {p.device for p in parameters}
-    if len(devices) > 1:
-        raise UnsupportedModel(
-            f"unit {unit} is on several devices, {sorted(map(str, devices))}: move it to one, or make units of smaller "
-            "modules, mdcs.partition(model, mdcs.ByClass((…)))"
-        )
 
 
 # ---- repeated blocks: the units where no wrap policy is given

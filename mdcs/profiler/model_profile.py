@@ -102,7 +102,7 @@ def _with_types(
         other if other and other.itemsize > dtype.itemsize else None for other in (grad, master)
     )
     master_dtype = master_dtype if unit.trainable else None
-    part, whole = updates.part_of(segments[0].group) if unit.trainable else 0, []
+    part, whole = updates.part_of[segments[0].group] if unit.trainable else 0, []
     if unit.trainable and part < len(updates.parts) and updates.parts[part].layout.whole:
         whole = [costs.of(p, updates.parts[part], updates.groups[p], master_dtype or dtype) for _, p in ordered]
     return replace(

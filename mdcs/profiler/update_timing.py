@@ -73,7 +73,7 @@ class _Update:
         p.grad = torch.ones_like(p)
         samples: list[float] = []
         scratch: list[int] = []
-        for group in part.param_groups:
+        for group in part.groups.values():
             _, again = later_step(same_options(part.optimizer, group, p), part.layout)
             _measure(again, like, meter, samples, scratch)
             del again
@@ -110,8 +110,7 @@ class WholeCosts:
             device = self._device
             like = torch.linspace(-1, 1, p.numel(), dtype=dtype, device=device).view(p.shape)
             like.grad = like.flip(0) if like.dim() else like.clone()
-            options = part.param_groups[part.groups.index(group)]
-            run, again = later_step(same_options(part.optimizer, options, like), part.layout)
+            run, again = later_step(same_options(part.optimizer, part.groups[group], like), part.layout)
             seconds: list[float] = []
             scratch: list[int] = []
             _measure(again, like, self._meter, seconds, scratch)

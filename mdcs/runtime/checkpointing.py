@@ -13,9 +13,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mdcs.checkpoint import dcp_shards, directory
 from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards
 from mdcs.checkpoint.directory import RUN, CheckpointError
+from mdcs.model.flat_optimizer import options_of
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
@@ -103,8 +103,10 @@ class Checkpoints:
             self._saving = saving = dcp_shards.save(leaves, writer, self._files)
 
         def finish() -> None:
-            with self._errors(step):
+            try:
                 dcp_shards.wait_for(saving)
+            except Exception as error:
+                raise RunError(self._engine.place.explain(f"checkpoint of step {step}: {error}")) from error
             note_end()
 
         def note_end(_: object = None) -> None:
@@ -137,14 +139,6 @@ class Checkpoints:
         if self._saving is not None:
             concurrent.futures.wait([self._saving], _LEAVING_S)
 
-    @contextmanager
-    def _errors(self, step: int) -> Iterator[None]:
-        """Name the checkpoint, and the rank that could not write."""
-        try:
-            yield
-        except Exception as error:
-            raise RunError(self._engine.place.explain(f"checkpoint of step {step}: {error}")) from error
-
     def _encode(self, step: int, extra: Any) -> dict[str, bytes] | Exception:
         """Return this rank's own files as they are now, or the error of a value that cannot be saved."""
         try:
@@ -170,18 +164,17 @@ class Checkpoints:
         if self._rank == 0:
             leaves |= {(MODEL, name): value.detach() for name, value in self._buffers().items()}
             for p, (replicated, _) in started.items():
-                leaves |= {(*STATE, names[p][0], key): _tensor(value) for key, value in replicated.items()}
+                for key, value in replicated.items():  # Python's floats keep their 64 bits
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    leaves[(*STATE, names[p][0], key)] = torch.as_tensor(value, dtype=dtype)
             for p, state in self._state.kept.items():
-                leaves |= {
-                    (*STATE, names[p][0], key): value for key, value in state.items() if isinstance(value, Tensor)
-                }
+                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                leaves |= {(*STATE, names[p][0], key): value for key, value in tensors.items()}
         return leaves
 
     def _names_by_parameter(self) -> dict[nn.Parameter, list[str]]:
         """Return the names of each parameter in the plain state dict (several for tied ones), the unit's name first."""
-        names = {
-            p: [name] for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)
-        }
+        names = {p: [name] for s in self._storages for name, p in zip(s.names, s.parameters, strict=True)}
         for name, value in self._model.state_dict(keep_vars=True).items():
             if name not in names.get(value, [name]):
                 names[value].append(name)
@@ -189,20 +182,18 @@ class Checkpoints:
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return buffers, and parameters without elements, which no unit has."""
-        return {
-            name: value for name, value in self._model.state_dict(keep_vars=True).items() if value not in self._names
-        }
+        values = self._model.state_dict(keep_vars=True)
+        return {name: value for name, value in values.items() if value not in self._names}
 
     def _group_names(self) -> list[list[str]]:
-        named = {p: name for name, p in self._model.named_parameters()} | {
-            p: names[0] for p, names in self._names.items()
-        }
+        named = {p: name for name, p in self._model.named_parameters()}
+        named |= {p: names[0] for p, names in self._names.items()}
         return [[named[p] for p in group["params"]] for group in self._optimizers.param_groups]
 
     def _run(self, step: int) -> dict[str, Any]:
         """Return the values that all ranks have in common."""
         groups = [
-            {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": names}
+            {**options_of(group), "params": names}
             for group, names in zip(self._optimizers.param_groups, self._group_names(), strict=True)
         ]
         scale = self._engine.options.loss_scale
@@ -226,8 +217,7 @@ class Checkpoints:
         exchange = self._groups.all_gather_object
 
         def problem(candidate: Path) -> str | None:
-            answers = exchange(directory.find_problem(candidate))
-            return next((answer for answer in answers if answer is not None), None)
+            return next((found for found in exchange(directory.find_problem(candidate)) if found is not None), None)
 
         chosen = directory.choose(exchange(directory.candidates(path))[0], problem, warns=self._rank == 0)
         if chosen is None:
@@ -237,8 +227,7 @@ class Checkpoints:
             resumed = self._read(chosen)
         except Exception as error:
             refused = f"{chosen}: {error}"
-        problem_of_a_rank = next(filter(None, exchange(refused)), "")
-        if problem_of_a_rank:
+        if problem_of_a_rank := next(filter(None, exchange(refused)), ""):
             raise CheckpointError(problem_of_a_rank)
         return resumed
 
@@ -264,15 +253,25 @@ class Checkpoints:
         scale = self._engine.options.loss_scale
         for name, value in (run["loss_scale"] or {}).items() if scale is not None else ():
             setattr(scale, name, value)
-        resumed = _restore_own(chosen, run, self._model, self._rank, self._groups.world, self._device)
+        extra = self._restore_own(chosen, run["world"])
         self._engine.buffers.record_values()
-        return resumed
+        return ResumeInfo(chosen, run["step"], run["world"], extra)
+
+    def _restore_own(self, chosen: Path, world: int) -> Any:
+        """Restore this rank's buffers and random states, if as many ranks resume as have saved; return the extra."""
+        is_same_world = world == self._groups.world
+        saved = directory.load(chosen / directory.rank_file(self._rank if is_same_world else 0))
+        if is_same_world:
+            for name, buffer in self._model.named_buffers():
+                if name in saved["buffers"]:
+                    write(buffer, saved["buffers"][name])
+            directory.set_random_state(saved["random"], self._device)
+        return saved["extra"]
 
     def _compare(self, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Raise ValueError, by name, for a checkpoint of another model or optimizer."""
         for p, (name, *_) in self._names.items():
-            described = saved.get((MODEL, name))
-            if described is None:
+            if (described := saved.get((MODEL, name))) is None:
                 raise ValueError(f"it was saved from another model: it has no {name}")
             if described.size != p.shape:
                 raise ValueError(
@@ -321,24 +320,5 @@ def _share(storage: UnitStorage, block: int) -> slice:
     return slice(owned.start + number * n // replicas, owned.start + (number + 1) * n // replicas)
 
 
-def _tensor(value: Any) -> Tensor:
-    """Return a replicated value as a tensor; Python's floats keep their 64 bits."""
-    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
 def _in_words(groups: list[list[str]]) -> str:
     return " and ".join(f"{len(names)} parameters from {names[0]} on" for names in groups if names)
-
-
-def _restore_own(
-    chosen: Path, run: Mapping[str, Any], model: nn.Module, rank: int, world: int, device: torch.device
-) -> ResumeInfo:
-    """Restore this rank's own buffers and random states, if as many ranks resume as have saved. Return what resumes."""
-    is_same_world = run["world"] == world
-    saved = directory.load(chosen / directory.rank_file(rank if is_same_world else 0))
-    if is_same_world:
-        for name, buffer in model.named_buffers():
-            if name in saved["buffers"]:
-                write(buffer, saved["buffers"][name])
-        directory.set_random_state(saved["random"], device)
-    return ResumeInfo(chosen, run["step"], run["world"], saved["extra"])

@@ -98,25 +98,21 @@ class Departures:
     # -- units that stay whole ------------------------------------------------------------------------------------
 
     def must_hold(self, unit: int, phase: str) -> bool:
-        """Return whether a unit stays whole at the end of a slot after which the plan frees it. After backward a
-        trainable unit never does: its update may begin.
-        """
-        if phase == "B":
+        """Return whether a unit stays whole at the end of a slot after which the plan frees it."""
+        if phase == "B":  # a trainable unit never does: its update may begin
             return unit in self.held_until_last_use and not self._storages[unit].trainable
         # A unit that was passed over may still come, in another order. Without a budget there is room to wait for it.
         has_room = self._wire.queue.admission.cap is None
-        return (
-            unit in self.held_until_last_use or self.open_calls[unit] > 0 or has_room and unit in self.skipped_forward
-        )
+        passed_over = has_room and unit in self.skipped_forward
+        return unit in self.held_until_last_use or self.open_calls[unit] > 0 or passed_over
 
     def make_whole(self, unit: int, slot: PeriodSlot | None, periods: int) -> None:
-        """Make a freed unit whole, and keep it so from the next pass on. ``slot``: where compute is, in the period with
-        this number; None behind the unit's last planned use.
+        """Make a freed unit whole, and keep it so from the next pass on. ``slot``: where compute is, in that period;
+        None behind the unit's last planned use.
         """
         storage, queue = self._storages[unit], self._wire.queue
         self.held_until_last_use.add(unit)
-        gathered = None if slot is None else self._gathered(unit, slot, periods)
-        if gathered is not None:
+        if slot is not None and (gathered := self._gathered(unit, slot, periods)) is not None:
             self._wait(gathered)
         else:
             if not queue.admission.fits(storage.full_bytes):
@@ -136,9 +132,7 @@ class Departures:
             self._wire.wait_for(count, "a unit that is used again")
 
     def _gathered(self, unit: int, slot: PeriodSlot, periods: int) -> int | None:
-        """Return the number of messages up to the last one that gathers the unit for backward; None if not all are
-        issued.
-        """
+        """Return the number of messages through the last that gathers the unit for backward; None if not all issued."""
         queue, last = self._wire.queue, slot.micro == self._plan.micro_steps - 1
         # The last micro-step's backward is in the next period, which has begun once compute is in it.
         begun = periods - (last and slot.phase == "B")
@@ -175,9 +169,7 @@ class Lending:
         self._context, self._storages = context, storages
 
     def borrow(self, unit: int) -> None:
-        """Fill the full parameters of a unit with this rank's part and those of the other ranks. Raises RunError if a
-        rank does not answer in time, or has left.
-        """
+        """Fill a unit's full parameters with the parts of all ranks. Raises RunError if one has left, or is late."""
         storage, store, place = self._storages[unit], self._words.store, self._context.place
         storage.copy_shard_into_flat()
         first = self._rank - self._rank % storage.parts  # of the ranks that have the unit together
@@ -200,7 +192,11 @@ class Lending:
                         f"its part in {self._context.timeout_s:g} s: look at the log of rank {peer}"
                     )  # fmt: skip
                 time.sleep(_POLL_S)
-            self._unpack(storage, peer, b"".join(store.get(key) for key in keys))
+            values = torch.frombuffer(bytearray().join(map(store.get, keys)), dtype=storage.flat_param.dtype)
+            slices = storage.owned_slices(peer)
+            with torch.no_grad():
+                for part, piece in zip(slices, values.split([s.stop - s.start for s in slices]), strict=True):
+                    storage.flat_param[part].copy_(piece)
             for key in keys:
                 store.delete_key(key)
 
@@ -219,15 +215,6 @@ class Lending:
             for key, at in zip(_keys(asking, number, self._rank, len(data)), itertools.count(0, _CHUNK)):
                 store.set(key, data[at : at + _CHUNK])  # type: ignore[arg-type]  # bytes are as good as text
 
-    @staticmethod
-    def _unpack(storage: UnitStorage, peer: int, data: bytes) -> None:
-        values, at = torch.frombuffer(bytearray(data), dtype=storage.flat_param.dtype), 0
-        with torch.no_grad():
-            for part in storage.owned_slices(peer):
-                size = part.stop - part.start
-                storage.flat_param[part].copy_(values[at : at + size])
-                at += size
-
 
 def _keys(asking: int, number: int, peer: int, size: int) -> list[str]:
     return [f"part/{asking}/{number}/{peer}/{at}" for at in range(0, size, _CHUNK)]
@@ -238,8 +225,7 @@ class SidePasses:
 
     - ``in_block``: the loop is in ``no_sync()``. ``is_open``: the plan waits.
     - ``had_backward``: a backward pass of this step was a side pass.
-    - ``counts``: all passes are side passes, because nobody knows yet how many a step has; ``ended`` is called after
-      each.
+    - ``counts``: all passes are side passes, as nobody knows yet how many a step has; ``ended`` is called after each.
     """
 
     def __init__(
@@ -258,8 +244,8 @@ class SidePasses:
         return self.in_block or self.counts
 
     def begin(self, progress: int, period: int | None) -> None:
-        """Make units whole at this place of the step, all ranks together. ``period``: number of the period whose
-        reductions are not issued yet; None inside of an iteration.
+        """Make units whole at this place of the step, all ranks together. ``period``: whose reductions are not issued
+        yet; None inside of an iteration.
         """
         with self.departures.timed(), self._place.during(SIDE_PASS), without_autograd():
             answers = self._groups.agree_on_call(SIDE_PASS, self._place.step, progress)
@@ -284,17 +270,14 @@ class SidePasses:
 
     def end(self) -> None:
         """Let the plan go on: free what it has not gathered. After a backward that made a graph units stay whole until
-        the pass of the plan that comes next has ended.
+        the plan's next pass has ended.
         """
         self.is_open = False
         with self.departures.timed():
             whole = self.evaluation.keep() if self._makes_graphs else ()
             self._block.close()
             for storage, was_open in zip(self._storages, self._open, strict=True):
-                if was_open:
-                    storage.guard.open()
-                else:
-                    storage.guard.close()
+                storage.guard.open() if was_open else storage.guard.close()
             for unit in whole:
                 if not self._full[unit]:
                     self._storages[unit].take_outside()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import uuid
 import weakref
@@ -28,7 +27,7 @@ from mdcs.runtime import loop_access, optimizer_state, validation
 from mdcs.runtime.communicator import ProcessGroups, backend_of, why_ranks_cannot_continue
 from mdcs.runtime.context import RunContext
 from mdcs.runtime.departures import Departures, Lending, SidePasses
-from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forget_in_child
+from mdcs.runtime.errors import ErrorContext, FailureChannel, RunError, forgotten_in_child
 from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.gradient_scaling import UpdateScale
 from mdcs.runtime.initialization import Buffers, leave_units, shard_units
@@ -99,7 +98,8 @@ class Engine:
             raise
 
     def _assemble(self, found: ValidationResult, before: Engine | None) -> None:
-        model, optimizers, plan, options, units = self.model, self.optimizers, self.plan, self.options, found.units
+        model, optimizers, plan, options = self.model, self.optimizers, self.plan, self.options
+        self.units = units = found.units
         groups, place, world = self.groups, self.place, self.groups.world
         self.context = context = RunContext(plan, place, self.device, options.timeout_s)
         self.meter, self.executor = context.meter, context.executor
@@ -120,13 +120,14 @@ class Engine:
 
         def make(u: int) -> UnitStorage:
             refuse = functools.partial(self.access.refuse, u)
-            return UnitStorage(context, u, found.ordered[u], refuse, None if before is None else before.storages[u])
+            old = None if before is None else before.storages[u]
+            return UnitStorage(context, u, [*units[u].parameters], refuse, old)
 
         if before is None:
             self.storages = shard_units(model, found.initialisation, make, groups.message_group, place)
         else:
             self.storages = [make(u) for u in range(len(units))]
-        self.updates = ShardedOptimizer(context, self.storages, found.updates, found.group_of, options.clip_value)
+        self.updates = ShardedOptimizer(context, self.storages, found.updates, options.clip_value)
         self.buffers = Buffers(model, options.broadcast_buffers)
 
         # Wire: messages in the plan's order, several in flight.
@@ -139,7 +140,7 @@ class Engine:
         self.wire: Wire = transport(context, queue, messages, pacer, self.failures)
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, self.wire.stop_unclosed)
-        forget_in_child(self)
+        forgotten_in_child.add(self)
 
         # Walker: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
@@ -152,8 +153,7 @@ class Engine:
         reentrant = ReentrantPasses([p for storage in self.storages if storage.trainable for p in storage.parameters])
         side = SidePasses(context, self.wire, departures, self.evaluation, groups)
         self.sequencer = SlotSequencer(context, self.wire, side, self.excess, reentrant)
-        self.units = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
-        self._hooks = Hooks(self.units, self.sequencer, model, reentrant)
+        self._hooks = Hooks(units, self.sequencer, model, reentrant)
         self._handles.append(self._hooks)
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
@@ -165,7 +165,8 @@ class Engine:
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
         if before is None:
             self.optimizer_state.load(optimizers.state)
-            optimizers.clear_state()  # the state is on shards from now on
+            for optimizer in optimizers.members:
+                optimizer.state.clear()  # it is on shards from now on
         else:
             self.optimizer_state.take_over(before.optimizer_state)
             before.end("a new plan has them", is_over=False)

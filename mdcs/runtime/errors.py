@@ -2,10 +2,8 @@
 
 The reason is published through the store of the process group, because the rank's own connections end when it leaves. A
 killed rank publishes nothing: where a collective fails without a reason, the ranks are called, and ranks that do not
-answer are gone.
-
-A process that is forked from a rank has none of its threads and shares its connections: there a run is over, and leaves
-and ends without sending or waiting.
+answer are gone. A process that is forked from a rank has none of its threads and shares its connections: there a run is
+over, and leaves and ends without sending or waiting.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from mdcs.torch_compat import default_store, own_connection
 
 _CHARACTERS = 400
-_KEY, _ROLL, _HERE = "left", "roll", "here"
+_KEY, _ROLL, _HERE = "left", "roll", "here/{}"
 _LISTEN_S = 0.25  # seconds between a rank's checks whether it is called
 _ANSWER_S = 2.0  # seconds to wait for answers: the answering threads may have to wait for a core
 _END_S = 5.0  # to wait for the answering thread: one that is in C++ when the interpreter ends aborts the process
@@ -73,8 +71,7 @@ class ErrorContext:
 class FailureChannel:
     """The failure channel of one run of ``ranks``; a thread answers calls until :meth:`end`.
 
-    - ``run``: a name that only these ranks have; None where there is no other rank. ``store``: that of these ranks, or
-      None.
+    - ``run``: a name that only these ranks have; None where there is no other rank. ``store``: that of these ranks.
     - ``doing``: says what a rank leaves; None: the run, in its step.
     - ``duties``: methods that the thread calls at every turn, with its own connection to the store. It holds their
       objects weakly: a run's memory is freed with the run.
@@ -130,7 +127,7 @@ class FailureChannel:
         self._ended.set()
         if self._thread is not None and self.store is not None:
             with contextlib.suppress(RuntimeError):
-                self.store.set(self._here(self.place.rank), "")
+                self.store.set(_HERE.format(self.place.rank), "")
             self._thread.join(_END_S)
             self._thread = None
 
@@ -148,19 +145,18 @@ class FailureChannel:
             deadline = time.monotonic() + _ANSWER_S
             while silent and time.monotonic() < deadline:
                 time.sleep(0.05)
-                silent = [rank for rank in silent if not self.store.check([self._here(rank)])]
+                silent = [rank for rank in silent if not self.store.check([_HERE.format(rank)])]
             if silent and not self.store.check([_KEY]):
-                which = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-                self.store.set(
-                    _KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone: killed, or cut off from the network"
-                )
+                are = "are" if len(silent) > 1 else "is"
+                self.store.set(_KEY, f"{ranks_in_words(silent)} {are} gone: killed, or cut off from the network")
         except RuntimeError:
             return "the process of the store has ended, too"
         return self.peer_failure()
 
-    @staticmethod
-    def _here(rank: int) -> str:
-        return f"{_HERE}/{rank}"
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks, as in ``rank 1`` or ``ranks 1, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _words(error: BaseException) -> str:
@@ -175,7 +171,7 @@ def _answer(
     with contextlib.suppress(RuntimeError):  # the process of the store is gone
         while not ended.wait(_LISTEN_S):
             if not has_answered and store.check([_ROLL]):
-                store.set(FailureChannel._here(rank), "")
+                store.set(_HERE.format(rank), "")
                 has_answered = True
             for duty in duties:
                 try:
@@ -187,20 +183,12 @@ def _answer(
                 del call
 
 
-class _Run(Protocol):
-    def forget(self) -> None: ...  # end without a word to the other ranks, and without threads
-
-
-_runs: WeakSet[_Run] = WeakSet()
-
-
-def forget_in_child(run: _Run) -> None:
-    """Let ``run`` be forgotten in processes that are forked from now on."""
-    _runs.add(run)
+forgotten_in_child: WeakSet[Any] = WeakSet()
+"""Runs that a forked process ends by ``forget()``: without a word to the other ranks, and without threads."""
 
 
 def _in_child() -> None:
-    for run in list(_runs):
+    for run in list(forgotten_in_child):
         run.forget()
         # keeps its process groups: they end by waiting for their threads
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(run))

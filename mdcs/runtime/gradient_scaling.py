@@ -7,11 +7,9 @@ et al., "Mixed Precision Training", 2018).
 The norm is bit for bit independent of strategies, blocks and the number of ranks. A sum of floats depends on the order
 of addition, and so on the plan. The squares are therefore summed in float64, in any order, with a bound on the error,
 and the norm is rounded to float32. All sums within the bound round alike, except in about one of 1000 steps. Then, and
-always for float64 gradients, the squares are summed exactly, as integers.
-
-The host must read the bounds to know this. It does so on a CPU; elsewhere it would have to wait for the device. There
-the norms of two plans may differ in the last bit of float32. An estimate (not measured): sums in other orders differ by
-10⁻¹⁶ to 10⁻¹⁵ of the norm, so this is one step in 10⁷ to 10⁹.
+always for float64 gradients, the squares are summed exactly, as integers. The host must read the bounds to know this.
+It does so on a CPU; elsewhere it would have to wait for the device. There the norms of two plans may differ in the last
+bit of float32: sums in other orders differ by 10⁻¹⁶ to 10⁻¹⁵ of the norm, so in one step of 10⁷ to 10⁹ (an estimate).
 """
 
 from __future__ import annotations
@@ -60,9 +58,7 @@ class LossScale:
 
 
 class Scaler:
-    """torch.amp.GradScaler's calls, with its state, for a loop that keeps its lines; not enabled without a
-    ``loss_scale``.
-    """
+    """torch.amp.GradScaler's calls, with its state, for a loop that keeps its lines. ``scale``: None: not enabled."""
 
     def __init__(self, scale: LossScale | None, step: Callable[[torch.optim.Optimizer], object]) -> None:
         self._scale, self._step = scale, step
@@ -99,11 +95,12 @@ class Scaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this one or of torch's. Raises ValueError for other factors than 2 and 1/2."""
-        if self._scale is not None:
-            if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
-                raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
-            self._scale.value, self._scale.growth_interval = state["scale"], state["growth_interval"]
-            self._scale.growth_tracker = state["_growth_tracker"]
+        if self._scale is None:
+            return
+        if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
+            raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
+        self._scale.value, self._scale.growth_interval = state["scale"], state["growth_interval"]
+        self._scale.growth_tracker = state["_growth_tracker"]
 
 
 class UpdateScale:
@@ -162,15 +159,9 @@ class UpdateScale:
 
 # ---- the norm
 
-_ELEMENTS = 1 << 18
-"""Elements squared at once on a CPU, whose cache has room for their copy in float64."""
-
-_ROUNDING = 2.0**-53
-"""Largest relative error of an addition in float64."""
-
-_LOW = 27
-"""Bits of the lower half of a square's 53 bits."""
-
+_ELEMENTS = 1 << 18  # squared at once on a CPU, whose cache has room for their copy in float64
+_ROUNDING = 2.0**-53  # largest relative error of an addition in float64
+_LOW = 27  # bits of the lower half of a square's 53 bits
 _SHIFT = 1099
 """Added to the exponents of squares (-1073 to 1024) to count them from 0; odd, so that the root's exponent is whole."""
 
@@ -182,9 +173,7 @@ def workspace(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
-    """Return [sum of squares, number of partial sums] in float64; the squares are exact, but for those of float64.
-    Reduce with SUM over ranks.
-    """
+    """Return [sum of squares, number of partial sums] in float64; squares are exact, but for float64's. Reduce: SUM."""
     if not gradients:
         return work.new_zeros(2)
     if work.device.type == "cpu":
@@ -223,9 +212,7 @@ def count_squares(gradients: Sequence[Tensor], work: Tensor) -> Tensor:
 
 
 def exact_norm(counts: Tensor) -> float:
-    """Return the root of the exact sum of squares, with its last bit set where bits are cut off: float32 of it is
-    rounded right.
-    """
+    """Return the root of the exact sum of squares, its last bit set where bits are cut off: float32 rounds it right."""
     total = sum(((high << _LOW) + low) << place for place, (high, low) in enumerate(zip(*counts.tolist(), strict=True)))
     total <<= 128  # a root of at least 64 bits
     root = math.isqrt(total)

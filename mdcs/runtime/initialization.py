@@ -42,8 +42,8 @@ class Initializer:
     ) -> None:
         self._init, self._device = init, device
         self._names = {m: name for name, m in model.named_modules() if any(t.is_meta for _, t in _own(m))}
-        for module, name in self._names.items():
-            if init is None and not callable(getattr(module, "reset_parameters", None)):
+        for module, name in self._names.items() if init is None else ():
+            if not callable(getattr(module, "reset_parameters", None)):
                 local = next(local for local, t in _own(module) if t.is_meta)
                 raise UnsupportedModel(
                     f"{_path(name, local)}: is on the meta device, and {type(module).__name__} has no "
@@ -99,7 +99,7 @@ def shard_units(
     group: dist.ProcessGroup | None, place: ErrorContext,
 ) -> list[UnitStorage]:
     """Return the units' storages, settled, with rank 0's values; buffers have rank 0's, too. Raises UnsupportedModel
-    for parameters or buffers that the initialisation of their module does not set.
+    for what the initialisation of its module does not set.
     """
     storages: dict[int, UnitStorage] = {}
     for members in initialisation.together:
@@ -138,10 +138,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_left(tensor: Tensor, made: tuple[Tensor, int] | None) -> bool:
-    """Return whether a parameter has elements without values, or nothing was written into a buffer that was ``made``,
-    by sums and extremes, which need no memory of the tensor's size.
-    """
-    if isinstance(tensor, nn.Parameter):
+    """Return whether a parameter has elements without values, or nothing was written into a ``made`` buffer."""
+    if isinstance(tensor, nn.Parameter):  # sums and extremes need no memory of the tensor's size
         return bool(tensor.detach().sum().isnan())
     if made is None or version_of(tensor) != made[1] or not tensor.numel():
         return False
@@ -172,15 +170,13 @@ class Buffers:
 
     def __init__(self, model: nn.Module, option: bool | None) -> None:
         self._model, self.option = model, option
-        self._described: list[tuple[str, torch.Size, torch.dtype]] | None = None
-        self._checksum = 0
         self._watch()
 
     def _watch(self) -> None:
         self._held = [(f"{name}." if name else "", module._buffers) for name, module in self._model.named_modules()]
         # BatchNorm and the like write their buffers in training and read them in evaluation: no step depends on them.
         self._watched = [
-            (f"{name}.{local}" if name else local, module._buffers, local)
+            (_path(name, local), module._buffers, local)
             for name, module in self._model.named_modules()
             for local, buffer in module._buffers.items()
             if buffer is not None and not has_batch_statistics(module)
@@ -190,17 +186,14 @@ class Buffers:
 
     def register(self) -> None:
         """Register the present buffers by name: a training step did not create them."""
-        self._known: set[str] = set()
-        self._known = {name for name, _ in self._made()}
+        self._known = {path + local for path, held in self._held for local, b in held.items() if b is not None}
 
     def record_values(self) -> None:
         """Register the present values: they are the same on all ranks."""
         self._seen = [_version(held[local]) for _, held, local in self._watched]
 
     def changed(self) -> str | None:
-        """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may
-        read, or None.
-        """
+        """Return a buffer's name that changed or appeared since :meth:`record_values`, and that a forward may read."""
         for (name, held, local), version in zip(self._watched, self._seen, strict=True):
             if local in held and _version(held[local]) != version:
                 return name
@@ -218,33 +211,23 @@ class Buffers:
     def broadcast_created(self, groups: ProcessGroups, place: ErrorContext) -> None:
         """Broadcast rank 0's values of buffers that the first forward created, as DDP does before its second one.
 
-        A rank that created none does not take part. Raises RunError where the ranks' new buffers differ in name, shape
-        or type.
+        A rank that created none does not take part. Raises RunError where the ranks' new buffers differ.
         """
         made = self._made()
         if made and groups.world > 1:
-            _send(made, layout(made), groups, groups.host_group, place)
+            _send(made, groups, groups.host_group, place)
             self._watch()
 
     def broadcast(self, groups: ProcessGroups, group: dist.ProcessGroup | None, place: ErrorContext) -> None:
         """Broadcast rank 0's values over ``group``. Collective. Raises RunError where the ranks' buffers differ."""
         if groups.world > 1:
-            _send([*self._model.named_buffers()], self._layout(), groups, group, place)
+            _send([*self._model.named_buffers()], groups, group, place)
             self.record_values()
             self.register()
 
-    def _layout(self) -> int:
-        """Return the checksum of the present buffers; computed again only if names, shapes or types changed."""
-        described = [(name, b.shape, b.dtype) for name, b in self._model.named_buffers()]
-        if described != self._described:
-            self._described, self._checksum = described, layout(self._model.named_buffers())
-        return self._checksum
-
 
 def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return a checksum of names, shapes, types and parameters' strides: ranks must have the same to exchange these
-    tensors.
-    """
+    """Return a checksum of names, shapes, types and parameters' strides: the same on ranks that can exchange these."""
     facts = [(n, tuple(t.shape), t.dtype, dense_order(t) if isinstance(t, nn.Parameter) else ()) for n, t in tensors]
     return zlib.crc32(repr(facts).encode())
 
@@ -261,12 +244,11 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def _send(
-    buffers: list[tuple[str, Tensor]], checksum: int, groups: ProcessGroups, group: dist.ProcessGroup | None,
-    place: ErrorContext,
-) -> None:  # fmt: skip
+    buffers: list[tuple[str, Tensor]], groups: ProcessGroups, group: dist.ProcessGroup | None, place: ErrorContext
+) -> None:
     """Broadcast rank 0's values of these buffers, whose :func:`layout` must be the same on all ranks."""
     with place.during("broadcast of buffers"):
-        layouts = groups.agree_on_call("the broadcast of buffers", checksum)
+        layouts = groups.agree_on_call("the broadcast of buffers", layout(buffers))
     if len(set(layouts)) > 1:
         raise place.error(
             "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "

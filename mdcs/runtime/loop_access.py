@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -60,11 +61,8 @@ class ParameterAccess:
                 "its own"
             )
         if what == GRADIENT:
-            if not sequencer.has_gradients:
-                return None
-            return self._place.error(
-                f"{name}.grad does not hold the gradient between backward and step(). {WITH_GRADIENTS}"
-            )
+            problem = f"{name}.grad does not hold the gradient between backward and step(). {WITH_GRADIENTS}"
+            return self._place.error(problem) if sequencer.has_gradients else None
         if what == THAW:  # parameters may be frozen for some passes
             is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
             return None if is_trained else self._place.error(THAWED.format(name))
@@ -130,7 +128,7 @@ class OptimizerCalls:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: _Run) -> None:
-        self._run = weakref.ref(run)  # the optimizers must not keep a run alive that the loop has dropped
+        self._run = weakref.ref(run)  # the optimizers must not keep alive a run that the loop has dropped
         self._before = [(optimizer, self._redirect(optimizer)) for optimizer in optimizers]
         self.stepped: list[torch.optim.Optimizer] = []
 
@@ -138,10 +136,8 @@ class OptimizerCalls:
         """End the iteration, if no other optimizer's step has done so."""
         run, missing = self._running(), [o for o, _ in self._before if o not in self.stepped]
         if len(missing) in (0, len(self._before)):
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
             self.stepped = [optimizer]
             run.step()
             return loss
@@ -176,15 +172,11 @@ class OptimizerCalls:
             if run is None or not run.drops_gradients():
                 type(receiver).zero_grad(receiver, *args, **kwargs)
 
-        def state_dict(receiver: torch.optim.Optimizer) -> dict[str, Any]:
-            return self._running().state_dict_of(receiver)
-
-        def load_state_dict(receiver: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-            self._running().load_state_dict_of(receiver, state_dict)
-
         count_as_scheduled(step)
         calls: dict[str, Callable[..., Any]] = {
-            "step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict,
+            "step": step, "zero_grad": zero_grad,
+            "state_dict": lambda receiver: self._running().state_dict_of(receiver),
+            "load_state_dict": lambda receiver, state_dict: self._running().load_state_dict_of(receiver, state_dict),
         }  # fmt: skip
         before = {name: vars(optimizer).get(name) for name in calls}
         for name, call in calls.items():
@@ -204,22 +196,18 @@ class OptimizerCalls:
 def forbid_optimizer_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
     """Make optimizer calls that would have no effect, or lose state, raise RunError; return handles to undo this."""
 
-    def refusal(what: str) -> Any:
-        def hook(*_: Any) -> None:
-            raise RunError(f"rank {rank}: {what}")
-
-        return hook
+    def refuse(what: str, *_: Any) -> None:
+        raise RunError(f"rank {rank}: {what}")
 
     on_shards = "the optimizer's state is on shards while a plan runs: use parallel."
     return [
-        optimizer.register_step_pre_hook(refusal("call step() of the optimizer itself, or parallel.step()")),
-        optimizer.register_state_dict_pre_hook(refusal(f"{on_shards}optimizer_state_dict()")),
-        optimizer.register_load_state_dict_pre_hook(refusal(f"{on_shards}load_optimizer_state_dict()")),
+        optimizer.register_step_pre_hook(partial(refuse, "call step() of the optimizer itself, or parallel.step()")),
+        optimizer.register_state_dict_pre_hook(partial(refuse, f"{on_shards}optimizer_state_dict()")),
+        optimizer.register_load_state_dict_pre_hook(partial(refuse, f"{on_shards}load_optimizer_state_dict()")),
     ]
 
 
 # ---- changes between steps
-
 
 THAWED = "{}: requires_grad changed while a plan runs: call close(), change it, then parallelize() again"
 
@@ -231,31 +219,27 @@ def find_unseen_change(
     optimizers = updates.optimizers
     if len(optimizers.param_groups) != updates.groups:
         return "the optimizer got another parameter group: close(), and parallelize() anew with it"
-    changed = updates.changed_option()
-    if changed is not None:
+    if (changed := updates.changed_option()) is not None:
         return (
             f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
             "may have run with its former value: change it before backward or after step()"
         )
     for optimizer in optimizers.members:
         before, after = step_hooks(optimizer)
-        if before > 1 or after:  # one is refuse_calls'
+        if before > 1 or after:  # one is forbid_optimizer_calls'
             return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
         if optimizer.state:
             return (
                 "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
                 "parallel.load_optimizer_state_dict()"
             )
-    thawed = find_changed_training(storage for storage in storages if not storage.trainable)
-    if thawed is not None:
+    if (thawed := find_changed_training(storage for storage in storages if not storage.trainable)) is not None:
         return thawed
     buffer = buffers.changed() if buffers.option is None and world > 1 else None
-    if buffer is not None:
-        return (
-            f"buffer {buffer} changes in forward, on every rank in its own way: parallelize(…, broadcast_buffers=True) "
-            "for rank 0's at every step, as with DDP, or False for each rank's own"
-        )
-    return None
+    return None if buffer is None else (
+        f"buffer {buffer} changes in forward, on every rank in its own way: parallelize(…, broadcast_buffers=True) "
+        "for rank 0's at every step, as with DDP, or False for each rank's own"
+    )
 
 
 def find_removed_parameter(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
@@ -275,7 +259,7 @@ def find_removed_parameter(model: nn.Module, storages: Sequence[UnitStorage]) ->
 
 
 def find_changed_training(storages: Iterable[UnitStorage]) -> str | None:
-    """Return which parameter is trained now and not in the plan, or the reverse; None if there is no such parameter."""
+    """Return which parameter is trained now and not in the plan, or the reverse; None if there is none."""
     with without_torch_function():
         for storage in storages:
             for name, p in zip(storage.names, storage.parameters, strict=True):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.model.elementwise import StateLayout
+from mdcs.model.flat_optimizer import options_of
 from mdcs.model.optimizers import Updates
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer, UpdateRun
 from mdcs.runtime.storage import UnitStorage
@@ -31,9 +32,7 @@ History = dict[str, Any]
 def histories(
     units: Sequence[Sequence[tuple[str, nn.Parameter]]], updates: Updates, state: State
 ) -> dict[tuple[int, int], History]:
-    """Return the history of each parameter that has state, by unit and place in the unit. Raises ValueError where the
-    shape of a state per element is not its parameter's.
-    """
+    """Return histories by unit and place in the unit. Raises ValueError for a state per element of another shape."""
     by_place: dict[tuple[int, int], History] = {}
     for u, parameters in enumerate(units):
         for i, (name, p) in enumerate(parameters):
@@ -62,9 +61,7 @@ def _number(value: Any) -> Any:
 
 
 class OptimizerState:
-    """State on shards. ``exchange`` returns every rank's value. ``kept``: whole state of parameters that are frozen
-    now.
-    """
+    """State on shards. ``exchange`` returns every rank's value. ``kept``: whole state of parameters frozen by now."""
 
     def __init__(
         self, updates: ShardedOptimizer, storages: Sequence[UnitStorage], unsharder: Unsharder,
@@ -79,8 +76,7 @@ class OptimizerState:
 
     def begin(self, state: State) -> None:
         """Allocate zeros on shards for all state per element in the whole ``state`` (tensors may be on the meta
-        device), and take over the other state. The state before is dropped. Raises ValueError as :func:`histories`
-        does.
+        device), and take over the other state. Drops the state before. Raises ValueError as :func:`histories` does.
         """
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
         wanted = histories(named, self._updates.updates, state)
@@ -198,9 +194,13 @@ class OptimizerState:
             raise ValueError(
                 f"weights={key!r}: the optimizer has no such state for each weight; mdcs.WithAverage has 'average'"
             )
-        with exchanged([(run.parameter, run.saved[key]) for _, _, run in self._runs() if key in run.saved]):
+        pairs = [(run.parameter, run.saved[key]) for _, _, run in self._runs() if key in run.saved]
+        _exchange(pairs)
+        try:
             self._place_replicas()
             yield
+        finally:
+            _exchange(pairs)
 
     def gather_again(self) -> None:
         """Gather the units that are whole: the next forward relies on what the plan has gathered. Collective."""
@@ -218,7 +218,7 @@ class OptimizerState:
         self, within: Callable[[UnitStorage, int], slice] | None = None, unit: int | None = None
     ) -> Iterator[tuple[str, Fragment]]:
         """Yield (key, fragment) of this rank's state per element, of one ``unit`` or of all, inside of the slice of the
-        flat buffer that ``within`` returns for a (unit, block).
+        flat buffer that ``within`` returns for a block.
         """
         for u, b, run in self._runs(unit):
             storage = self._storages[u]
@@ -316,23 +316,13 @@ def _made(value: Any, p: Tensor) -> Any:
     return torch.empty_like(value, device=p.device) if isinstance(value, Tensor) and value.is_meta else value
 
 
-@contextmanager
-def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Exchange the values of pairs of tensors [any shape, alike in a pair] inside the block."""
-
-    @torch.no_grad()
-    def exchange() -> None:
-        for one, other in pairs:
-            if one.shape == other.shape:
-                before = one.clone()
-                one.copy_(other)
-                other.copy_(before)
-
-    exchange()
-    try:
-        yield
-    finally:
-        exchange()
+@torch.no_grad()
+def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for one, other in pairs:
+        if one.shape == other.shape:
+            before = one.clone()
+            one.copy_(other)
+            other.copy_(before)
 
 
 # ---- in the form of torch.optim
@@ -351,10 +341,10 @@ def for_parameters(state: State, layout_of: Callable[[Any], StateLayout]) -> dic
 def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` as it would be with this state."""
     numbers: dict[nn.Parameter, int] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        values = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": values})
+    groups = [
+        {**group, "params": [numbers.setdefault(p, len(numbers)) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
     return {"state": {numbers[p]: dict(values) for p, values in state.items() if p in numbers}, "param_groups": groups}
 
 
@@ -375,9 +365,4 @@ def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
 def load_options(groups: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:
     """Load learning rate and other options of parameter groups, as ``load_state_dict()`` does."""
     for group, their in zip(groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in their.items() if key not in ("params", "param_names")})
-
-
-def as_list(saved: Any) -> list[Mapping[str, Any]]:
-    """Return state dicts of optimizers as a list: there is one where a single state dict is given."""
-    return [saved] if isinstance(saved, Mapping) else list(saved)
+        group.update(options_of(their))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from mdcs.model.elementwise import FUNCTIONAL, StateLayout
-from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options
+from mdcs.model.flat_optimizer import Counts, FlatOptimizer, Options, options_of
 from mdcs.model.optimizers import NOT_TRAINED, ParameterPlace, Updates
 from mdcs.plan.period import Strategy
 from mdcs.runtime.context import RunContext
@@ -82,7 +82,7 @@ class UpdateRun:
         (start, stop), whole, sides = (self.place.start, self.place.stop), self.parameter.shape, []
         for place in (slice(start, at), slice(at, stop)):
             cut = slice(place.start - start, place.stop - start)
-            side = UpdateRun(self.group, slice(None), self.parameter[cut])
+            side = UpdateRun(self.group, cut, self.parameter)
             side.place = place
             side.state = {
                 key: value if not isinstance(value, Tensor) else value[cut] if value.shape == whole else value.clone()
@@ -93,17 +93,7 @@ class UpdateRun:
         return sides[0], sides[1]
 
 
-class Rule(Protocol):
-    """Updates runs of one parameter group and type. ``updates`` of one call are all started, or none is."""
-
-    def reserve(self, options: Options, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a run [shape of the parameter] before its first update: its bytes, if not its values."""
-
-    def update(self, options: Options, updates: Sequence[tuple[UpdateRun, Tensor]]) -> None:
-        """Update (run, gradient [shape of the run's parameter]) pairs in place."""
-
-
-def rule_for(optimizer: torch.optim.Optimizer, layout: StateLayout, meter: Meter) -> Rule:
+def rule_for(optimizer: torch.optim.Optimizer, layout: StateLayout, meter: Meter) -> Functional | OwnClass:
     """Return the rule of an optimizer that passed the trial (:func:`mdcs.model.elementwise.state_layouts`)."""
     return Functional(type(optimizer)) if type(optimizer) in FUNCTIONAL else OwnClass(optimizer, layout, meter)
 
@@ -130,7 +120,7 @@ class Functional:
         return {"step": step, **{name: torch.zeros_like(p) for name in names}}
 
     def update(self, options: Options, updates: Sequence[tuple[UpdateRun, Tensor]]) -> None:
-        """Call torch's function once for all runs."""
+        """Call torch's function once for (run, gradient [shape of its parameter]) pairs: all started, or none is."""
         tensors = [run.parameter for run, _ in updates], [gradient for _, gradient in updates]
         states = [run.state for run, _ in updates]
         if self._algorithm is torch.optim.SGD:
@@ -143,16 +133,11 @@ class Functional:
                     state["momentum_buffer"] = momentum
         else:
             function = adamw if options.get("decoupled_weight_decay", self._algorithm is torch.optim.AdamW) else adam
-            function(
-                *tensors,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [state["max_exp_avg_sq"] for state in states] if options["amsgrad"] else [],
-                [state["step"] for state in states],
-                beta1=options["betas"][0],
-                beta2=options["betas"][1],
-                **{name: options[name] for name in _OF_ADAM},
-            )
+            averages, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            largest = [state["max_exp_avg_sq"] for state in states] if options["amsgrad"] else []
+            beta1, beta2 = options["betas"]
+            others = {name: options[name] for name in _OF_ADAM}
+            function(*tensors, averages, squares, largest, steps, beta1=beta1, beta2=beta2, **others)
         for run, _ in updates:
             run.started = True
 
@@ -186,20 +171,19 @@ class OwnClass:
 
 
 class ShardedOptimizer:
-    """Updates the blocks of all units. ``group_of[unit]``: the parameter group of each segment.
+    """Updates the blocks of all units.
 
     ``clip_value``: limit of the elements of gradients. ``runs``: the runs of each (unit, block) that this rank updates.
     """
 
     def __init__(
-        self, context: RunContext, storages: list[UnitStorage], updates: Updates, group_of: list[list[int]],
-        clip_value: float | None = None,
-    ) -> None:  # fmt: skip
+        self, context: RunContext, storages: list[UnitStorage], updates: Updates, clip_value: float | None = None
+    ) -> None:
         self.optimizers, self.updates, self.storages, self.meter = updates.optimizers, updates, storages, context.meter
-        self._plan, self._group_of, self._rank, self._clip_value = context.plan, group_of, context.rank, clip_value
+        self._plan, self._rank, self._clip_value = context.plan, context.rank, clip_value
         rules = [rule_for(part.optimizer, part.layout, self.meter) for part in updates.parts]
         self.groups = len(self.optimizers.param_groups)
-        self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
+        self._rules = [rules[updates.part_of[group]] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}
         counting = dict.fromkeys(part.optimizer for part in updates.parts if part.layout.counts)
         self._counts = [Counts(optimizer) for optimizer in counting]
@@ -208,7 +192,7 @@ class ShardedOptimizer:
 
     def layout_of(self, run: UpdateRun) -> StateLayout:
         """Return the state that is kept for a run."""
-        return self.updates.parts[self.updates.part_of(run.group)].layout
+        return self.updates.parts[self.updates.part_of[run.group]].layout
 
     def make_state(self) -> None:
         """Make the state of all runs that have none."""
@@ -229,16 +213,15 @@ class ShardedOptimizer:
         for u in range(len(self.storages)) if units is None else units:
             storage = self.storages[u]
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                self.runs[u, b] = list(
-                    self._whole_runs(storage, b) if storage.layout.is_whole else self._flat_runs(u, b)
-                )
+                self.runs[u, b] = [*(self._whole_runs if storage.layout.is_whole else self._flat_runs)(storage, b)]
 
-    def _flat_runs(self, u: int, b: int) -> Iterator[UpdateRun]:
-        pieces, local = self._plan.runs(u, b, self._rank), self.storages[u].owned_shard(b)
+    def _flat_runs(self, storage: UnitStorage, b: int) -> Iterator[UpdateRun]:
+        pieces = self._plan.runs(storage.unit, b, self._rank)
+        groups = [*dict.fromkeys(self.updates.groups.get(p, NOT_TRAINED) for p in storage.parameters)]  # by segment
         for begin, length, segment in pieces:
-            if self._group_of[u][segment] != NOT_TRAINED:
+            if groups[segment] != NOT_TRAINED:
                 start = begin - pieces[0][0]
-                yield UpdateRun(self._group_of[u][segment], slice(start, start + length), local)
+                yield UpdateRun(groups[segment], slice(start, start + length), storage.owned_shard(b))
 
     def _whole_runs(self, storage: UnitStorage, b: int) -> Iterator[UpdateRun]:
         part, local = storage.owned[b], storage.owned_shard(b)
@@ -257,24 +240,19 @@ class ShardedOptimizer:
                     for side in (run.cut(element) if run.place.start < element < run.place.stop else (run,))
                 ]
 
-    def _options(self, index: int) -> dict[str, Any]:
-        """Return the options of a parameter group; tensors are copied, because schedules change them in place."""
-        group = self.optimizers.param_groups[index]
-        return {
-            k: v.detach().clone() if isinstance(v, Tensor) else v
-            for k, v in group.items()
-            if k not in ("params", "param_names")
-        }
-
     def freeze_options(self) -> None:
         """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
         self.move_on()
         for counts in self._counts:
             with nothing_compiles():
                 counts.look_ahead()
-        self._now = [self._options(i) for i in range(self.groups)]
+        groups = self.optimizers.param_groups[: self.groups]
+        self._now = [  # tensors are copied, because schedules change them in place
+            {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in options_of(group).items()}
+            for group in groups
+        ]
         # A tensor's version counter shows changes without a wait for its device.
-        self._versions = [_versions(group) for group in self.optimizers.param_groups]
+        self._versions = [_versions(group) for group in groups]
 
     def move_on(self) -> None:
         """Move on what the optimizers count, once the updates of an iteration are done."""
@@ -283,12 +261,9 @@ class ShardedOptimizer:
         self._has_updated = False
 
     def changed_option(self, optimizer: torch.optim.Optimizer | None = None) -> tuple[int, str] | None:
-        """Return (parameter group, name) of an option that changed since the snapshot, of one optimizer or of all; or
-        None.
-        """
-        groups = self.optimizers.param_groups
-        for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
-            group = groups[i]
+        """Return (parameter group, name) of an option that changed since the snapshot, of one optimizer or of all."""
+        groups = self.optimizers.param_groups[: self.groups]
+        for i, (group, now, versions) in enumerate(zip(groups, self._now, self._versions, strict=True)):
             if optimizer is not None and not any(group is other for other in optimizer.param_groups):
                 continue
             if versions != _versions(group):
@@ -349,13 +324,11 @@ class ShardedOptimizer:
 
 
 def later_step(optimizer: torch.optim.Optimizer, layout: StateLayout) -> tuple[UpdateRun, Callable[[], object]]:
-    """Return a run and a call that updates it as the runtime does, for timing. ``optimizer`` has one parameter, with a
-    gradient.
-    """
+    """Return a run and a call that updates it as the runtime does, for timing. ``optimizer``: of one parameter."""
     (group,) = optimizer.param_groups
     (p,) = group["params"]
     rule, run = rule_for(optimizer, layout, Meter()), UpdateRun(0, slice(None), p.detach())
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = options_of(group)
     run.state = rule.reserve(options, run.parameter)
     return run, lambda: rule.update(options, [(run, p.grad)])
 

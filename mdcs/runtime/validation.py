@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from mdcs.plan.plan import Plan, PlanError
 from mdcs.profile.recompute import NONE
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.communicator import ProcessGroups
-from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.errors import ErrorContext, ranks_in_words
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction, Initializer, check_buffers, layout
 from mdcs.torch_compat import gradient_hooks, step_hooks
@@ -60,17 +60,13 @@ class RunOptions:
 class ValidationResult:
     """Results of the checks, and the ``problem`` if there is one, which no rank raises before all ranks know of it.
 
-    - ``units``: those of the plan. ``ordered``: by unit, its (name, parameter) pairs in flat order.
-    - ``group_of``: by unit, the optimizer's parameter group of each segment.
+    - ``units``: those of the plan, with their parameters in flat order.
     - ``untrained``: names of trainable parameters that are in no optimizer.
-    - ``updates``: how parameters are updated; None if that is the problem. ``state``: histories of parameters that have
-      some.
+    - ``updates``: how parameters are updated; None if that is the problem. ``state``: histories of those that have one.
     """
 
     problem: Exception | None = None
     units: list[ModelUnit] = field(default_factory=list)
-    ordered: list[list[tuple[str, nn.Parameter]]] = field(default_factory=list)
-    group_of: list[list[int]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
     updates: Updates | None = None
     state: dict[tuple[int, int], optimizer_state.History] = field(default_factory=dict)
@@ -81,9 +77,7 @@ def validate(
     model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit], options: RunOptions,
     *, processes: int, backend: str, device: torch.device, updates: Updates | None = None,
 ) -> ValidationResult:  # fmt: skip
-    """Check plan, job and model on this rank. ``device``: where parameters are, or will be made. ``updates``: those of
-    a run before, which may have left counts in the optimizers; None: they are tried.
-    """
+    """Check plan, job and model on this rank. ``device``: of parameters, now or later. ``updates``: of a run before."""
     result = ValidationResult()
     try:
         _fits_processes(plan, processes, backend, options.emulate, device)
@@ -91,16 +85,16 @@ def validate(
         keeps_order(model, backend)
         check_buffers(model)
         result.updates = updates = updates or Updates(optimizers)
-        result.units = units = by_optimizer(units, updates)
+        units = by_optimizer(units, updates)
         _fits_job(plan, options, updates)
         check(plan)
-        result.ordered, result.group_of = _match(plan, units, updates)
+        result.units = units = _match(plan, units, updates)
         refuse_recomputation(model, units, [u for u, choice in enumerate(plan.recompute) if choice != NONE])
         result.untrained = [
             name for unit in units if unit.trainable for name, p in unit.parameters if p not in updates.groups
         ]
         result.initialisation = Initializer(model, units, options.init, device)
-        result.state = optimizer_state.histories(result.ordered, updates, optimizers.state)
+        result.state = optimizer_state.histories([unit.parameters for unit in units], updates, optimizers.state)
     except Exception as e:  # told to the other ranks, which would wait for this one
         result.problem = e
     return result
@@ -119,34 +113,27 @@ def warn_untrained(names: Sequence[str]) -> None:
 
 def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None, device: torch.device) -> None:
     """Raise PlanError unless each rank is a process of the plan's backend; an emulated world is one process."""
+    problem, again, planned = "", "make a new plan", plan.profile.collectives
     if emulate is not None:
         if processes != 1:
-            raise PlanError(f"an emulated world is one process, the process group has {processes}")
-        if emulate.world != plan.world:
-            raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
-        if not plan.profile.link.emulated:
-            raise PlanError(
-                "an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)"
-            )
-        if within := next((k for k in plan.strategies if k.in_node), None):
-            raise PlanError(
-                f"an emulated world has no nodes, and the plan shards within them ({within.value}): plan without"
-            )
-        return
-    if processes != plan.world:
-        raise PlanError(
-            f"the plan is for {plan.world} ranks, the process group has {processes}: start as many, or make a new plan"
-        )
-    planned_backend = plan.profile.collectives.backend
-    if processes > 1 and backend != planned_backend:
-        raise PlanError(
-            f"the plan is for collectives of {planned_backend}, the process group is of {backend}: make a new plan"
-        )
-    if processes > 1 and plan.profile.collectives.algorithm == "ring" and device.type != "cpu":
-        raise PlanError(
+            problem = f"an emulated world is one process, the process group has {processes}"
+        elif emulate.world != plan.world:
+            problem = f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}"
+        elif not plan.profile.link.emulated:
+            problem = "an emulated world sends nothing: plan with an emulated link, mdcs.Link.uniform(…, emulated=True)"
+        elif within := next((k for k in plan.strategies if k.in_node), None):
+            problem = f"an emulated world has no nodes, and the plan shards within them ({within.value}): plan without"
+    elif processes != plan.world:
+        problem = f"the plan is for {plan.world} ranks, the process group has {processes}: start as many, or {again}"
+    elif processes > 1 and backend != planned.backend:
+        problem = f"the plan is for collectives of {planned.backend}, the process group is of {backend}: {again}"
+    elif processes > 1 and planned.algorithm == "ring" and device.type != "cpu":
+        problem = (
             "the plan sends in rings, which gloo has on CPUs only: on a GPU make a new plan, with "
             "Collectives('native', 'gloo')"
         )
+    if problem:
+        raise PlanError(problem)
 
 
 def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
@@ -163,9 +150,8 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
     planned = plan.profile.optimizers[:-1]  # the last one is none
     if len(updates.parts) != len(planned):
         made_for = " and ".join(o.name for o in planned)
-        raise ValueError(
-            f"the plan was made for {made_for}, and you pass {updates.optimizers.name}: {_another(made_for)}"
-        )
+        passed = " and ".join(type(o).__name__ for o in updates.optimizers.members)
+        raise ValueError(f"the plan was made for {made_for}, and you pass {passed}: {_another(made_for)}")
     for i, (part, theirs) in enumerate(zip(updates.parts, planned, strict=True)):
         units = zip(plan.profile.units, plan.profile.layouts, strict=True)
         widths = [layout.updated_width for unit, layout in units if unit.trainable and unit.optimizer == i]
@@ -203,18 +189,16 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) ->
     held = {p for unit in units for _, p in unit.parameters}
     trained = [p for group in optimizers.param_groups for p in group["params"]]
     for number, p in enumerate(trained):
-        if p.requires_grad and p not in held and p.numel():  # a parameter without elements needs no training
+        if p.requires_grad and p not in held and p.numel():  # one without elements needs no training
             name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
             raise UnsupportedModel(
                 f"{name}: is in the optimizer and in no unit, so it would never be trained: "
                 f"{_UNITS_ANEW if p in names else 'pass the model that has it, or leave it out of the optimizer'}"
             )
     for name, p in model.named_parameters():
-        if p not in held and not p.numel():
-            continue
-        if p not in held:
+        if p not in held and p.numel():
             raise UnsupportedModel(f"{name}: is in no unit, so it was added after partition(): {_UNITS_ANEW}")
-        if gradient_hooks(p):
+        if p in held and gradient_hooks(p):
             raise UnsupportedModel(
                 f"{name}: has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which mdcs "
                 "takes: remove the hook"
@@ -224,23 +208,19 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) ->
 
 def keeps_order(model: nn.Module, backend: str) -> None:
     """Raise UnsupportedModel for a module whose forward has collectives that could mix with the plan's messages."""
-    for name, module in model.named_modules():
-        if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
+    for name, module in model.named_modules() if backend == "nccl" else ():
+        if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedModel(
                 f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank elsewhere: use "
                 "BatchNorm"
             )
 
 
-def _match(
-    plan: Plan, units: list[ModelUnit], updates: Updates
-) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
-    """Return, for every unit, its (name, parameter) pairs in flat order, and the parameter group of each segment.
-    Raises ValueError where plan and model differ.
-    """
+def _match(plan: Plan, units: list[ModelUnit], updates: Updates) -> list[ModelUnit]:
+    """Return the units with their parameters in flat order. Raises ValueError where plan and model differ."""
     if len(units) != len(plan.profile.units):
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}: {_ANEW}")
-    parameters, group_of = [], []
+    matched = []
     for unit, planned in zip(units, plan.profile.units, strict=True):
         ordered, flat_segments = in_flat_order(unit, updates)
         segments, dtype = tuple(s.numel for s in flat_segments), dtype_name(ordered[0][1].dtype)
@@ -251,47 +231,41 @@ def _match(
             )
         if dtype != planned.dtype:
             raise ValueError(f"unit {unit.name} is {dtype}; the plan is for {planned.dtype}: {_ANEW}")
-        part = updates.part_of(flat_segments[0].group) if unit.trainable else 0
+        part = updates.part_of[flat_segments[0].group] if unit.trainable else 0
         if part != planned.optimizer:
             raise ValueError(
                 f"unit {unit.name}: another optimizer has its parameters than when the plan was made: "
                 f"{_another('each parameter to the same optimizer')}"
             )
-        parameters.append(ordered)
-        group_of.append([s.group for s in flat_segments])
-    return parameters, group_of
+        matched.append(replace(unit, parameters=tuple(ordered)))
+    return matched
 
 
 def agree_on_validation(
     result: ValidationResult, model: nn.Module, plan: Plan, place: ErrorContext, groups: ProcessGroups
 ) -> None:
-    """Raise this rank's problem, or name the ranks with a problem, another plan, model or optimizer state. Collective.
-    """
-    rank, named = place.rank, [*model.named_parameters(), *model.named_buffers()]
+    """Raise this rank's problem, or name ranks with a problem, another plan, model or optimizer state. Collective."""
+    here, named = f"rank {place.rank}, before step 1:", [*model.named_parameters(), *model.named_buffers()]
     text = None if result.problem is None else str(result.problem) or type(result.problem).__name__
     answers = groups.all_gather_object((plan.hash, text, layout(named), result.state))
     if result.problem is not None:
         raise result.problem
     for r, (_, theirs, *_) in enumerate(answers):
         if theirs is not None:
-            raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
+            raise PlanError(f"{here} rank {r} cannot run: {theirs}")
     hashes = [h for h, *_ in answers]
     common, count = Counter(hashes).most_common(1)[0]
     common = common if count > 1 else hashes[0]
-    other = [r for r, h in enumerate(hashes) if h != common]
-    if other:
+    if other := [r for r, h in enumerate(hashes) if h != common]:
         raise PlanError(
-            f"rank {rank}, before step 1: rank{'s' if len(other) > 1 else ''} {', '.join(map(str, other))} "
-            f"ha{'ve' if len(other) > 1 else 's'} another plan ({', '.join(str(hashes[r]) for r in other)}) "
-            f"than the others ({common}): give every rank the same plan"
+            f"{here} {ranks_in_words(other)} ha{'ve' if len(other) > 1 else 's'} another plan "
+            f"({', '.join(str(hashes[r]) for r in other)}) than the others ({common}): give every rank the same plan"
         )
     for r, (_, _, theirs, state) in enumerate(answers):
         if theirs != answers[0][2]:
             raise UnsupportedModel(
-                f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape, "
-                "strides or type: build the same model on every rank"
+                f"{here} parameters or buffers of rank {r} are not rank 0's in name, shape, strides or type: build the "
+                "same model on every rank"
             )
         if state != answers[0][3]:
-            raise PlanError(
-                f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all"
-            )
+            raise PlanError(f"{here} rank {r}'s optimizer has other state than rank 0's: load it on all")

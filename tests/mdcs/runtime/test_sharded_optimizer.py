@@ -60,7 +60,7 @@ def job(
     context = RunContext(plan, ErrorContext(rank))
     storage = UnitStorage(context, 0, [(str(i), p) for i, p in enumerate(ours)])
     storage.init_shards()
-    updates = ShardedOptimizer(context, [storage], Updates(Optimizers(mine)), [[0, 1]])
+    updates = ShardedOptimizer(context, [storage], Updates(Optimizers(mine)))
     updates.make_runs()
     updates.make_state()
     return updates, storage, mine, alone, make(alone)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 
 from benchmarks.published_runs import DECODERS, DEVICES, Case
 
 
-def main() -> int:
-    """Write the profile that the command line describes. Return the exit code."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", choices=DECODERS, default="Llama-3-70B")
@@ -36,8 +34,7 @@ def main() -> int:
     words = f"{asked.model} on {asked.devices} {asked.device}"
     made = dataclasses.replace(case.profile(asked.tflops * 1e12), about={"calculated": words})
     asked.file.write_text(made.to_json(), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

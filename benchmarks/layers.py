@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from mdcs.profile.link import Collectives, ExecutionModel, Link
 from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
@@ -54,10 +54,8 @@ class Layer:
     """A part of a model that runs as a whole: one forward slot and one backward slot.
 
     - ``unit``: name of its unit. Layers with the same name share a unit, whose parameters are theirs together.
-    - ``parameters``: elements.
-    - ``operations``: floating-point operations of its forward.
-    - ``kept``: bytes that forward saves for backward, with its input.
-    - ``output``: bytes of its output.
+    - ``parameters``: elements. ``operations``: floating-point operations of its forward.
+    - ``kept``: bytes that forward saves for backward, with its input. ``output``: bytes of its output.
     - ``cheap``: bytes of ``kept`` that selective recomputation frees: neither input nor output of a matrix product that
       is kept. 0: the layer does not recompute.
     - ``workspace``: bytes that only exist while it runs, in forward and in backward.
@@ -76,11 +74,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element.
-
-    - ``parameter``: in compute, and when gathered.
-    - ``gradient``: when reduced.
-    - ``master``: of the copy that the optimizer updates. 0: it updates the parameters themselves.
+    """Bytes of an element of a parameter in compute and when gathered, of a gradient when reduced, and of the copy that
+    the optimizer updates (``master``; 0: it updates the parameters themselves).
     """
 
     parameter: int = 4
@@ -88,8 +83,7 @@ class Precision:
     master: int = 0
 
 
-_TYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
-"""Types by the bytes of an element."""
+_TYPES = {0: "", 1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of an element
 
 
 def layers_profile(
@@ -103,8 +97,8 @@ def layers_profile(
 
     Updates run on a stream of their own. Layers with ``cheap`` bytes have two options of recomputation.
     """
-    last, (parameter, gradient) = len(layers) - 1, (_TYPES[precision.parameter], _TYPES[precision.gradient])
-    master = _TYPES[precision.master] if precision.master else ""
+    parameter, gradient, master = (_TYPES[size] for size in astuple(precision))
+    last = len(layers) - 1
     names = list(dict.fromkeys(layer.unit for layer in layers))
     units = []
     for name in names:
@@ -157,15 +151,11 @@ _WIDTH = 2  # bytes of an element of an activation
 class Decoder:
     """The shape of a decoder.
 
-    - ``layers``: number of blocks.
-    - ``width``: model width.
+    - ``layers``: number of blocks. ``width``, ``hidden``: widths of the model and of the MLP.
     - ``heads``, ``kv_heads``: heads of queries, and of keys and values (grouped-query attention).
-    - ``hidden``: width of the MLP.
-    - ``vocab``: tokens in the vocabulary.
+    - ``vocab``: tokens in the vocabulary. ``tied``: whether the head has the embedding's matrix.
     - ``gated``: whether the MLP has three matrices (SwiGLU) instead of two.
-    - ``tied``: whether the head has the embedding's matrix.
-    - ``positions``: rows of a learned position embedding.
-    - ``biases``: whether matrices and norms have biases.
+    - ``positions``: rows of a learned position embedding. ``biases``: whether matrices and norms have biases.
     - ``experts``, ``active``: experts of each MLP, and how many of them a token goes to.
     """
 
@@ -182,41 +172,6 @@ class Decoder:
     experts: int = 1
     active: int = 1
 
-    @property
-    def _attention(self) -> int:
-        return 2 * self.width**2 + 2 * self.width * self._keys
-
-    @property
-    def _keys(self) -> int:
-        """Width of the keys of a token, and of its values."""
-        return self.width * self.kv_heads // self.heads
-
-    @property
-    def _mlp(self) -> int:
-        return (3 if self.gated else 2) * self.width * self.hidden
-
-    @property
-    def block_parameters(self) -> int:
-        """Elements of a block."""
-        router = self.width * self.experts if self.experts > 1 else 0
-        return self._attention + self.experts * self._mlp + router + 2 * self.width + self._block_biases
-
-    @property
-    def _block_biases(self) -> int:
-        mlp = (2 if self.gated else 1) * self.hidden + self.width
-        return 4 * self.width + 2 * self._keys + self.experts * mlp if self.biases else 0
-
-    @property
-    def _last_norm(self) -> int:
-        return (2 if self.biases else 1) * self.width
-
-    @property
-    def parameters(self) -> int:
-        """Elements of the whole model."""
-        vocabularies = 1 if self.tied else 2
-        embeddings = (vocabularies * self.vocab + self.positions) * self.width
-        return self.layers * self.block_parameters + embeddings + self._last_norm
-
     def of_batch(
         self, sequences: int, sequence: int, loss_bytes: int = 4, every_second: bool = False
     ) -> tuple[Layer, ...]:
@@ -225,34 +180,32 @@ class Decoder:
         - ``loss_bytes``: bytes of a log-probability: 4 under autocast, 2 in pure 16 bit, 0 with a fused loss.
         - ``every_second``: whether selective recomputation repeats every second matrix product (gated MLPs only).
         """
-        w, tokens = self.width, sequences * sequence
-        used = self._attention + self.active * self._mlp
+        w, tokens, matrices = self.width, sequences * sequence, 3 if self.gated else 2
+        keys = w * self.kv_heads // self.heads  # width of the keys of a token, and of its values
+        attention, mlp = 2 * w**2 + 2 * w * keys, matrices * w * self.hidden
+        parameters = attention + self.experts * mlp + 2 * w + (w * self.experts if self.experts > 1 else 0)
+        if self.biases:
+            parameters += 4 * w + 2 * keys + self.experts * ((matrices - 1) * self.hidden + w)
         inside = (4 if self.gated else 2) * self.hidden * self.active
-        block = Layer(
-            "block",
-            self.block_parameters,
-            tokens * (2.0 * used + 4.0 * sequence * w),
-            kept=_WIDTH * tokens * (6 * w + 2 * self._keys + inside),
-            output=_WIDTH * tokens * w,
-            # Both norms' outputs; of SwiGLU the SiLU and the product, of GELU its output.
-            cheap=_WIDTH * tokens * (2 * w + inside // 2),
-        )
+        # What is cheap: both norms' outputs; of SwiGLU the SiLU and the product, of GELU its output.
+        cheap, repeated = _WIDTH * tokens * (2 * w + inside // 2), 0.0
         if every_second:
-            repeated = 2.0 * tokens * w * (self._keys + w + self.hidden)  # keys, output of attention, up
-            freed = _WIDTH * tokens * (2 * w + self._keys + 3 * self.hidden)
-            block = replace(block, cheap=freed, repeated=repeated)
+            cheap = _WIDTH * tokens * (2 * w + keys + 3 * self.hidden)
+            repeated = 2.0 * tokens * w * (keys + w + self.hidden)  # keys, output of attention, up
+        block = Layer(
+            "block", parameters, tokens * (2.0 * (attention + self.active * mlp) + 4.0 * sequence * w),
+            kept=_WIDTH * tokens * (6 * w + 2 * keys + inside), output=_WIDTH * tokens * w, cheap=cheap,
+            repeated=repeated,
+        )  # fmt: skip
         logits = tokens * self.vocab
         return (
             Layer("root", (self.vocab + self.positions) * w, 0.0, output=_WIDTH * tokens * w),
             *(replace(block, unit=f"block.{i}") for i in range(self.layers)),
             Layer(
-                "root",
-                self._last_norm + (0 if self.tied else self.vocab * w),
-                2.0 * logits * w,
-                kept=_WIDTH * tokens * w + (_WIDTH + loss_bytes) * logits,
-                workspace=max(_WIDTH, loss_bytes) * logits,
+                "root", (2 if self.biases else 1) * w + (0 if self.tied else self.vocab * w), 2.0 * logits * w,
+                kept=_WIDTH * tokens * w + (_WIDTH + loss_bytes) * logits, workspace=max(_WIDTH, loss_bytes) * logits,
             ),
-        )
+        )  # fmt: skip
 
 
 # ---- convolutional networks
@@ -263,14 +216,9 @@ CLASSES = 1000
 
 def _layer(name: str, parts: Sequence[tuple[int, int, int]], batch: int) -> Layer:
     """Return a layer of (parameters, multiply-adds per sample, elements of output per sample) of each of its parts."""
-    outputs = [_FP32 * batch * elements for _, _, elements in parts]
-    return Layer(
-        name,
-        sum(parameters for parameters, _, _ in parts),
-        2.0 * batch * sum(products for _, products, _ in parts),
-        kept=sum(outputs),
-        output=outputs[-1],
-    )
+    parameters, products, elements = zip(*parts, strict=True)
+    outputs = [_FP32 * batch * each for each in elements]
+    return Layer(name, sum(parameters), 2.0 * batch * sum(products), kept=sum(outputs), output=outputs[-1])
 
 
 def _conv(
@@ -319,18 +267,9 @@ _Branch = tuple[tuple[int, tuple[int, int]], ...]
 """(outputs, kernel) of the convolutions of a branch, one after the other."""
 
 
-def _square(outputs: int, k: int = 1) -> tuple[int, tuple[int, int]]:
-    return outputs, (k, k)
-
-
 def _factored(*outputs: int) -> _Branch:
     """Convolutions of 1 × 7 and 7 × 1 in turns."""
     return tuple((width, (1, 7) if i % 2 == 0 else (7, 1)) for i, width in enumerate(outputs))
-
-
-def _split(width: int) -> list[tuple[int, int, int]]:
-    """Two convolutions of 1 × 3 and 3 × 1 side by side, on 8 × 8."""
-    return [_conv(width, 384, 8, (1, 3)), _conv(width, 384, 8, (3, 1))]
 
 
 def inception_v3(batch: int) -> tuple[Layer, ...]:
@@ -345,21 +284,23 @@ def inception_v3(batch: int) -> tuple[Layer, ...]:
                 width = outputs
         return parts
 
-    s = _square
+    def s(outputs: int, k: int = 1) -> tuple[int, tuple[int, int]]:
+        return outputs, (k, k)
+
     stem = [(3, 32, 149, 3), (32, 32, 147, 3), (32, 64, 147, 3), (64, 80, 73, 1), (80, 192, 71, 3)]
     layers = [(f"stem_{i}", [_conv(a, b, size, (k, k))]) for i, (a, b, size, k) in enumerate(stem, 1)]
     for i, (inputs, pool) in enumerate(((192, 32), (256, 64), (288, 64))):
         branches = ((s(64),), (s(48), s(64, 5)), (s(64), s(96, 3), s(96, 3)), (s(pool),))
         layers.append((f"mixed_5{'bcd'[i]}", block(inputs, 35, *branches)))
-    layers.append(
-        ("mixed_6a", block(288, 17, (s(384, 3),)) + block(288, 35, (s(64), s(96, 3))) + block(96, 17, (s(96, 3),)))
-    )
+    reduced = block(288, 17, (s(384, 3),)) + block(288, 35, (s(64), s(96, 3))) + block(96, 17, (s(96, 3),))
+    layers.append(("mixed_6a", reduced))
     for i, c in enumerate((128, 160, 160, 192)):
         parts = block(768, 17, (s(192),), (s(c), *_factored(c, 192)), (s(c), *_factored(c, c, c, 192)), (s(192),))
         layers.append((f"mixed_6{'bcde'[i]}", parts))
     reduced = block(768, 17, (s(192),), (s(192), *_factored(192, 192)))
     layers.append(("mixed_7a", reduced + block(192, 8, (s(320, 3),), (s(192, 3),))))
+    side_by_side = [_conv(384, 384, 8, (1, 3)), _conv(384, 384, 8, (3, 1))]
     for i, inputs in enumerate((1280, 2048)):
-        parts = block(inputs, 8, (s(320),), (s(384),), (s(448), s(384, 3)), (s(192),)) + _split(384) + _split(384)
+        parts = block(inputs, 8, (s(320),), (s(384),), (s(448), s(384, 3)), (s(192),)) + 2 * side_by_side
         layers.append((f"mixed_7{'bc'[i]}", parts))
     return (*(_layer(name, parts, batch) for name, parts in layers), _layer("fc", [_dense(2048, CLASSES)], batch))

@@ -22,16 +22,12 @@ _DECIDES = {
 }  # fmt: skip
 """Colour, and the word in a cell."""
 _STRATEGIES = {
-    "fsdp": ("#0072B2", "o"),
-    "sdp": ("#56B4E9", "s"),
-    "hsdp": ("#D55E00", "^"),
-    "hsdp_no_reshard": ("#E69F00", "D"),
-}
+    "fsdp": ("#0072B2", "o"), "sdp": ("#56B4E9", "s"), "hsdp": ("#D55E00", "^"), "hsdp_no_reshard": ("#E69F00", "D"),
+}  # fmt: skip
 _FILLS: dict[str, dict[str, Any]] = {
     "none": {"fillstyle": "full"}, "selective": {"fillstyle": "left", "mfcalt": "white"}, "full": {"mfc": "white"},
 }  # fmt: skip
 """Fill of a mark by the kind of recomputation."""
-
 
 Cell = tuple[str, str]
 """Colour, and what is written in it."""
@@ -44,11 +40,9 @@ def cells(axes: Axes, rows: Sequence[Sequence[Cell]], columns: Sequence[str], na
             axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour))
             axes.text(x, y, words, ha="center", va="center", fontsize=6.5)
     axes.grid(visible=False)
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(-0.5, len(rows) - 0.5)
+    axes.set(title=title, xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), names)
-    axes.set_title(title)
 
 
 @style.styled
@@ -71,8 +65,7 @@ def scale_map(document: Mapping[str, Any], decides: Callable[[dict[str, Any]], s
         clusters = [f"{curve['devices']:,}\n{curve['gbit']:,g}" for curve in curves]
         about = f"{model}, {curves[0]['parameters'] / 1e9:.1f} · 10⁹ parameters"
         cells(axes, rows, clusters, [f"{gib:g}" for gib in budgets], about)
-        axes.set_xlabel("devices, Gbit/s of a node")
-        axes.set_ylabel("GiB of a device")
+        axes.set(xlabel="devices, Gbit/s of a node", ylabel="GiB of a device")
     notes = "numbers: gain of all together, as a multiple; –: nothing fits"
     style.legend_below(figure, [Patch(color=colour, label=name) for name, (colour, _) in _DECIDES.items()], notes)
     return figure
@@ -124,8 +117,7 @@ def scale_curves(document: Mapping[str, Any], model: str) -> Figure:
         steps = [point["all"]["step_s"] if point["base"] else math.nan for point in curve["points"]]
         axes.plot(budgets, steps, color=style.INK, marker=".", lw=1.4)
         axes.axhline(curve["compute_s"], color=style.GREY, ls=":", lw=1)
-        axes.set_xlim(0, right)
-        axes.set_title(f"{curve['devices']:,} devices, {curve['gbit']:,g} Gbit/s")
+        axes.set(xlim=(0, right), title=f"{curve['devices']:,} devices, {curve['gbit']:,g} Gbit/s")
     for axes in panels[-1]:
         axes.set_xlabel("GiB of a device")
     for axes in panels[:, 0]:

@@ -21,7 +21,6 @@ import itertools
 import math
 import os
 import random
-import sys
 import time
 import timeit
 from collections.abc import Callable, Iterable
@@ -51,9 +50,9 @@ RECOMPUTE_LIMITS_S = {24: 27.0, 48: 45.0, 96: 120.0, 192: 120.0}
 SEEDS = (0, 1)
 
 
-def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0) -> Profile:
+def chain(units: int, seed: int, *, ratio: float) -> Profile:
     """A chain of uneven layers. ``ratio``: seconds of one all-gather of the model over those of the forward pass."""
-    rng = random.Random(seed)
+    rng, world = random.Random(seed), 4
     sizes = [rng.choice([1, 1, 2, 4]) * rng.randint(200_000, 400_000) for _ in range(units)]
     forward = [rng.uniform(2e-3, 6e-3) for _ in range(units)]
     activations = [int(rng.uniform(0.2, 1.5) * 1e6) for _ in range(units)]
@@ -68,14 +67,13 @@ def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: 
     return Profile(
         tuple(Unit(f"layer{u}", (n,), True, (u, u), (units - 1 - u,) * 2) for u, n in enumerate(sizes)),
         tuple(slots), world, Link((2e-5,) * 4, (beta,) * 4, depth=2, block=1 << 18),
-        Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2), interference=interference,
+        Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2),
     )  # fmt: skip
 
 
 def recomputable(profile: Profile) -> Profile:
-    """The chain with six times the activations, about 40 % of the peak of dp, and two options per layer.
-
-    ``full`` frees 90 % for the seconds of the forward, ``selective`` 50 % for 15 % of them.
+    """The chain with six times the activations, about 40 % of the peak of dp, and two options per layer. ``full`` frees
+    90 % for the seconds of the forward, ``selective`` 50 % for 15 % of them.
     """
     count, live, slots, options = len(profile.units), 0, list[Slot](), list[RecomputeOption]()
     for s, slot in enumerate(profile.slots):
@@ -91,20 +89,15 @@ def recomputable(profile: Profile) -> Profile:
 
 
 def fastest(
-    profile: Profile,
-    budget: int,
-    strategies: Iterable[StrategyPlanner],
-    shares: Iterable[float | None],
-    schedulers: Iterable[str] = HEURISTIC_SCHEDULERS,
-    recompute: str | None = None,
-) -> float:
+    profile: Profile, budget: int, strategies: Iterable[StrategyPlanner], shares: Iterable[float | None],
+    schedulers: Iterable[str] = HEURISTIC_SCHEDULERS, recompute: str | None = None,
+) -> float:  # fmt: skip
     """The shortest step of the strategies with these schedulers; infinite if none fits."""
     steps = [math.inf]
-    for strategy, share, name in itertools.product(strategies, shares, schedulers):
+    asked = itertools.product(strategies, shares, (SCHEDULERS[name]() for name in schedulers))
+    for strategy, share, by in asked:
         with contextlib.suppress(InfeasibleBudget, PlanError):
-            plan = make_plan(
-                profile, strategy, SCHEDULERS[name](), budget=budget, schedule_share=share, recompute=recompute
-            )
+            plan = make_plan(profile, strategy, by, budget=budget, schedule_share=share, recompute=recompute)
             assert plan.prediction is not None
             steps.append(plan.prediction.step_s)
     return min(steps)
@@ -113,10 +106,8 @@ def fastest(
 def gaps(units: list[int], recompute: bool, seconds: float | None) -> None:
     """Plan the instances and print the table."""
     console, title = new_console(150), "gap = (replayed step - proven bound of the unmerged problem) / replayed step"
-    headings = (
-        "units", "seed", "limit s", "took s", "cpu s", "best heuristic ms", "off bound", "joint ms", "gap",
-        "outcome",
-    )  # fmt: skip
+    headings = ("units", "seed", "limit s", "took s", "cpu s", "best heuristic ms", "off bound", "joint ms", "gap",
+                "outcome")  # fmt: skip
     table = new_table(title, headings, left=("outcome",))
     for count, seed in itertools.product(units, SEEDS):
         profile, rule, limit_s = chain(count, seed, ratio=1.5), None, LIMITS_S[count]
@@ -137,20 +128,18 @@ def gaps(units: list[int], recompute: bool, seconds: float | None) -> None:
         assert plan.prediction is not None
         joint, bound = plan.prediction.step_s, plan.bound_s or 0.0
         table.add_row(
-            str(count), str(seed), f"{limit_s:g}", f"{took:.0f}", f"{cpu:.0f}",
-            f"{heuristic * 1e3:.1f}", f"{1 - bound / heuristic:.1%}", f"{joint * 1e3:.1f}",
-            f"{1 - bound / joint:.2%}", plan.outcome,
+            str(count), str(seed), f"{limit_s:g}", f"{took:.0f}", f"{cpu:.0f}", f"{heuristic * 1e3:.1f}",
+            f"{1 - bound / heuristic:.1%}", f"{joint * 1e3:.1f}", f"{1 - bound / joint:.2%}", plan.outcome,
         )  # fmt: skip
         console.print(f"{count} units, seed {seed}: gap {1 - bound / joint:.2%} after {took:.0f} s", highlight=False)
     console.print(table)
 
 
-def replays(units: int) -> None:
+def replays() -> None:
     """Measure replays of a plan, with one message per unit and kind, and print the table."""
-    job = Job(chain(units, 0, ratio=1.0))
-    mix = (Strategy.zero2, Strategy.sdp, Strategy.fsdp) * units
-    plan = Wfbp().schedule(StrategyAssignment(job, mix[:units]))
-    title = f"{units} units, {len(plan.messages)} messages: replays per second"
+    mix = (Strategy.zero2, Strategy.sdp, Strategy.fsdp) * 16
+    plan = Wfbp().schedule(StrategyAssignment(Job(chain(len(mix), 0, ratio=1.0)), mix))
+    title = f"{len(mix)} units, {len(plan.messages)} messages: replays per second"
     table = new_table(title, ("what is asked for", "again", "new"), left=("what is asked for",))
     bounded = dataclasses.replace(plan, budget=min_feasible_budget(plan))
     for what, of in (("period", plan), ("period, with a tight budget", bounded)):
@@ -160,14 +149,14 @@ def replays(units: int) -> None:
     new_console().print(table)
 
 
-def rate(work: Callable[[], object], rounds: int = 15, round_s: float = 0.02) -> float:
+def rate(work: Callable[[], object]) -> float:
     """Calls per second of CPU time, in the best of several rounds."""
     timer = timeit.Timer(work, timer=time.process_time)
-    calls = max(1, round(round_s / timer.timeit(1)))
-    return calls / min(timer.repeat(rounds, calls))
+    calls = max(1, round(0.02 / timer.timeit(1)))
+    return calls / min(timer.repeat(15, calls))
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     parser.add_argument("--recompute", action="store_true", help="let plans decide what is recomputed")
@@ -175,11 +164,10 @@ def main() -> int:
     parser.add_argument("--replays", action="store_true", help="measure replays instead, of 48 units")
     asked = parser.parse_args()
     if asked.replays:
-        replays(48)
+        replays()
     else:
         gaps(asked.units, asked.recompute, asked.seconds)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,7 +11,6 @@ planned and replayed as any job.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from statistics import median
 
@@ -21,24 +20,21 @@ from benchmarks import percent
 from benchmarks.published_runs import INTERFERENCE, Case, Group, Predicted, read
 from mdcs.sizes import GIB
 
-MEMORY_MARK = 0.08
-"""Wanted error of a difference of memory."""
+MEMORY_MARK = 0.08  # wanted error of a difference of memory
 
 Predictions = list[tuple[Group, list[Predicted]]]
 
 
-def main() -> int:
-    """Write the pages. Return the exit code."""
+def main() -> None:
     out, (part, runs) = benchmarks.parser(__doc__).parse_args().out, pages()
     benchmarks.write_part(out, "published", part)
-    benchmarks.write(out, {"dev/published-runs.md": runs})
-    return 0
+    benchmarks.write(out / "dev/published-runs.md", runs)
 
 
 def pages() -> tuple[str, str]:
     """Return the part of predictions.md, and the page of all runs, as Markdown."""
     groups = [(group, group.predictions()) for group in read()]
-    undisturbed = [(group, group.predictions()) for group in (each.without_interference() for each, _ in groups)]
+    undisturbed = [(group, group.predictions()) for group in (each.changed(interference=0.0) for each, _ in groups)]
     timed = [(group, told) for group, told in groups if group.runs[0].seconds]
     sections = (_steps(title, list(members)) for title, members in itertools.groupby(timed, lambda pair: pair[0].title))
     why = [many.case.why for few, many in _pairs(groups) if abs(_difference(few, many)[2]) > MEMORY_MARK]
@@ -74,8 +70,7 @@ def summary(groups: Predictions, undisturbed: Predictions) -> str:
         middle = median(error for error, _ in some)
         rows.append([name, f"± {mark * 100:.0f} %", len(some), within, f"{middle * 100:.1f} %", apart, hidden])
     errors = [abs(_difference(*pair)[2]) for pair in _pairs(groups)]
-    within = sum(error <= MEMORY_MARK for error in errors)
-    wanted = f"± {MEMORY_MARK * 100:.0f} %"
+    within, wanted = sum(error <= MEMORY_MARK for error in errors), f"± {MEMORY_MARK * 100:.0f} %"
     rows.append(["difference of memory", wanted, len(errors), within, f"{median(errors) * 100:.1f} %"])
     every = [each for _, told in groups for each in told]
     for name, fits in (("fits", True), ("runs out of memory", False)):
@@ -92,9 +87,11 @@ def _beyond(groups: Predictions) -> list[Predicted]:
 
 
 def _worst(groups: Predictions) -> str:
-    beyond = _beyond(groups)
-    lines = [f"- {_name(each.case)}, {percent(each.error)}: {each.case.why}" for each in beyond]
-    return "\n".join([f"The {len(beyond)} steps beyond the marks, the worst first:", "", *lines])
+    lines = [
+        f"- {(case := each.case).model} on {case.devices}, {_run(case)}, {percent(each.error)}: {case.why}"
+        for each in _beyond(groups)
+    ]
+    return "\n".join([f"The {len(lines)} steps beyond the marks, the worst first:", "", *lines])
 
 
 def _steps(title: str, members: Predictions) -> str:
@@ -112,9 +109,9 @@ def _steps(title: str, members: Predictions) -> str:
     beyond = "beyond computing: published, predicted ms"
     headings = "model", "devices", "run", "published s", "predicted s", "error", beyond
     text = f"### {title}\n\n[Source]({group.url}). {group.network}.\n\n{table(headings, rows)}"
-    return text + (
-        f"\n\nThe fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device." if group.fits_link else ""
-    )
+    if group.fits_link:
+        text += f"\n\nThe fitted rate is {members[0][1][0].case.card_gbit:.0f} Gbit/s per device."
+    return text
 
 
 def _pairs(groups: Predictions) -> list[tuple[Predicted, Predicted]]:
@@ -131,11 +128,12 @@ def _difference(few: Predicted, many: Predicted) -> tuple[float, float, float]:
 def _memory(groups: Predictions) -> str:
     rows = []
     for few, many in _pairs(groups):
-        published, predicted, error = _difference(few, many)
-        both = f"{few.reserved / GIB:.1f}, {many.reserved / GIB:.1f}"
-        name, devices = f"{few.case.model}, {few.case.note}", f"{few.case.devices}, {many.case.devices}"
-        said = f"{few.case.gib:.1f}, {many.case.gib:.1f}"
-        rows.append([name, devices, said, both, f"{published:.2f}", f"{predicted:.2f}", percent(error)])
+        one, other, (published, predicted, error) = few.case, many.case, _difference(few, many)
+        rows.append([
+            f"{one.model}, {one.note}", f"{one.devices}, {other.devices}", f"{one.gib:.1f}, {other.gib:.1f}",
+            f"{few.reserved / GIB:.1f}, {many.reserved / GIB:.1f}", f"{published:.2f}", f"{predicted:.2f}",
+            percent(error),
+        ])  # fmt: skip
     return table(["model", "devices", "published", "predicted", "difference published", "predicted", "error"], rows)
 
 
@@ -147,10 +145,6 @@ def _verdicts(groups: Predictions) -> str:
         for _, told in groups for each in told if not ((case := each.case).fits and each.fits)
     ]  # fmt: skip
     return table(["model", "devices", "run", "predicted GiB", "of", "predicted", "published"], rows)
-
-
-def _name(case: Case) -> str:
-    return f"{case.model} on {case.devices}, {_run(case)}"
 
 
 _RECOMPUTED = {"none": "", "half": ", half recomputed", "full": ", recomputed", "selective": ", selective"}
@@ -166,4 +160,4 @@ def _run(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,9 +8,8 @@ with this rate. The links come from what the publication says of the network and
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,10 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.y
 TCP_RATE = 13.7e9 / 8
 """Bytes/s of one TCP stream, as iperf measured it between two virtual machines
 (https://github.com/bytedance/byteps/issues/29)."""
-TCP_EFFICIENCY = 0.949
-"""Payload of Ethernet frames of 1,500 bytes on the wire."""
+TCP_EFFICIENCY = 0.949  # payload of Ethernet frames of 1,500 bytes on the wire
 INTERFERENCE = 0.189
 """Slowdown of compute while a collective runs: the average of https://arxiv.org/abs/2507.03114."""
-CONTEXT_BYTES = GIB // 2
-"""A CUDA context with the kernels of torch."""
+CONTEXT_BYTES = GIB // 2  # a CUDA context with the kernels of torch
 NCCL_BYTES = 32 * 2 * (4 * MIB + 2 * MIB + MIB // 2)
 """Buffers of a communicator: 32 channels, two neighbours, a buffer for each protocol. The Simple protocol's is the
 documented 4 MiB of NCCL_BUFFSIZE."""
@@ -108,7 +105,6 @@ class Case:
         return 0.2 if self.tcp else 0.1
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the layers of the model for the batch."""
         if self.model in CONVOLUTIONAL:
             return CONVOLUTIONAL[self.model](self.batch)
         loss_bytes = 0 if self.fused_loss else 2 if self.precision == "bf16" else 4
@@ -139,28 +135,22 @@ class Case:
 
     def _choices(self, profile: Profile) -> tuple[str, ...]:
         blocks = [u for u, unit in enumerate(profile.units) if unit.name.startswith("block")]
-        chosen = {"none": 0, "half": len(blocks) // 2}.get(str(self.recompute), len(blocks))
-        if isinstance(self.recompute, int):
-            chosen = self.recompute
+        some = {"none": 0, "half": len(blocks) // 2}
+        chosen = self.recompute if isinstance(self.recompute, int) else some.get(self.recompute, len(blocks))
         choice = SELECTIVE if self.recompute == SELECTIVE else FULL
         return tuple(choice if u in blocks[:chosen] else NONE for u in range(len(profile.units)))
 
 
 CONVOLUTIONAL: dict[str, Callable[[int], tuple[Layer, ...]]] = {
-    "VGG-16": vgg16,
-    "Inception V3": inception_v3,
+    "VGG-16": vgg16, "Inception V3": inception_v3,
     **{f"ResNet-{depth}": partial(resnet, depth) for depth in (50, 101, 152)},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A published run and its prediction.
-
-    - ``step_s``: seconds per step.
-    - ``alone_s``: seconds of computing, if no message ever disturbed it.
-    - ``peak``: the most bytes that are allocated at once.
-    - ``reserved``: bytes that the allocator reserves.
+    """A published run and its prediction: seconds per step, seconds of computing if no message ever disturbed it
+    (``alone_s``), the most bytes that are allocated at once, and bytes that the allocator reserves.
     """
 
     case: Case
@@ -171,7 +161,6 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Error of the step time."""
         assert self.case.seconds is not None
         return self.step_s / self.case.seconds - 1
 
@@ -182,7 +171,6 @@ class Predicted:
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits on the device."""
         return self.needed <= self.case.device.memory_gib * GIB
 
 
@@ -196,23 +184,19 @@ def predict(case: Case, rate: float) -> Predicted:
     # of them has freed is not free for the others: each category counts at its own peak. Gradient shards are as wide as
     # the masters, and a shard of masters is copied into 16 bit before it is gathered.
     memory = {name: size for name, size in told.memory.items() if name not in ("total", "update_scratch")}
-    memory["gradient_shards"] = (
-        memory["gradient_shards"] * max(precision.gradient, precision.master) // precision.gradient
-    )
+    widest = max(precision.gradient, precision.master)
+    memory["gradient_shards"] = memory["gradient_shards"] * widest // precision.gradient
     if precision.master:
         largest = max(unit.numel for unit in plan.profile.units)
         memory["staging"] += largest // plan.profile.world * precision.parameter
     # FSDP reduces in every micro-step, so a step of several is as long as several steps, with one update.
-    update = sum(plan.seconds.update)
-    return Predicted(
-        case, k * told.step_s - (k - 1) * update, k * sum(plan.period.seconds), told.peak_bytes, sum(memory.values())
-    )  # fmt: skip
+    step_s = k * told.step_s - (k - 1) * sum(plan.seconds.update)
+    return Predicted(case, step_s, k * sum(plan.period.seconds), told.peak_bytes, sum(memory.values()))
 
 
 def calibrated(case: Case) -> float:
-    """Return the rate of operations with which the predicted step of this run is the published one.
-
-    Without a published step any rate is as good: memory does not depend on it. Raises ValueError if no rate is found.
+    """Return the rate of operations with which the predicted step of this run is the published one. Without a published
+    step any rate is as good: memory does not depend on it. Raises ValueError if no rate is found.
     """
     operations = predict(case, 1.0).alone_s
     if case.seconds is None:
@@ -243,28 +227,25 @@ class Group:
 
     def predictions(self) -> list[Predicted]:
         """Predict all runs with the rate of the smallest."""
-        runs = self._with_card(self._card_gbit()) if self.fits_link else self.runs
+        runs = self.changed(card_gbit=self._card_gbit()).runs if self.fits_link else self.runs
         rate = calibrated(runs[0])
         return [predict(case, rate) for case in runs]
 
-    def without_interference(self) -> Group:
-        """Return the same runs, if messages did not slow compute."""
-        return dataclasses.replace(self, runs=tuple(dataclasses.replace(case, interference=0.0) for case in self.runs))
+    def changed(self, **fields: Any) -> Group:
+        """Return the same runs with other values of some fields."""
+        return replace(self, runs=tuple(replace(case, **fields) for case in self.runs))
 
     @property
     def judged(self) -> int:
         """Index of the first run that is judged."""
         return 2 if self.fits_link else 1
 
-    def _with_card(self, gbit: float) -> tuple[Case, ...]:
-        return tuple(dataclasses.replace(case, card_gbit=gbit) for case in self.runs)
-
     def _card_gbit(self) -> float:
         """Return the rate of a card with which the second run takes as long as published."""
         low, high = 10.0, 400.0
         for _ in range(10):
             middle = (low * high) ** 0.5
-            first, second = self._with_card(middle)[:2]
+            first, second = self.changed(card_gbit=middle).runs[:2]
             told = predict(second, calibrated(first))
             if second.seconds is not None and told.step_s > second.seconds:
                 low = middle
@@ -273,26 +254,18 @@ class Group:
         return (low * high) ** 0.5
 
 
-def _seconds(row: dict[str, Any]) -> float | None:
-    """Return the seconds per step of a run, whose speed is published in one of three units."""
-    samples = row["batch"] * row.get("micro_steps", 1)
-    if "tokens" in row:  # per second and device
-        return float(samples * row["sequence"] / row["tokens"])
-    if "images" in row:  # per second, all devices
-        return float(samples * row["devices"] / row["images"])
-    return row.get("seconds")
-
-
-_FIELDS = {field.name for field in dataclasses.fields(Case)}
-
-
 def _case(row: dict[str, Any]) -> Case:
-    known = {key: value for key, value in row.items() if key in _FIELDS}
-    return Case(**known | {"device": DEVICES[row["device"]], "seconds": _seconds(row)})
+    """Return a run, whose speed is published in one of three units."""
+    seconds, samples = row.get("seconds"), row["batch"] * row.get("micro_steps", 1)
+    if "tokens" in row:  # per second and device
+        seconds = samples * row["sequence"] / row["tokens"]
+    elif "images" in row:  # per second, all devices
+        seconds = samples * row["devices"] / row["images"]
+    known = {field.name: row[field.name] for field in fields(Case) if field.name in row}
+    return Case(**known | {"device": DEVICES[row["device"]], "seconds": seconds})
 
 
 def read() -> list[Group]:
-    """Return all groups of published.yaml."""
     groups = []
     for table in PUBLISHED["tables"]:
         for group in table["groups"]:

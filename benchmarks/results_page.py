@@ -27,8 +27,8 @@ TITLES = {
 }  # fmt: skip
 DECIDED = {
     "neither": "all `fsdp`, no overlap", "strategy": "a strategy per unit, no overlap",
-    "schedule": "all `fsdp`, scheduled",
-    "both": "both, one after the other", "joint": "both at once", "recompute": "both at once, with recomputation",
+    "schedule": "all `fsdp`, scheduled", "both": "both, one after the other", "joint": "both at once",
+    "recompute": "both at once, with recomputation",
 }  # fmt: skip
 
 Result = dict[str, Any]
@@ -52,14 +52,12 @@ def write_page(results: Sequence[Result], docs: Path) -> Path:
         pictures.save(three_shares(points, _heading(plane)), docs / "results-plane.png")
     points = pd.DataFrame(predictions(results), columns=["series", "predicted", "measured"])
     points[["predicted", "measured"]] *= 1e3
-    pictures.save(
-        pictures.predictions("Step time, predicted and measured", "ms", points), docs / "results-predictions.png"
-    )
+    figure = pictures.predictions("Step time, predicted and measured", "ms", points)
+    pictures.save(figure, docs / "results-predictions.png")
     return found
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page as Markdown."""
     compared = [each for each in results if not has_plans_alone(each)]
     sections = [
         _plane(each) if each["name"] == "plane" else _plans(each) if has_plans_alone(each) else _engines(each)
@@ -81,7 +79,6 @@ def page(results: Sequence[Result]) -> str:
 
 
 def has_plans_alone(result: Result) -> bool:
-    """Return whether all candidates are plans of mdcs."""
     return all(each["plans"] for each in result["comparison"]["candidates"])
 
 
@@ -102,32 +99,31 @@ def predicted(candidate: Result) -> str:
     return f"{statistics.median(told) * 1e3:,.0f}" if told else ""
 
 
-def under(result: Result, part: Result) -> tuple[list[Result], list[Result]]:
-    """The candidates of a budget that fit, or whose bytes are not known, the fastest first, and those that do not."""
+def under(result: Result, part: Result) -> list[Result]:
+    """The candidates of a budget that fit, or whose bytes are not known, the fastest first."""
     # An engine without a plan has one run for all budgets; of a part of a floor, each plan has its own bytes.
     some = [each for each in result["comparison"]["candidates"] if each["budget"] in (None, part["budget"])]
     limits = {each["name"]: each["budget_bytes"] or part["budget_bytes"] for each in some}
     fits = [each for each in some if (limit := limits[each["name"]]) is None or not peak(each) > limit]
-    return sorted(fits, key=lambda each: statistics.median(steps(each))), [each for each in some if each not in fits]
+    return sorted(fits, key=lambda each: statistics.median(steps(each)))
 
 
-def over_best_other(own: Result, fitting: Sequence[Result]) -> tuple[str, Spread] | None:
-    """The fastest other candidate, and its step as a multiple of this one's. None without another."""
-    other = next((each for each in fitting if each is not own), None)
-    if other is None:
-        return None
-    return other["name"], Spread.of([b / a for a, b in zip(steps(own), steps(other), strict=False)])
+def of_mdcs(fitting: Sequence[Result]) -> Result | None:
+    return next((each for each in fitting if each["name"] == "mdcs"), None)
+
+
+def ratios(own: Result, other: Result) -> list[float]:
+    """Steps of another candidate as multiples of this one's, round by round."""
+    return [b / a for a, b in zip(steps(own), steps(other), strict=False)]
 
 
 def predictions(results: Sequence[Result]) -> list[tuple[str, float, float]]:
     """Name of the result, predicted and measured seconds of every run with a plan."""
     return [
         (result["name"], each["predicted_step_s"], each["step_s"])
-        for result in results
-        for candidate in result["comparison"]["candidates"]
-        for each in candidate["rounds"]
+        for result in results for candidate in result["comparison"]["candidates"] for each in candidate["rounds"]
         if each["predicted_step_s"] is not None
-    ]
+    ]  # fmt: skip
 
 
 def runs(result: Result) -> pd.DataFrame:
@@ -146,59 +142,50 @@ def _verdicts(results: Sequence[Result]) -> str:
     rows: list[tuple[str, ...]] = []
     for result in results:
         for part in result["comparison"]["budgets"]:
-            fitting, _ = under(result, part)
-            own = next((each for each in fitting if each["name"] == "mdcs"), None)
-            if own is None:
+            if (own := of_mdcs(fitting := under(result, part))) is None:
                 continue
-            other = over_best_other(own, fitting)
+            other = next((each for each in fitting if each is not own), None)
             judged = "none", "", "is the only one that fits"
             if other is not None:
-                judged = other[0], _ratio(other[1]), _verdict(other[1])
+                ratio = Spread.of(ratios(own, other))
+                verdict = "wins" if ratio.low > 1 else "**loses**" if ratio.high < 1 else "cannot be told apart"
+                judged = other["name"], _ratio(ratio), verdict
             rows.append((_title(result), _budget(part), _ms(Spread.of(steps(own))), *judged))
     return table(
         ["measurement", "budget", "mdcs ms", "the best other engine that fits", "its step over mdcs's", "mdcs"], rows
     )
 
 
-def _verdict(ratio: Spread) -> str:
-    if ratio.low > 1:
-        return "wins"
-    return "**loses**" if ratio.high < 1 else "cannot be told apart"
-
-
 def _engines(result: Result) -> str:
     """A row per candidate, the fastest first, with its step over that of mdcs within each budget that it fits."""
     of = result["comparison"]
-    parts = [(part, under(result, part)[0]) for part in of["budgets"]]
+    parts = [(part, under(result, part)) for part in of["budgets"]]
     rows = []
     for each in sorted(of["candidates"], key=lambda candidate: statistics.median(steps(candidate))):
-        ratios = []
+        over = []
         for part, fitting in parts:
-            own = next((one for one in fitting if one["name"] == "mdcs"), None)
-            fits = any(one is each for one in fitting)
-            other = each["plans"] and each["budget"] != part["budget"]
-            ratios.append("" if other or own is None else _over(own, each) if fits else "–")
+            if (own := of_mdcs(fitting)) is None or each["plans"] and each["budget"] != part["budget"]:
+                over.append("")
+            else:
+                fits = any(one is each for one in fitting)
+                over.append(f"{statistics.median(ratios(own, each)):.2f}" if fits else "–")
         name = f"{each['name']}, {_budget(each)}" if each["plans"] else each["name"]
         processor = f"{statistics.median(run['processor_s'] for run in each['rounds']) * 1e3:,.0f}"
-        rows.append([name, _ms(Spread.of(steps(each))), processor, _mib(each), predicted(each), *ratios])
+        rows.append([name, _ms(Spread.of(steps(each))), processor, _mib(each), predicted(each), *over])
     headings = ["engine", "step ms", "processor ms", "peak MiB", "predicted ms"]
     headings += [f"over mdcs, {_budget(part)}" for part, _ in parts]
     return f"## {_title(result)}\n\n{_about(result)}\n\n{table(headings, rows)}"
 
 
-def _over(own: Result, each: Result) -> str:
-    """The median of the ratios of steps within each round."""
-    return f"{statistics.median(b / a for a, b in zip(steps(own), steps(each), strict=False)):.2f}"
-
-
 def _plans(result: Result) -> str:
     """A row per candidate and budget, with the step of the first row over its own, round by round."""
-    of, rows, first = result["comparison"], list[list[str]](), list[float]()
+    of, rows = result["comparison"], list[list[str]]()
+    first: Result | None = None
     for part in of["budgets"]:
         for each in of["candidates"]:
             if each["budget"] in (None, part["budget"]):
-                first = first or steps(each)
-                ratio = _ratio(Spread.of([a / b for a, b in zip(first, steps(each), strict=False)]))
+                first = first or each
+                ratio = _ratio(Spread.of(ratios(each, first)))
                 name = each["name"] + (f": {DECIDED[each['name']]}" if each["name"] in DECIDED else "")
                 rows.append([_budget(part), name, _ms(Spread.of(steps(each))), ratio, _mib(each), predicted(each)])
     headings = ["budget", "plan", "step ms", "speed-up", "peak MiB", "predicted ms"]
@@ -234,13 +221,13 @@ def _plane(result: Result) -> str:
         f"`{each['name']}`: {_ms(Spread.of(steps(each)))} ms, {predicted(each)} predicted."
         for each in result["comparison"]["candidates"] if not _is_division(each)
     ]  # fmt: skip
-    heading = f"## {TITLES['plane']}"
     picture = "![Measured steps over the shares of one budget](results-plane.png)"
     words = (
         f"{_title(result)}: measured ms (predicted ms) of `strategy=greedy scheduler=priority`, by "
         "`budget.schedule_share` and `budget.activation_share`; strategies have what is left."
     )
-    return "\n\n".join([heading, f"{_about(result)} {words}", table(headings, rows), *others, picture])
+    about = f"## {TITLES['plane']}\n\n{_about(result)} {words}"
+    return "\n\n".join([about, table(headings, rows), *others, picture])
 
 
 def _predictions(results: Sequence[Result]) -> str:
@@ -285,8 +272,7 @@ def _properties(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
     yield "parameters", [f"{each['parameters'] / 1e6:.1f} M" if each["parameters"] else "–" for each in of]
     yield "ranks, batch of each", [f"{each['world']}, {each['batch_size']}" for each in of]
     yield "link", [each["shaped_link"] or "as it is" for each in of]
-    rounds = [f"{each['rounds']}, {count}" for each, count in zip(of, measured, strict=True)]
-    yield "rounds, measured steps of each", rounds
+    yield "rounds, measured steps of each", [f"{a['rounds']}, {b}" for a, b in zip(of, measured, strict=True)]
     yield "greatest relative difference of losses", [f"{loss:.1g}" for loss in losses]
     yield "date", [each["date"] for each in results]
     yield "commit", [each["commit"] for each in results]
@@ -302,7 +288,6 @@ def _title(result: Result) -> str:
 
 
 def _heading(result: Result) -> str:
-    """The title of a panel."""
     of = result["comparison"]
     size = f", {count(of['parameters'])} parameters" if of["parameters"] else ""
     link = f" · link of {of['shaped_link']}" if of["shaped_link"] else ""

@@ -49,10 +49,8 @@ _LL128 = _Protocol(10.0e-6, 1.9e-6, 2.5e-6, 4.0e-6, 0.92)
 class Cluster:
     """``nodes`` of ``per_node`` devices.
 
-    - ``inside_rate``: bytes/s of a ring within a node.
-    - ``card_rate``: bytes/s of a network card, by its name.
-    - ``cards``: network cards of a node, which its devices share.
-    - ``nvlink``: whether devices of a node are connected by NVLink. Otherwise by PCIe.
+    - ``inside_rate``: bytes/s of a ring within a node. ``nvlink``: its devices are connected by NVLink, else by PCIe.
+    - ``card_rate``: bytes/s of a network card, by its name. ``cards``: those of a node, which its devices share.
     """
 
     nodes: int
@@ -64,32 +62,24 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Number of devices in all nodes."""
         return self.nodes * self.per_node
-
-    @property
-    def ring_rate(self) -> float:
-        """Bytes/s of a ring through all devices."""
-        return self.inside_rate if self.nodes == 1 else min(self.inside_rate, self._across)
 
     @property
     def _across(self) -> float:
         return self.cards * self.card_rate * _CARD_EFFICIENCY
 
     def link(self, size: int) -> Link:
-        """Return the link, with the protocol that is the faster for messages of ``size`` bytes.
-
-        It has two levels if there are several nodes of several devices.
+        """Return the link, with the protocol that is the faster for messages of ``size`` bytes. It has two levels if
+        there are several nodes of several devices.
         """
         two_levels = self.nodes > 1 and self.per_node > 1
         alpha, beta = [], []
         for kind in Kind:
             if kind.in_node and not two_levels:
                 continue
-            a, b = min(
-                (self._cost(kind, protocol) for protocol in ((_SIMPLE, _LL128) if self.nvlink else (_SIMPLE,))),
-                key=lambda cost: cost[0] + cost[1] * self._sent(kind, size),
-            )
+            sent = _COLLECTIVES.sent(kind, size, self.world, self.per_node)
+            costs = [self._cost(kind, protocol) for protocol in ((_SIMPLE, _LL128) if self.nvlink else (_SIMPLE,))]
+            a, b = min(costs, key=lambda cost: cost[0] + cost[1] * sent)
             alpha.append(a)
             beta.append(b)
         block = max(a / b for a, b in zip(alpha, beta, strict=True)) * _SATURATED / (1 - _SATURATED)
@@ -98,21 +88,18 @@ class Cluster:
             per_node=self.per_node if two_levels else 0,
         )
 
-    def _sent(self, kind: Kind, size: int) -> int:
-        return _COLLECTIVES.sent(kind, size, self.world, self.per_node)
-
     def _cost(self, kind: Kind, protocol: _Protocol) -> tuple[float, float]:
         """Return α, and β per byte that a device sends."""
         if not kind.in_node:
             times = 2 if kind is Kind.AR else 1
-            return self._ring(protocol, times, self.world - 1, self.nodes - 1, self.ring_rate)
+            rate = self.inside_rate if self.nodes == 1 else min(self.inside_rate, self._across)
+            return self._ring(protocol, times, self.world - 1, self.nodes - 1, rate)
         inside = self._ring(protocol, 1, self.per_node - 1, 0, self.inside_rate)
         if kind.is_gather:
             return inside
         # Every device of a node has a ring of its own across nodes for its shard. They share the cards.
-        across = self._ring(
-            protocol, 2, self.nodes - 1, self.nodes - 1, min(self.inside_rate, self._across / self.per_node)
-        )
+        rate = min(self.inside_rate, self._across / self.per_node)
+        across = self._ring(protocol, 2, self.nodes - 1, self.nodes - 1, rate)
         # bytes sent per byte of the message
         first, second = 1 - 1 / self.per_node, 2 * (1 - 1 / self.nodes) / self.per_node
         return inside[0] + across[0], (first * inside[1] + second * across[1]) / (first + second)
@@ -123,8 +110,7 @@ class Cluster:
         return protocol.base + times * hops, 1 / (rate * protocol.rate)
 
 
-_STATES = {"adam": 2, "momentum": 1}
-"""Tensors of an optimizer's state."""
+_STATES = {"adam": 2, "momentum": 1}  # tensors of an optimizer's state
 
 
 def cluster_profile(

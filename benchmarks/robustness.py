@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +41,6 @@ INSTANCES = {
 
 
 def plans(profile: Profile) -> dict[str, Plan]:
-    """The plans of joint, and of heuristics, within the budget."""
     floor, whole = floor_bytes(profile), unsharded_bytes(profile)
     limit = int(floor + SETTINGS["budget"] * (whole - floor))
     asked = {f"{name} · {by}": (strategy, by) for name, strategy in (("greedy", Greedy()), ("fsdp", Uniform("fsdp")))
@@ -94,7 +92,6 @@ def draw(document: dict[str, Any]) -> Figure:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Return the part of predictions.md."""
     cells, best, worst = pd.DataFrame(), list[float](), list[float]()
     for each in document["points"]:
         slower, anew = (pd.DataFrame(each[which]) * 100 for which in ("slower", "anew"))
@@ -108,14 +105,12 @@ def page(document: dict[str, Any]) -> str:
     return benchmarks.page("robustness", table=rows, **told, **SETTINGS)
 
 
-def main() -> int:
-    """Predict, and write the page and its picture. Return the exit code."""
+def main() -> None:
     out = benchmarks.parser(__doc__).parse_args().out
     document = benchmarks.resumed(out / "robustness.json", SETTINGS, [{"name": name} for name in INSTANCES], instance)
     style.save(draw(document), out / "robustness.png")
     benchmarks.write_part(out, "robustness", page(document))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,15 +11,14 @@ scale.md and the pictures are made of it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import sys
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,11 @@ from mdcs.profile.recompute import FULL, NONE, SELECTIVE, uniform
 from mdcs.sizes import GIB
 
 SCHEMA = 1
-LEAST = 1.02
-"""Gains below count as none: predictions are not that exact."""
+LEAST = 1.02  # gains below count as none: predictions are not that exact
 LEVERS = ("sharding", "scheduling", "recomputation")
 TOGETHER, NOTHING = "only together", "1.0 ×"
 STRATEGIES = ("fsdp", "sdp", "hsdp", "hsdp_no_reshard")
-SHARES = (0.5, 0.25)
-"""Shares of the slack for the schedule that are tried where strategies differ by block."""
+SHARES = (0.5, 0.25)  # of the slack for the schedule, which are tried where strategies differ by block
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Curve:
-    """A model on a cluster, for all budgets.
-
-    - ``gbit``: rate of a node's network, all of its cards together.
-    - ``rate``: operations per second that a device reaches.
+    """A model on a cluster, for all budgets. ``gbit``: rate of a node's network, all of its cards together. ``rate``:
+    operations per second that a device reaches.
     """
 
     case: Case
@@ -114,18 +109,13 @@ class Curve:
     @cached_property
     def alike(self) -> list[tuple[Job, Tried]]:
         """Plans in which all blocks have the same strategy and recomputation."""
-        jobs = [self._recomputing(choice) for choice in (NONE, SELECTIVE, FULL)]
-        return [(job, self._tried(job, Uniform(strategy))) for strategy, job in itertools.product(STRATEGIES, jobs)]
-
-    def _recomputing(self, choice: str) -> Job:
-        options = self.job.profile.recompute
-        return dataclasses.replace(self.job, recompute=uniform(options, len(self.job.profile.units), choice))
-
-    def _tried(
-        self, job: Job, strategy: StrategyPlanner, scheduler: Scheduler | None = None,
-        limit: int | None = None, share: float | None = None,
-    ) -> Tried:  # fmt: skip
-        return Tried.of(make_plan(job, strategy, scheduler or Wfbp(), budget=limit, schedule_share=share))
+        profile = self.job.profile
+        chosen = [uniform(profile.recompute, len(profile.units), choice) for choice in (NONE, SELECTIVE, FULL)]
+        jobs = [replace(self.job, recompute=choices) for choices in chosen]
+        return [
+            (job, Tried.of(make_plan(job, Uniform(strategy), Wfbp())))
+            for strategy, job in itertools.product(STRATEGIES, jobs)
+        ]
 
     def point(self, gib: float) -> dict[str, Any]:
         """The best plan within the budget that is alike for all blocks, and the best that decide something by block."""
@@ -139,7 +129,7 @@ class Curve:
         levers = {
             "sharding": [
                 *(t for _, t in fitting if t.recompute == base.recompute),
-                *self._mixed(job, Wfbp(), limit, SHARES),
+                *self._within(job, Greedy(), Wfbp(), limit, SHARES),
             ],
             "scheduling": [*self._within(job, Uniform(base.strategy), Priority(), limit)],
             "recomputation": [*(t for _, t in fitting if t.strategy == base.strategy), *alone],
@@ -147,12 +137,10 @@ class Curve:
         best, found = min([(job, base), *recomputing.values()], key=lambda pair: pair[1].step_s)
         together = [tried for some in levers.values() for tried in some] + [found]
         together += self._within(best, Uniform(found.strategy), Priority(), limit)
-        together += self._mixed(best, Priority(), limit, SHARES[:1])
+        together += self._within(best, Greedy(), Priority(), limit, SHARES[:1])
         levers["all"] = together
         gained = {name: min([base, *some], key=lambda tried: tried.step_s) for name, some in levers.items()}
-        return {"gib": gib, "base": dataclasses.asdict(base)} | {
-            n: dataclasses.asdict(tried) for n, tried in gained.items()
-        }
+        return {"gib": gib, "base": asdict(base)} | {name: asdict(tried) for name, tried in gained.items()}
 
     def _least(self, strategy: str, limit: int) -> tuple[Job, Tried] | None:
         """The first step of the ladder that fits with this strategy for all blocks."""
@@ -164,19 +152,16 @@ class Curve:
 
     @cached_property
     def _on_ladder(self) -> Callable[[str, int], Tried]:
-        return cache(lambda strategy, step: self._tried(self.ladder[step], Uniform(strategy)))
-
-    def _mixed(self, job: Job, scheduler: Scheduler, limit: int, shares: Iterable[float]) -> Iterator[Tried]:
-        for share in shares:
-            yield from self._within(job, Greedy(), scheduler, limit, share)
+        return cache(lambda strategy, step: Tried.of(make_plan(self.ladder[step], Uniform(strategy), Wfbp())))
 
     def _within(
-        self, job: Job, strategy: StrategyPlanner, scheduler: Scheduler, limit: int, share: float | None = None
-    ) -> Iterator[Tried]:
-        try:
-            yield self._tried(job, strategy, scheduler, limit - CONTEXT_BYTES - NCCL_BYTES, share)
-        except InfeasibleBudget:
-            return
+        self, job: Job, strategy: StrategyPlanner, scheduler: Scheduler, limit: int,
+        shares: Iterable[float | None] = (None,),
+    ) -> Iterator[Tried]:  # fmt: skip
+        budget = limit - CONTEXT_BYTES - NCCL_BYTES
+        for share in shares:
+            with suppress(InfeasibleBudget):
+                yield Tried.of(make_plan(job, strategy, scheduler, budget=budget, schedule_share=share))
 
     def document(self, budgets: Iterable[float]) -> dict[str, Any]:
         """All points, plans that are the same for all blocks, and the processor seconds that it took."""
@@ -187,7 +172,7 @@ class Curve:
             "parameters": sum(unit.numel for unit in self.job.profile.units),
             "floor_bytes": floor_bytes(self.ladder[-1]) + CONTEXT_BYTES + NCCL_BYTES,
             "compute_s": sum(self.job.period.seconds),
-            "alike": [dataclasses.asdict(tried) for _, tried in self.alike],
+            "alike": [asdict(tried) for _, tried in self.alike],
             "points": points, "seconds": round(time.process_time() - began, 1),
         }  # fmt: skip
 
@@ -218,13 +203,7 @@ def decides(point: dict[str, Any]) -> str:
     return TOGETHER if gain(point, "all") >= LEAST else NOTHING
 
 
-def feasible(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """All points at which something fits."""
-    return [point for curve in document["curves"] for point in curve["points"] if point["base"]]
-
-
 def page(document: dict[str, Any]) -> str:
-    """Return the page as Markdown."""
     asked = document["settings"]
     return benchmarks.page(
         "scale", list_of_models=" and ".join(asked["models"]), devices=_list(asked["devices"]),
@@ -234,31 +213,28 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _answer(document: dict[str, Any]) -> str:
-    points, every = feasible(document), sum(len(curve["points"]) for curve in document["curves"])
-    found = Counter(map(decides, points))
+    every = sum(len(curve["points"]) for curve in document["curves"])
+    pairs = [(curve, point) for curve in document["curves"] for point in curve["points"] if point["base"]]
     seconds = [curve["seconds"] for curve in document["curves"]]
     rows: list[list[Any]] = []
     for what in (*LEVERS, TOGETHER, NOTHING):
-        some = [point for point in points if decides(point) == what]
+        some = [(curve, point) for curve, point in pairs if decides(point) == what]
         if not some:
             rows.append([what, 0])
             continue
         alone, together = (
-            _range([gain(point, name) for point in some]) if name in some[0] else "–" for name in (what, "all")
+            _range([gain(point, name) for _, point in some]) if name in some[0][1] else "–" for name in (what, "all")
         )
-        rows.append([what, found[what], alone, together, _where(document, what)])
+        where = _where(Counter((curve["model"], curve["gbit"]) for curve, _ in some))
+        rows.append([what, len(some), alone, together, where])
     told = table(["what gains most", "points", "its gain", "gain of all together", "where"], rows)
     budgets = len(document["settings"]["budgets_gib"])
     took = f"Planning a curve of {budgets} budgets takes {min(seconds):.0f} to {max(seconds):.0f} s of one core."
-    return f"At {every - len(points)} of {every} points nothing fits. Of the other {len(points)}:\n\n{told}\n\n{took}"
+    return f"At {every - len(pairs)} of {every} points nothing fits. Of the other {len(pairs)}:\n\n{told}\n\n{took}"
 
 
-def _where(document: dict[str, Any], what: str) -> str:
+def _where(found: Counter[tuple[str, float]]) -> str:
     """Models and rates of the network of the points, with their number."""
-    found = Counter(
-        (curve["model"], curve["gbit"])
-        for curve in document["curves"] for point in curve["points"] if point["base"] and decides(point) == what
-    )  # fmt: skip
     models = dict.fromkeys(model for model, _ in found)
     rates = {m: ", ".join(f"{gbit:,g} ({n})" for (name, gbit), n in sorted(found.items()) if name == m) for m in models}
     return "; ".join(f"{model} at {told} Gbit/s" for model, told in rates.items())
@@ -281,8 +257,7 @@ def _list(values: list[Any]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def main() -> int:
-    """Predict, and write scale.json, the page and its pictures. Return the exit code."""
+def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=DECODERS, default=Settings.models)
     parser.add_argument("--devices", nargs="+", type=int, default=Settings.devices, help="in all, eight a node")
@@ -295,14 +270,13 @@ def main() -> int:
     for curve in curves(settings):
         made.append(told := curve.document(settings.budgets_gib))
         print(f"{told['model']} on {told['devices']} devices, {told['gbit']:g} Gbit/s: {told['seconds']} s", flush=True)
-    document = {"schema": SCHEMA, "settings": dataclasses.asdict(settings), "curves": made}
-    benchmarks.write(out, {"scale.json": json.dumps(document, indent=1) + "\n"})
+    document = {"schema": SCHEMA, "settings": asdict(settings), "curves": made}
+    benchmarks.write(out / "scale.json", json.dumps(document, indent=1) + "\n")
     benchmarks.write_part(out, "scale", page(document))
     save(pictures.scale_map(document, decides), out / "scale.png")
     for model in settings.models:
         save(pictures.scale_curves(document, model), out / f"scale-{model}.png")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

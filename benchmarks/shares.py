@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import benchmarks
@@ -36,13 +34,10 @@ from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.sizes import MIB
 
-RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Seconds of gathering all parameters once, over those of the forward pass."""
-BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
-"""Fractions of the way from the floor to the peak of data parallelism."""
+RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # seconds of gathering all parameters once, over those of forward
+BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)  # of the way from the floor to the peak of data parallelism
 SHARES = tuple(i / 8 for i in range(9))
 EQUAL = 0.01
-HEADINGS = "0", "inside", "1", "any"
 SETTINGS: dict[str, Any] = {
     "ranks": 8, "tflops": 20.0, "latency_us": 20, "messages": 64, "shares": SHARES, "schedulers": ["priority", "dear"]
 }  # fmt: skip
@@ -100,16 +95,12 @@ def curve(model: str, ratio: float, budget: float) -> dict[str, Any]:
 
 
 def points() -> list[dict[str, Any]]:
-    """All cells of the map."""
-    return [
-        {"model": model, "ratio": ratio, "budget": budget}
-        for model, ratio, budget in itertools.product(MODELS, RATIOS, BUDGETS)
-    ]
+    cells = itertools.product(MODELS, RATIOS, BUDGETS)
+    return [{"model": model, "ratio": ratio, "budget": budget} for model, ratio, budget in cells]
 
 
 def best(found: dict[str, Any]) -> tuple[str, float, float]:
     """Return the place of the best share, the smallest such share, and the fraction by which the faster end is slower.
-
     Steps within 1 % of the least count as equal: where both ends are, no share matters; where one is, it is the best.
     """
     steps = [math.inf if step is None else step for step in found["step_s"]]
@@ -124,20 +115,20 @@ def best(found: dict[str, Any]) -> tuple[str, float, float]:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Return the page as Markdown."""
     rows = []
     for model, of in itertools.groupby(document["points"], lambda each: each["point"]["model"]):
         cells = list(of)
         found = [best(cell) for cell in cells]
         counts = Counter(where for where, _, _ in found)
         top = max(range(len(cells)), key=lambda i: found[i][2])
-        point, gain = cells[top]["point"], found[top][2]
-        where = f"{gain:.0%}: share {found[top][1]:g}, ratio {point['ratio']:g}, budget {point['budget']:.0%}"
+        point, (_, share, gain) = cells[top]["point"], found[top]
+        where = f"{gain:.0%}: share {share:g}, ratio {point['ratio']:g}, budget {point['budget']:.0%}"
         given = [cell["undivided_s"] / min(filter(None, cell["step_s"])) - 1 for cell in cells]
         slack = f"{cells[0]['floor_mib']:,} to {cells[0]['whole_mib']:,}"
         numbers = [counts[name] for name in pictures.BEST]
         rows.append([model, slack, *numbers, where if gain else "", f"{max(given):+.0%}"])
-    headings = "model", "floor to peak of DDP, MiB", *HEADINGS, "inside, the most", "undivided, the worst"
+    places = "0", "inside", "1", "any"  # in the order of pictures.BEST
+    headings = "model", "floor to peak of DDP, MiB", *places, "inside, the most", "undivided, the worst"
     inside = [gain for where, _, gain in map(best, document["points"]) if where == "inside"]
     return benchmarks.page(
         "shares", table=table(headings, rows), cells=len(document["points"]), inside=len(inside),
@@ -145,21 +136,14 @@ def page(document: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def draw(document: dict[str, Any], out: Path) -> None:
-    """Draw the map, and the curves of one budget."""
-    found = {(p["model"], p["ratio"], p["budget"]): each for each in document["points"] if (p := each["point"])}
-    maps = {m: [[best(found[m, ratio, budget]) for budget in BUDGETS] for ratio in RATIOS] for m in MODELS}
-    save(pictures.share_map(maps, RATIOS, BUDGETS), out / "shares.png")
-
-
-def main() -> int:
-    """Predict what is missing, and write the page. Return the exit code."""
+def main() -> None:
     out = benchmarks.parser(__doc__).parse_args().out
     document = benchmarks.resumed(out / "shares.json", SETTINGS, points(), curve)
-    draw(document, out)
+    found = {tuple(each["point"].values()): best(each) for each in document["points"]}
+    maps = {m: [[found[m, ratio, budget] for budget in BUDGETS] for ratio in RATIOS] for m in MODELS}
+    save(pictures.share_map(maps, RATIOS, BUDGETS), out / "shares.png")
     benchmarks.write_part(out, "shares", page(document))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

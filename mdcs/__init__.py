@@ -18,6 +18,7 @@ Or one by one::
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from mdcs.plan.job import Job
@@ -46,9 +47,8 @@ if TYPE_CHECKING:
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
     **dict.fromkeys(("autoplan", "autoprofile"), "mdcs.api.offline"),
-    "Session": "mdcs.api.session",
+    **dict.fromkeys(("Session", "resume"), "mdcs.api.session"),
     "parallelize": "mdcs.api.start",
-    "resume": "mdcs.api.session",
     "CheckpointError": "mdcs.checkpoint.directory",
     "read_checkpoint": "mdcs.checkpoint.dcp_shards",
     "RunError": "mdcs.runtime.errors",
@@ -61,17 +61,13 @@ _LAZY = {
 __version__ = "0.1.0"
 __all__ = [
     "BatchScaling", "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget",
-    "Job",
-    "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session",
-    "Strategy",
-    "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch",
-    "make_plan", "parallelize", "partition", "read_checkpoint", "replay", "resume",
+    "Job", "Kind", "Link", "LossScale", "Message", "ModelUnit", "Plan", "PlanError", "Profile", "RunError", "Session",
+    "Strategy", "UnsupportedModel", "WithAverage", "autoplan", "autoprofile", "fastest_batch", "floor_bytes",
+    "largest_batch", "make_plan", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import importlib
-
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,16 +18,8 @@ from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
-PROGRAMS = {
-    "train": "experiments/train.py",
-    "profile": "experiments/profile.py",
-    "plan": "experiments/plan.py",
-    "curve": "experiments/curve.py",
-    "compare": "experiments/compare.py",
-    "jobs": "experiments/jobs.py",
-    "export": "experiments/export.py",
-    "report": "analysis/__main__.py",
-}
+_EXPERIMENTS = "train", "profile", "plan", "curve", "compare", "jobs", "export"
+PROGRAMS = {name: f"experiments/{name}.py" for name in _EXPERIMENTS} | {"report": "analysis/__main__.py"}
 """File of each command, from the checkout's root."""
 
 

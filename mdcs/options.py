@@ -1,14 +1,11 @@
 """Options: dataclass fields with a description and allowed values.
 
-A planner, model or engine that a config can choose is a dataclass of such fields. Each field is declared once. A wrong
-value raises an error when the object is made in Python (:class:`Checked`), and when a config is read, with the full
-key::
+A planner, model or engine that a config can choose is a dataclass of such fields. A wrong value raises an error when
+the object is made in Python (:class:`Checked`), and when a config is read, with the full key::
 
     @dataclass(frozen=True)
     class Fusion(Checked):
         bucket_mib: float = option(25.0, "fused messages hold about so much", above=0)
-
-Imports nothing else of mdcs.
 """
 
 from __future__ import annotations
@@ -27,20 +24,12 @@ _ORDERS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }  # fmt: skip
 
 LIMITS = ("choices", *_ORDERS, "length")
-"""Limits that :func:`option` takes.
-
-- ``choices``: the allowed values.
-- ``above``, ``at_least``, ``at_most``, ``below``: limits of a number, or of each number of a list.
-- ``length``: the length of a list.
+"""Limits that :func:`option` takes: the allowed values, limits of a number or of each of a list, the length of a list.
 """
 
 
 class OptionError(ValueError):
-    """A value that an option must not have.
-
-    - ``option``: the field's name.
-    - ``complaint``: the rule that the value breaks.
-    """
+    """A value that an option must not have: the field's name, and the rule that the value breaks (``complaint``)."""
 
     def __init__(self, option: str, complaint: str) -> None:
         super().__init__(option, complaint)
@@ -51,16 +40,12 @@ class OptionError(ValueError):
 
 
 def option(default: T, about: str, **limits: Any) -> T:
-    """Return a dataclass field with a description and limits.
+    """Return a dataclass field with a description (``about``: a few words, with the unit) and limits.
 
-    - ``default``: the default value. A list or dict is copied for every object.
-    - ``about``: a few words that describe the option, with its unit.
-    - ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
-      class.
+    A list or dict is copied for every object. Other ``limits`` than :data:`LIMITS` are kept as metadata for the code
+    that declares the class.
     """
-    how: dict[str, Any] = (
-        {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
-    )
+    how: Any = {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
     made: T = dataclasses.field(**how, metadata={"about": about, **limits})
     return made
 
@@ -94,10 +79,9 @@ def check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(name, f"must be a finite number, got {shown(value)}")
-    if "choices" in limits and not any(
-        value is c or (value == c and type(value) is type(c)) for c in limits["choices"]
-    ):
-        raise OptionError(name, f"must be one of {', '.join(map(shown, limits['choices']))}; got {shown(value)}")
+    choices = limits.get("choices")
+    if choices is not None and not any(value is c or (value == c and type(value) is type(c)) for c in choices):
+        raise OptionError(name, f"must be one of {', '.join(map(shown, choices))}; got {shown(value)}")
     for limit, (sign, holds) in _ORDERS.items():
         if limit in limits and not holds(value, limits[limit]):  # NaN fails every comparison, so it is refused
             raise OptionError(name, f"must be {sign} {shown(limits[limit])}, got {shown(value)}")

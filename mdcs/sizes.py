@@ -11,18 +11,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 _UNITS = {
-    "": 1,
-    "kib": 1 << 10,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
-
-
+    "": 1, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
 _WORDS = re.compile(r"(floor ?\+)? ?([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?) ?(%|[a-z]*)( of ddp)?")
 
 
@@ -30,11 +20,9 @@ _WORDS = re.compile(r"(floor ?\+)? ?([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?) ?(%|[a-z]
 class Budget:
     """A budget per rank as people type it: ``40GiB``, ``75% of ddp``, ``floor+10%``, or ``none``.
 
-    - ``size``: bytes.
-    - ``of_ddp``: part of what data parallelism without sharding (DDP) needs: 0.75 for 75 %.
-    - ``over_floor``: part of the floor that is added to it. The floor is the smallest feasible peak.
-
-    Of these one is given. All None: no limit.
+    One of these is given; all None: no limit. ``size``: bytes. ``of_ddp``: part of what data parallelism without
+    sharding (DDP) needs, 0.75 for 75 %. ``over_floor``: part of the floor, the smallest feasible peak, that is added
+    to it.
     """
 
     size: int | None = None
@@ -74,9 +62,8 @@ class Budget:
         return self != Budget()
 
     def bytes(self, ddp: Callable[[], int], floor: Callable[[], int]) -> int | None:
-        """Return the limit in bytes; None: no limit.
-
-        - ``ddp``, ``floor``: return the bytes that DDP needs, and the floor. Only what is needed is called.
+        """Return the limit in bytes; None: no limit. ``ddp`` and ``floor`` return the bytes that DDP needs, and the
+        floor; only what is needed is called.
         """
         if self.of_ddp is not None:
             return int(self.of_ddp * ddp())
@@ -93,8 +80,7 @@ class Budget:
         return next((text for text in exact if Budget.of(text) == self), str(self.size))
 
 
-_APART = 8
-"""Elements, 16 bytes or more: what vector loads and fast kernels want a tensor to begin at."""
+_APART = 8  # elements, 16 bytes or more: what vector loads and fast kernels want a tensor to begin at
 
 
 def aligned(numel: int) -> int:

@@ -28,19 +28,16 @@ VERSION: tuple[int, ...] = tuple(int(part) for part in torch.__version__.split("
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Return a context in which ``__torch_function__`` of tensor subclasses is not called.
-
-    Closed parameters (:mod:`mdcs.model.guard`) refuse calls by it; the runtime's own calls pass.
+    """Return a context in which ``__torch_function__`` of tensor subclasses is not called. Closed parameters
+    (:mod:`mdcs.model.guard`) refuse calls by it; the runtime's own calls pass.
     """
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return context
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 @contextlib.contextmanager
 def without_autograd() -> Iterator[None]:
-    """Run a block or a function without gradients and outside of the loop's inference mode.
-
-    The order counts: ``inference_mode(False)`` turns gradients on again.
+    """Run a block or a function without gradients and outside of the loop's inference mode. The order counts:
+    ``inference_mode(False)`` turns gradients on again.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
@@ -133,19 +130,20 @@ def is_backward_compiled() -> bool:
 
 def run_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function excluded from torch.compile; what it calls may be compiled."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
-    return disabled
+    return torch.compiler.disable(function, recursive=False)
 
 
 class ModuleHook:
-    """A hook that torch.compile leaves out of what it compiles.
-
-    In a copy or pickle of the module it is a function of the standard library that does nothing: the copy drives no
-    plan, and a process without this package can load the pickle.
+    """A hook that torch.compile leaves out of what it compiles. In a copy or pickle of the module it is a function of
+    the standard library that does nothing: the copy drives no plan, and a process without this package can load the
+    pickle.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = _not_compiled(hook)
+        try:
+            self._hook = torch.compiler.disable(hook, reason=_WHOLE_GRAPHS)
+        except TypeError:  # before torch 2.7
+            self._hook = torch.compiler.disable(hook)
 
     def __call__(self, *arguments: Any) -> None:
         """Call the hook."""
@@ -157,19 +155,9 @@ class ModuleHook:
 
 _WHOLE_GRAPHS = (
     "mdcs sends messages before and after the forward of a unit, which no graph can hold. With fullgraph=True compile "
-    "what is "
-    'inside of a unit: wrap the compiled module itself, mdcs.ByClass(("OptimizedModule",)), or compile its forward, '
-    "block.forward = torch.compile(block.forward, fullgraph=True). Or leave fullgraph out"
+    'what is inside of a unit: wrap the compiled module itself, mdcs.ByClass(("OptimizedModule",)), or compile its '
+    "forward, block.forward = torch.compile(block.forward, fullgraph=True). Or leave fullgraph out"
 )
-
-
-def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook excluded from torch.compile, with the reason for the graph break (torch 2.7 and later)."""
-    try:
-        disabled: Callable[..., None] = torch.compiler.disable(hook, reason=_WHOLE_GRAPHS)
-    except TypeError:
-        disabled = torch.compiler.disable(hook)
-    return disabled
 
 
 def operators(*names: str) -> dict[Any, list[str]]:
@@ -186,10 +174,8 @@ def nothing_compiles() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Hide operators of this thread from torch's profiler.
-
-    The range of a gloo work ends in the thread that waits for the work. If the profiler has stopped by then, the
-    process crashes (seen with torch 2.13).
+    """Hide operators of this thread from torch's profiler. The range of a gloo work ends in the thread that waits for
+    the work. If the profiler has stopped by then, the process crashes (seen with torch 2.13).
     """
     torch.autograd._enable_record_function(False)
     try:
@@ -240,20 +226,17 @@ def has_batch_statistics(module: nn.Module) -> bool:
 
 def default_store() -> dist.Store:
     """Return the store of the default process group: ranks meet there when their connections are gone."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+    return dist.distributed_c10d._get_default_store()
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """Return a store with a connection of its own, which answers while another thread waits in ``store``.
-
-    Before torch 2.7, and for stores that cannot, ``store`` itself.
+    """Return a store with a connection of its own, which answers while another thread waits in ``store``. Before torch
+    2.7, and for stores that cannot, ``store`` itself.
     """
     try:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
         return store
-    return own
 
 
 def cpu_backend(group: dist.ProcessGroup | None) -> Any:
@@ -302,7 +285,6 @@ extern "C" __global__ void mdcs_pause(int nanoseconds) {
 
 def pause_kernel(cuda: Any = torch.cuda) -> Callable[[float, Any], None]:
     """Return a launcher (seconds, stream) of a kernel that spins by the device's timer, whatever its clock does.
-
     ``cuda``: torch.cuda, or its stand-in in tests. Raises AttributeError before torch 2.9, OSError or RuntimeError
     where the machine has no compiler of kernels.
     """
@@ -326,5 +308,4 @@ def checkpoint_wrapper(module: nn.Module, contexts: Callable[[], Any]) -> nn.Mod
     """Return the module in torch's wrapper that recomputes its activations, of which state dicts show nothing."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
-    wrapped: nn.Module = wrappers.checkpoint_wrapper(module, context_fn=contexts)
-    return wrapped
+    return wrappers.checkpoint_wrapper(module, context_fn=contexts)

@@ -1,42 +1,164 @@
-"""The plans that a training loop runs until one is chosen: its own steps are what is measured."""
+"""Plans from a profile, made on rank 0; and the plans that a training loop runs until one is chosen: its own steps are
+what is measured.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Sequence
+import sys
+import warnings
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from mdcs.api.planning import Planning
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.pipeline import lacks_recomputation
-from mdcs.planner.recompute import AUTO, KEEP
+from mdcs.planner.apart import call_apart
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.pipeline import lacks_recomputation, limit_of, unsharded_bytes
+from mdcs.planner.priority import Priority
+from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, in_words
+from mdcs.planner.registry import (
+    JointPlanner,
+    Scheduler,
+    StrategyPlanner,
+    decides_schedule,
+    scheduler_named,
+    strategy_named,
+)
+from mdcs.planner.trials import make_plans
 from mdcs.profile import cache
 from mdcs.profile.schema import Profile
 from mdcs.profiler.autotune import Trial, chosen, take_turns
-from mdcs.profiler.consensus import all_gather_object, on_all_ranks, on_rank_zero, phase
+from mdcs.profiler.consensus import Begun, all_gather_object, on_all_ranks, on_rank_zero, phase
 from mdcs.profiler.first_passes import FirstPasses
 from mdcs.profiler.job_identity import key_of_job
 from mdcs.profiler.measurement import Measurement, Ran, Stage
 from mdcs.profiler.memory_bounds import whole_bytes
 from mdcs.profiler.running_steps import StepClock
 from mdcs.runtime.errors import RunError
-from mdcs.sizes import MIB
+from mdcs.sizes import MIB, Budget
+from mdcs.telemetry.memory_meter import unmeasured
 
+_OTHERS, _WITHIN = 15, 6  # of the time limit, the part of a solver that proposes another plan; within a budget
 TRIALS = 3
 """Plans that may take turns, by default."""
 WATCHED = 50
 """Steps whose median tells a lasting change."""
 _DIFFERENT = 0.1  # of the step's time
 _TRIED = 8  # steps of two plans in turns, and of the others if they are tried
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Options by which a plan is made from a profile. :func:`mdcs.autoplan` describes the options. Planners that are
+    named have ``seconds``; planners that are given have their own. Raises ValueError for an unknown name, and for
+    ``trials`` below 1.
+    """
+
+    budget: Budget = Budget.of(None)
+    recompute: RecomputeRule = AUTO
+    strategy: str | StrategyPlanner | JointPlanner = "greedy"
+    scheduler: str | Scheduler | None = None
+    schedule_share: float | None = None
+    trials: int = 1
+    seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be > 0, got {self.seconds!r}")
+        if self.trials < 1:
+            raise ValueError(f"trials must be >= 1, got {self.trials}")
+        self.planners()
+
+    def planners(self) -> tuple[StrategyPlanner | JointPlanner, Scheduler | None]:
+        """Return the planner of strategies, and of the schedule unless the first decides it, with their time limits."""
+        strategy = strategy_named(self.strategy) if isinstance(self.strategy, str) else self.strategy
+        schedule = scheduler_named(self.scheduler) if isinstance(self.scheduler, str) else self.scheduler
+        if schedule is None and not decides_schedule(strategy):
+            schedule = Priority()
+        seconds = self.seconds / (1 + (isinstance(strategy, Solving) and isinstance(schedule, Solving)))
+        return (
+            _within(seconds, strategy) if isinstance(self.strategy, str) else strategy,
+            _within(seconds, schedule) if isinstance(self.scheduler, str) else schedule,
+        )
+
+    def begin(self, job: Job, device: torch.device, *, beside: bool = False) -> Begun[list[Plan]]:
+        """Begin to make the plan of the job, and up to ``trials`` - 1 others that differ, in a thread of rank 0.
+        Collective. ``beside``: training goes on meanwhile, so what takes long is done in a process of its own.
+
+        Warns of a budget that counts no activations, where ``device`` does not tell them. The result raises on every
+        rank what planning raises on rank 0: InfeasibleBudget, where no plan fits.
+        """
+        if self.budget.is_limit and not any(slot.peak for slot in job.profile.slots):
+            why = unmeasured(device) or "the profile does not have them"
+            warnings.warn(f"activations count as 0 bytes of the budget: {why}", stacklevel=2)
+        strategy, schedule = self.planners()
+        limit = limit_of(self.budget, job, self.recompute)
+        solves = isinstance(strategy, Solving) or isinstance(schedule, Solving)
+        words = "" if limit is None else f" within {limit / MIB:.1f} MiB"
+        if limit is not None and self.budget.size is None:
+            words += f" ({self.budget})"
+        phase(f"planning{words}", self.seconds if solves else None)
+        made = functools.partial(
+            make_plans, budget=limit, schedule_share=self.schedule_share, recompute=self.recompute, trials=self.trials,
+            seconds=self.seconds / (_OTHERS if limit is None else _WITHIN),
+        )  # fmt: skip
+        is_long = (solves or self.trials > 1) and all(
+            each is None or type(each).__module__.startswith("mdcs.") for each in (strategy, schedule, self.recompute)
+        )  # a planner of the program's own may be known in this process alone
+
+        def planned() -> list[Plan]:
+            try:
+                if beside and is_long:
+                    return call_apart(made, job, strategy, schedule)
+                return made(job, strategy, schedule)
+            except InfeasibleBudget as error:
+                raise error.in_words_of(self.budget, lambda: unsharded_bytes(job)) from None
+
+        def say(plans: list[Plan]) -> None:
+            if self.recompute == AUTO and (line := in_words(plans[0])):
+                phase(line)
+
+        return Begun(planned, say)
+
+
+def require_measured(budget: Budget, device: torch.device) -> None:
+    """Raise ValueError for a budget that depends on activations where memory cannot be measured."""
+    if budget.is_limit and budget.size is None and (why := unmeasured(device)):
+        raise ValueError(
+            f"a budget of {budget} depends on the bytes of activations: {why}, or give the budget in bytes"
+        )
+
+
+def say_refusals_once() -> None:
+    """Let an uncaught InfeasibleBudget, which all ranks raise, be one line of rank 0 instead of a traceback of each."""
+    before = sys.excepthook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, InfeasibleBudget):
+            before(kind, error, trace)
+        elif not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"mdcs: {error}", file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
+
+
+def _within(seconds: float, planner: T) -> T:
+    """Return the planner with this time limit, if it uses a solver."""
+    return dataclasses.replace(planner, seconds=seconds) if isinstance(planner, Solving) else planner
 
 
 def must_shard(units: Sequence[ModelUnit], optimizers: Optimizers, limit: int | None) -> tuple[bool, str]:
@@ -71,16 +193,15 @@ class Choice:
         self._stages, self.trials, self._tells = stages, trials, tells
         self.stage: Stage | None = None
         self.plan: Plan
-        self._go_on(lambda: next(self._stages))
+        self.go_on(None)
 
-    def end_stage(self, ran: Ran) -> None:
-        """Go on to the next stage, or to the chosen plan. Collective. Raises what planning raises."""
-        self._go_on(lambda: self._stages.send(ran))
-
-    def _go_on(self, stage: Callable[[], Stage]) -> None:
+    def go_on(self, ran: Ran | None) -> None:
+        """End a stage (None: begin), and go on to the next one, or to the chosen plan. Collective. Raises what planning
+        raises.
+        """
         with torch.enable_grad(), on_all_ranks(tells=self._tells):
             try:
-                self.stage = stage()
+                self.stage = next(self._stages) if ran is None else self._stages.send(ran)
                 self.plan = self.stage.plan or self.plan
             except StopIteration as end:
                 self.stage, self.result = None, end.value
@@ -92,10 +213,9 @@ class Choice:
 class LoopPlan:
     """Options by which a loop makes its plan.
 
-    - ``measurement``, ``planning``: of the profile, and of plans.
     - ``cross_iteration``: whether updates may run in the next iteration.
     - ``micro_steps``: backward passes of a step; None: as many as the first step has, or one if it is sharded.
-    - ``folder``: the folder of kept profiles; None: none is kept or used.
+    - ``folder``: of kept profiles; None: none is kept or used.
     - ``replans``: whether lasting changes of the step's time start another choice.
     - ``trials``: the plans that were tried, once there is a choice.
     """
@@ -126,7 +246,10 @@ class LoopPlan:
             ran = yield Stage(plan, 1, functools.partial(FirstPasses, modules=modules, given=self.micro_steps))
             first = ran.heard
             assert isinstance(first, FirstPasses)
-            micro_steps = self._agreed(first.micro_steps, ran.engine.rank)
+            micro_steps, counts = first.micro_steps, all_gather_object(first.micro_steps)
+            if len(set(counts)) > 1:
+                error = f"ranks had different numbers of backward passes in the first step: {counts}"
+                raise RunError(f"rank {ran.engine.rank}: {error}")
             measuring = self._with_passes(micro_steps)
             if self.folder is not None:
                 others = "" if measuring.recompute in (KEEP, AUTO) else "; recomputation"
@@ -148,13 +271,6 @@ class LoopPlan:
         job = functools.partial(Job, micro_steps=micro_steps, cross_iteration=self.cross_iteration)
         return dataclasses.replace(self.measurement, job=job)
 
-    def _agreed(self, micro_steps: int, rank: int) -> int:
-        """Return the number of backward passes. Raises RunError unless it is that of all ranks."""
-        counts = all_gather_object(micro_steps)
-        if len(set(counts)) > 1:
-            raise RunError(f"rank {rank}: ranks had different numbers of backward passes in the first step: {counts}")
-        return micro_steps
-
     def _chosen(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:
         """Return the plan of this profile, or the one of a few others that is measured to be faster."""
         making = self.planning.begin(measuring.job(profile), measuring.device, beside=True)
@@ -167,7 +283,6 @@ class LoopPlan:
 
     def _goes_on(self, measuring: Measurement, profile: Profile) -> Generator[Stage, Ran, Plan]:
         """Return the chosen plan; with ``replans`` choose anew, for ever, when its steps take another time than usual.
-
         Link and contention are measured anew then, slots and bytes are not.
         """
         plan = yield from self._chosen(measuring, profile)

@@ -19,7 +19,7 @@ from mdcs.runtime.engine import Engine
 from mdcs.torch_compat import without_autograd
 
 if TYPE_CHECKING:
-    from mdcs.runtime.checkpointing import Checkpoints, ResumeInfo, SaveHandle
+    from mdcs.runtime.checkpointing import Checkpoints, SaveHandle
 
 
 class ModelState:
@@ -150,12 +150,6 @@ class ModelState:
         """Load a plain loop's ``state_dict()`` of this optimizer. Collective where there are several optimizers."""
         self._load([(optimizer, saved)])
 
-    def _can_drop(self) -> bool:
-        """Return whether an iteration has gradients, no pass under way, and no updates yet."""
-        sequencer = self._engine.sequencer
-        is_between = sequencer.has_gradients and (sequencer.at_turn or sequencer.after_micro_step)
-        return is_between and not (self._engine.is_closed or sequencer.updates_begun)
-
     def _reduce(self) -> None:
         """Let the reductions of this iteration be sent. Raises RunError before backward has ended."""
         sequencer = self._engine.sequencer
@@ -208,11 +202,3 @@ class ModelState:
 
             self._checkpoints = Checkpoints(self._engine)
         return self._checkpoints
-
-    @without_autograd()
-    def _resume(self, path: Path) -> ResumeInfo | None:
-        self._engine.drain("resume()", needs_ranks=True)
-        resumed = self._checkpointing().resume(path)
-        if resumed is not None:
-            self._resumed_after = resumed.step - (self._engine.sequencer.step - 1)
-        return resumed

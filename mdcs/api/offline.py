@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.api.loop_plan import Choice, must_shard
-from mdcs.api.planning import SECONDS, Planning, require_measured, say_refusals_once
+from mdcs.api.loop_plan import Choice, Planning, must_shard, require_measured, say_refusals_once
 from mdcs.api.session import Session
 from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule
+from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, recompute_named
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.link import Collectives, Link
 from mdcs.profile.schema import Profile
@@ -76,19 +75,16 @@ def autoprofile(
       time the mean.
     - ``link``: an emulated link; None: the real one, whose costs are measured.
     - ``depth``: messages in flight. On NCCL it is one.
-    - ``algorithm``: name of a family of collective algorithms; None: ring on gloo, native on NCCL
-      (:meth:`mdcs.Collectives.default`).
-    - ``master_dtype``: in mixed precision, type of the copy that the optimizer updates; None: the parameters' type.
-    - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.
-    - ``iterations``: timed steps under each plan.
-    - ``about``: stored in the profile.
+    - ``algorithm``: a family of collective algorithms; None: the backend's (:meth:`mdcs.Collectives.default`).
+    - ``master_dtype``, ``grad_dtype``: in mixed precision, types of the copy that the optimizer updates, and in which
+      gradients are summed; None: the parameters' type.
+    - ``iterations``: timed steps under each plan. ``about``: stored in the profile.
     - ``emulate``: that of :func:`mdcs.parallelize`.
     - ``budget``: bytes per rank, or a text such as "40GiB" or "75% of ddp" (:class:`mdcs.sizes.Budget`). A budget that
       no plan can keep is refused as soon as that is known. While the model is measured its weights are kept beside, so
       that the budget may be exceeded: a warning says so.
-    - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`). Of several batches that of the largest
-      is measured. None: only where no plan keeps the budget without.
-    - ``job``: makes the job that is planned under the budget.
+    - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`), of the largest batch. None: only where
+      no plan keeps the budget without. ``job``: makes the job that is planned under the budget.
     - ``progress``: whether rank 0 logs a line for each phase, or writes it to stderr (:mod:`mdcs.profiler.progress`).
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was
@@ -110,8 +106,7 @@ def autoprofile(
     )  # fmt: skip
 
     def stages() -> Generator[Stage, Ran, Profile]:
-        unmeasured = measuring.unmeasured()
-        return (yield from measuring.profile(measuring.provisional(unmeasured)))
+        return (yield from measuring.profile(measuring.provisional(measuring.unmeasured())))
 
     with on_all_ranks(tells=progress):
         if len(set(all_gather_object(len(steps)))) > 1:
@@ -140,7 +135,7 @@ def autoplan(
     grad_dtype: torch.dtype | None = None,
     profile: Profile | None = None,
     trials: int = 1,
-    seconds: float = SECONDS,
+    seconds: float = Planning.seconds,
     progress: bool = True,
 ) -> Plan:
     """Return a plan for training ``model`` within ``budget`` per rank. Collective: call it on every rank.
@@ -148,10 +143,9 @@ def autoplan(
     ``budget`` is in bytes or in words (:class:`mdcs.sizes.Budget`): a size such as ``"40GiB"``, a part such as
     ``"75% of ddp"`` of what data parallelism without sharding (DDP) needs, or ``"floor+10%"``, above the smallest
     possible; None is no limit. The profile is that of :func:`mdcs.autoprofile`, or ``profile``, one of an equal job,
-    the same on every rank; without ranks
-    :func:`mdcs.make_plan` plans alike.
-    ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that
-    the loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
+    the same on every rank; without ranks :func:`mdcs.make_plan` plans alike. ``step`` runs one forward pass on a
+    typical batch and returns the loss. With ``batches``, examples of the sizes that the loop draws, ``step`` is given
+    the batch: the plan has room for the largest, and its time is that of the mix.
 
     ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority
     unless one is given, and none for a strategy that decides the schedule. ``recompute`` (auto, none, all, selective,
@@ -160,13 +154,10 @@ def autoplan(
     that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of
     :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in :func:`mdcs.autoprofile`. With
     ``trials`` above 1 so many plans that differ (:func:`mdcs.planner.trials.proposals`) run for a few steps each, and
-    the fastest is returned. Where memory cannot be measured
-    (:func:`mdcs.telemetry.memory_meter.unmeasured`), a budget in bytes does not count activations, with a warning, and
-    a part is refused.
-
-    ``seconds``: time limit of planners that are named, not given. With
-    ``progress`` rank 0 logs a line for each phase; without handlers for logging it writes them to stderr, with a bar on
-    a terminal. A budget that no plan can keep is refused as soon as that is known.
+    the fastest is returned. Where memory cannot be measured (:func:`mdcs.telemetry.memory_meter.unmeasured`), a budget
+    in bytes does not count activations, with a warning, and a part is refused. ``seconds``: time limit of planners that
+    are named, not given. With ``progress`` rank 0 logs a line for each phase; without handlers for logging it writes
+    them to stderr, with a bar on a terminal. A budget that no plan can keep is refused as soon as that is known.
 
     Raises ValueError for an unknown name and for ``seconds`` that are not above 0, what :func:`mdcs.autoprofile`
     raises, and on every rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in
@@ -174,7 +165,8 @@ def autoplan(
     """
     say_refusals_once()
     wanted = Budget.of(budget)
-    planning = Planning(wanted, recompute, strategy, scheduler, schedule_share, trials, seconds)
+    rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
+    planning = Planning(wanted, rule, strategy, scheduler, schedule_share, trials, seconds)
     if wanted.size is not None and reserve >= wanted.size:
         raise ValueError(f"reserve must be below the budget of {wanted.size} bytes, got {reserve}")
     job_of = functools.partial(Job, micro_steps=micro_steps, cross_iteration=cross_iteration, reserve=reserve)
@@ -182,34 +174,27 @@ def autoplan(
     with on_all_ranks(tells=progress):
         if profile is None:
             require_measured(wanted, device)
-            rule = planning.rule
             profile = autoprofile(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
                 budget=wanted, progress=progress, job=job_of, recompute=None if rule == AUTO else rule != KEEP,
             )  # fmt: skip
-        plans = planning.plans(job_of(profile), device)
+        plans = planning.begin(job_of(profile), device).result()
         return fastest(plans, model, units, steps_of(step, batches)[0], optimizer)[0]
 
 
 def fastest(
-    plans: Sequence[Plan],
-    model: nn.Module,
-    units: list[ModelUnit],
-    step: Callable[[], Tensor],
+    plans: Sequence[Plan], model: nn.Module, units: list[ModelUnit], step: Callable[[], Tensor],
     optimizer: GivenOptimizers,
-    *,
-    emulate: Emulation | None = None,
-) -> tuple[Plan, tuple[Trial, ...]]:
-    """Return the plan that is fastest when it runs, and all trials. Collective, with the same plans.
-
-    The plan's outcome lists the trials. Model, optimizer and random state are as before; gradients are gone. ``step``
-    runs the forward pass of a micro-step and returns the loss. One plan is returned without trials, and so is the first
-    one in a world of one.
+) -> tuple[Plan, tuple[Trial, ...]]:  # fmt: skip
+    """Return the plan that is fastest when it runs, and all trials. Collective, with the same plans. The plan's outcome
+    lists the trials. Model, optimizer and random state are as before; gradients are gone. ``step`` runs the forward
+    pass of a micro-step and returns the loss. One plan is returned without trials, and so is the first one in a world
+    of one.
     """
     if len(plans) < 2 or plans[0].world == 1:
         return plans[0], ()
     phase("trying plans", STEPS * sum(plan.prediction.step_s for plan in plans if plan.prediction is not None))
-    trials = rehearse(take_turns(plans, STEPS * len(plans)), model, optimizer, units, [step], emulate=emulate)
+    trials = rehearse(take_turns(plans, STEPS * len(plans)), model, optimizer, units, [step])
     return with_trials(chosen(trials), trials), trials
 
 
@@ -221,27 +206,19 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
 
 
 def rehearse(
-    stages: Generator[Stage, Ran, T],
-    model: nn.Module,
-    optimizer: GivenOptimizers,
-    units: list[ModelUnit],
-    steps: Sequence[Callable[[], Tensor]],
-    *,
-    emulate: Emulation | None = None,
-) -> T:
+    stages: Generator[Stage, Ran, T], model: nn.Module, optimizer: GivenOptimizers, units: list[ModelUnit],
+    steps: Sequence[Callable[[], Tensor]], *, emulate: Emulation | None = None,
+) -> T:  # fmt: skip
     """Train through the ``stages`` with ``steps``, one for each example batch; return what they return. Collective.
-
     Model, optimizer and random state are as before in the end, without gradients.
     """
     optimizers, meter = Optimizers(optimizer), current_meter(units[0].parameters[0][1].device)
     barrier()
     try:
         with (
-            warnings.catch_warnings(),
-            preserve_model(model, meter),
-            _preserve_weights(model, meter),
+            warnings.catch_warnings(), preserve_model(model, meter), _preserve_weights(model, meter),
             _preserve_optimizers(optimizers, meter),
-        ):
+        ):  # fmt: skip
             # The model's own weights are kept beside the plan's buffers.
             warnings.filterwarnings("ignore", r"rank \d+, step \d+: .* above the budget")
             return _trained(stages, Trained(model, optimizers, units), steps, emulate)
@@ -270,22 +247,20 @@ def _trained(
         session.close(whole=False)
         for storage in session._engine.storages:
             storage.guard.open()
-    result: T = choice.result
-    return result
+    return choice.result
 
 
 @contextlib.contextmanager
 def _preserve_weights(model: nn.Module, meter: Meter) -> Iterator[None]:
     """Restore the parameters, without gradients. Copies of a GPU's are kept on the host."""
-    weights = {p: p.data if p.device.type == "cpu" else p.data.cpu() for p in model.parameters()}
-    devices = {p: p.device for p in weights}
-    for data in weights.values():
+    weights = [(p, p.device, p.data if p.device.type == "cpu" else p.data.cpu()) for p in model.parameters()]
+    for *_, data in weights:
         meter.retag(data, "parameters")  # not activations
     try:
         yield
     finally:
-        for p, data in weights.items():
-            p.data, p.grad = data.to(devices[p]), None
+        for p, device, data in weights:
+            p.data, p.grad = data.to(device), None
 
 
 @contextlib.contextmanager

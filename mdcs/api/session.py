@@ -37,21 +37,18 @@ _CHANGE = "a change of plans"
 class Session(ModelState):
     """A model in training. :meth:`close` (or leaving a ``with`` block) ends the run.
 
-    ``optimizer`` is the loop's own. Its ``step()`` is :meth:`step`, its ``state_dict()`` :meth:`optimizer_state_dict`,
-    and its ``load_state_dict()`` :meth:`load_optimizer_state_dict`, so trainers and schedules of the learning rate use
-    it as ever; after ``step()`` there is nothing for ``zero_grad()`` to do. ``optimizers`` are all of them, of which
-    ``optimizer`` is the first.
+    ``optimizer`` is the loop's own, the first of ``optimizers``. Its ``step()`` is :meth:`step`, its ``state_dict()``
+    :meth:`optimizer_state_dict`, and its ``load_state_dict()`` :meth:`load_optimizer_state_dict`, so trainers and
+    schedules of the learning rate use it as ever; after ``step()`` there is nothing for ``zero_grad()`` to do.
 
-    A session is in one of three states. While it *chooses* its plan, some steps of the loop run under one plan after
-    the other, and are measured. Then it *runs* under the chosen plan, until it is *closed*.
+    While a session *chooses* its plan, some steps of the loop run under one plan after the other, and are measured.
+    Then it *runs* under the chosen plan, until it is *closed*.
     """
-
-    # run: under a given plan, or under the first of those of ``choice``.
-    # was_in_pieces: the model has not been whole before, so it may not fit whole in the end.
 
     def __init__(
         self, run: Engine, units: list[ModelUnit], choice: Choice | None = None, *, was_in_pieces: bool = False
     ) -> None:
+        # run: under a given plan, or the first of ``choice``. was_in_pieces: the model may not fit whole in the end.
         super().__init__(run, units)
         self._choice, self._was_in_pieces = choice, was_in_pieces
         self._heard: Listener | None = None
@@ -99,7 +96,6 @@ class Session(ModelState):
     def _listen(self) -> None:
         """Begin the stage of the choice, if there is one."""
         stage = None if self._choice is None else self._choice.stage
-        self._heard = None
         if stage is not None:
             self._stage, self._heard, self._heard_steps = stage, stage.listen(self._engine), 0
 
@@ -113,7 +109,7 @@ class Session(ModelState):
         drained = time.monotonic()
         records = self._records(flush=True) if self.is_choosing else []
         self._unread += records
-        self._choice.end_stage(Ran(engine, heard, records))
+        self._choice.go_on(Ran(engine, heard, records))
         if self._choice.plan is not engine.plan:
             began += time.monotonic() - drained  # the choice is no part of the change
             self._change_plan(self._choice.plan)
@@ -170,10 +166,14 @@ class Session(ModelState):
         self._engine.abandon()
 
     def drops_gradients(self) -> bool:
-        """Give up the iteration for the optimizer's ``zero_grad()``, between two passes; return whether this could be
-        done."""
+        """Give up the iteration for ``zero_grad()``, between two passes; return whether this could be done."""
         has_gradients = self._heard.has_gradients if isinstance(self._heard, FirstPasses) else None
-        can_drop = self._can_drop() if has_gradients is None else has_gradients and self._options.needs_norm
+        if has_gradients is None:
+            sequencer = self._engine.sequencer
+            is_between = sequencer.has_gradients and (sequencer.at_turn or sequencer.after_micro_step)
+            can_drop = is_between and not (self._engine.is_closed or sequencer.updates_begun)
+        else:
+            can_drop = has_gradients and self._options.needs_norm
         if can_drop:
             self.abandon()
         return can_drop
@@ -213,13 +213,12 @@ class Session(ModelState):
         self._engine.buffers.register()
 
     def pause(self) -> AbstractContextManager[None]:
-        """Leave the block's seconds out of :meth:`records` and :meth:`last_period`: work that is not training.
-
-        Evaluations, checkpoints and state dicts are left out by themselves, their drain is not.
+        """Leave the block's seconds, no training, out of :meth:`records` and :meth:`last_period`. Evaluations,
+        checkpoints and state dicts are left out by themselves, their drain is not.
         """
         return self._engine.recorder.pause()
 
-    # -- gradients: updates begin in backward, so their limits are options of the run ------------------------------
+    # -- gradients: updates begin in backward, so their limits are options of the run
 
     @without_autograd()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -256,7 +255,7 @@ class Session(ModelState):
         norm = self._run_norm()
         return self._earlier_norm if norm is None else norm
 
-    # -- what happened ------------------------------------------------------------------------------------------
+    # -- what happened
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
         """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`.
@@ -289,12 +288,9 @@ class Session(ModelState):
         return "\n".join(map(str, self._choice.trials)) if self._choice is not None else ""
 
     def memory(self) -> dict[str, Any]:
-        """Return peak bytes by category since the start or :meth:`reset_memory`.
-
-        - ``predicted``: the ledger's, kept during the run.
-        - ``measured``: the allocator's; None where nothing is measured.
-        - ``retries``: how often the allocator had to free cached memory to serve a request (None on CPU). Each stops
-          the device.
+        """Return peak bytes by category since the start or :meth:`reset_memory`: ``predicted`` by the ledger during the
+        run, and ``measured`` by the allocator (None where nothing is). ``retries``: how often the allocator had to free
+        cached memory to serve a request, which stops the device (None on CPU).
         """
         engine = self._engine
         with engine.account.lock:
@@ -313,7 +309,7 @@ class Session(ModelState):
         """Restart the peaks of :meth:`memory`."""
         self._engine.reset_memory()
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- the end
 
     def close(self, *, whole: bool = True) -> None:
         """End the run, on every rank: each rank then has the whole plain model, for any loop or another plan.
@@ -339,7 +335,9 @@ class Session(ModelState):
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         failed = False
         if whole and self._options.emulate is None:
-            why = self._too_large()
+            plan = self.plan
+            room = plan.budget - plan.reserve if self._was_in_pieces and plan.budget is not None else None
+            why = unshard.beyond_budget(self._engine.storages, self._engine.updates.updates, room)
             if why and self.rank == 0:
                 warnings.warn(
                     f"closed in pieces: {why}. Before the end, call parallel.checkpoint(folder), or "
@@ -352,12 +350,6 @@ class Session(ModelState):
         if unwritten is not None:
             raise unwritten
 
-    def _too_large(self) -> str:
-        """Return why a rank cannot have the whole model, and "" if it can."""
-        plan = self.plan
-        room = plan.budget - plan.reserve if self._was_in_pieces and plan.budget is not None else None
-        return unshard.beyond_budget(self._engine.storages, self._engine.updates.updates, room)
-
     def _end(self, why: str, *, failed: bool = False) -> None:
         self._stop_listening()
         if not self._engine.is_closed:
@@ -367,6 +359,7 @@ class Session(ModelState):
         self._engine.end(why, failed=failed)
 
 
+@without_autograd()
 def resume(session: Session, path: str | Path) -> ResumeInfo | None:
     """Resume from a checkpoint of :meth:`Session.checkpoint`, on any number of ranks and with any plan. Collective.
 
@@ -375,12 +368,15 @@ def resume(session: Session, path: str | Path) -> ResumeInfo | None:
     yet. With the same number of ranks and the same plan training continues bit for bit. Raises CheckpointError, by
     name, if no checkpoint is usable or if it belongs to another model or optimizer.
     """
-    return session._resume(Path(path))
+    session._engine.drain("resume()", needs_ranks=True)
+    resumed = session._checkpointing().resume(Path(path))
+    if resumed is not None:
+        session._resumed_after = resumed.step - (session._engine.sequencer.step - 1)
+    return resumed
 
 
 def _check_limit(call: str, option: str, value: float, limit: float | None, more: str = "") -> None:
     """Raise RunError unless the run clips at ``value``, which may be a tensor of one element."""
     if limit is None or not math.isclose(float(value), limit, rel_tol=1e-6):
-        so_far = "was started without clipping" if limit is None else f"clips at {limit:g}"
-        more = more if limit is None else ""
+        so_far, more = ("was started without clipping", more) if limit is None else (f"clips at {limit:g}", "")
         raise RunError(f"{call}({value:g}): this run {so_far}: write parallelize(…, {option}={value:g}){more}")

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.api.loop_plan import TRIALS, Choice, LoopPlan, must_shard
-from mdcs.api.planning import SECONDS, Planning, require_measured, say_refusals_once
+from mdcs.api.loop_plan import TRIALS, Choice, LoopPlan, Planning, must_shard, require_measured, say_refusals_once
 from mdcs.api.session import Session
 from mdcs.emulation import Emulation
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates, without_ddp
@@ -39,7 +38,7 @@ def parallelize(
     budget: int | str | None = None,
     over_budget: str = "warn",
     recompute: str | RecomputeRule = "auto",
-    seconds: float = SECONDS,
+    seconds: float = Planning.seconds,
     progress: bool = True,
     profiles: bool | str | Path = True,
     micro_steps: int | None = None,
@@ -78,30 +77,27 @@ def parallelize(
       the budget in the first three of them, while its activations are not known. All compiled code of the process is
       dropped once, and compiled anew when it is used.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
-    - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made
-      here.
-    - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in
-      seconds. True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
-      Ignored when the model is sharded from the start.
+    - ``budget``, ``recompute``, ``seconds``, ``progress``: of :func:`mdcs.autoplan`, for a plan that is made here.
+    - ``profiles``: the folder of kept profiles of first steps, by which a later start of an equal job plans in seconds,
+      unless the model is sharded from the start. True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False:
+      none is kept or used.
     - ``micro_steps``: backward passes of a step. None: the first step counts them, and its messages wait for its end; 1
       where the model is sharded from the start. A given plan has them.
     - ``trials``: plans that may take turns before one is chosen; 1: the planner's runs without a trial.
     - ``replan``: "auto" chooses anew when steps take 10 % more or less than the chosen plan's first ones, in the median
       of 50: another network, another batch. None: never.
-    - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which
-      go on; "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
-      (:func:`mdcs.autoplan`).
+    - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example; "raise"
+      ends the run on every rank at one. On CPU bytes are known where memory is measured (:func:`mdcs.autoplan`).
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
     - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
-    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call
-      ``parallel.scaled(loss).backward()`` then, or let ``parallel.scaler`` take the place of a GradScaler.
+    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then, or
+      let ``parallel.scaler`` take the place of a GradScaler.
     - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
       own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
       BatchNorm's.
     - ``timeout_s``: bounds every wait (seconds).
     - ``emulate``: this one process is a rank of the plan's world, on its emulated link (:mod:`mdcs.emulation`).
-    - ``init``: initialises a module's own parameters and buffers if they are on the meta device; None: the module's
-      ``reset_parameters()``.
+    - ``init``: initialises a module's own parameters and buffers on the meta device; None: ``reset_parameters()``.
     - ``device``: where parameters and buffers from the meta device are made, unit by unit.
 
     Masters, where the plan's profile has them, start as the model's parameters. docs/loops.md says what a loop may do

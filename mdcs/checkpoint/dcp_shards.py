@@ -67,8 +67,8 @@ def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape,
 
 
 class TensorShards:
-    """Pieces of a tensor on this rank, as views that DCP reads from or writes into. ``order``: the tensor's dimensions,
-    from the one with the largest stride in memory to the one with the smallest; row-major by default.
+    """Pieces of a tensor on this rank, as views that DCP reads from or writes into. ``order``: the tensor's dimensions
+    by falling stride in memory; None: row-major.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, order: Shape | None = None) -> None:
@@ -103,25 +103,19 @@ class TensorShards:
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [
-            WriteItem(
-                index=MetadataIndex(name, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.shape),
-            )
+            WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.shape))
             for box, _ in self._boxes
-        ]
+        ]  # fmt: skip
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [box for box, _ in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         # While loading, the index is that of __create_chunk_list__; pieces may overlap then, as a shard and a whole do.
-        if (
-            index.index is not None
-            and index.index < len(self._boxes)
-            and self._boxes[index.index][0].offsets == index.offset
-        ):
-            return self._boxes[index.index][1]
+        i = index.index
+        if i is not None and i < len(self._boxes) and self._boxes[i][0].offsets == index.offset:
+            return self._boxes[i][1]
         return next(values for box, values in self._boxes if box.offsets == index.offset)
 
 
@@ -201,7 +195,7 @@ class Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:  # torch's writer has other words for a full disk
-            if shutil.disk_usage(self.path).free >= _FULL:
+            if shutil.disk_usage(self.path).free >= 1 << 16:
                 raise
             raise OSError(errno.ENOSPC, f"no space left on device: {error}") from error
 
@@ -215,14 +209,8 @@ class Writer(FileSystemWriter):
             directory.keep_last(self._folder.parent, self._keep)
 
 
-_FULL = 1 << 16
-"""Free bytes below which a disk is full."""
-
-
 def save(leaves: FlatState, writer: Writer, group: dist.ProcessGroup | None) -> Future[Any]:
-    """Let a thread write every rank's leaves; :func:`wait_for` waits. Collective over the group (None: this process
-    alone).
-    """
+    """Let a thread write every rank's leaves; :func:`wait_for` waits. Collective over the group; None: alone."""
     if group is None:  # DCP warns that this process is alone; from a thread, for which warnings cannot be caught
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     saving = async_save(unflatten(leaves), storage_writer=writer, process_group=group, planner=_SavePlanner())
@@ -244,11 +232,7 @@ def load(folder: Path, leaves: FlatState) -> None:
 
 
 class RanksFailed(RuntimeError):
-    """Problems by rank, in ``problems``."""
-
-    def __init__(self, problems: dict[int, str]) -> None:
-        super().__init__("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
-        self.problems = problems
+    """Ranks that could not write or read, and why."""
 
 
 @contextmanager
@@ -257,9 +241,8 @@ def _translate_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise RanksFailed(
-            {rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}
-        ) from error
+        problems = [f"rank {rank}: {type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()]
+        raise RanksFailed("; ".join(problems)) from error
 
 
 def load_full(folder: Path) -> dict[str, Any]:
@@ -291,11 +274,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     state, groups = tree.get("optimizer", {}).get("state", {}), iter(run["param_groups"])
     counts = run.get("groups_by_optimizer", [len(run["param_groups"])])
     optimizers = [_packed(state, list(itertools.islice(groups, count))) for count in counts]
-    return {
-        "model": tree["model"],
-        "optimizer": optimizers if len(optimizers) > 1 else optimizers[0],
-        "step": run["step"],
-    }
+    optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
+    return {"model": tree["model"], "optimizer": optimizer, "step": run["step"]}
 
 
 def _packed(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

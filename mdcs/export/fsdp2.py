@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mdcs.export.document import SCHEMA, describe_group, document
+from mdcs.export.document import SCHEMA, document
 from mdcs.model.recompute import checkpoint_contexts
 from mdcs.plan.plan import Plan
 from mdcs.profile.recompute import SELECTIVE
@@ -43,28 +43,27 @@ def apply_plan(
     mesh = mesh or init_device_mesh("cpu" if device == "meta" else device, (from_file["ranks"],))
     if mesh.size() != from_file["ranks"]:
         raise ValueError(f"the plan is for {from_file['ranks']} ranks, the mesh has {tuple(mesh.mesh.shape)}")
-    checked = _checked(model, from_file)
-    for group in checked:
+    _check(model, from_file)
+    for group in from_file["groups"]:
         for name, choice in group["recompute"].items():
             _wrap(model, model.get_submodule(name), choice == SELECTIVE)
-    groups = [([model.get_submodule(name) for name in group["modules"]], group) for group in checked]
+    groups: list[tuple[Any, Mapping[str, Any]]] = [
+        ([model.get_submodule(name) for name in group["modules"]], group) for group in from_file["groups"]
+    ]
     meshes = _meshes(mesh, dict.fromkeys(tuple(group["mesh"]) for _, group in groups))
-    made: dict[str, Any] = {}
     for modules, group in groups:
-        wrapped: Any = modules if len(modules) > 1 else modules[0]
+        wrapped = modules if len(modules) > 1 else modules[0]
         fully_shard(
             wrapped, mesh=meshes[tuple(group["mesh"])], reshard_after_forward=group["reshard_after_forward"], **options
         )
-        made[group["modules"][0]] = modules[0]
-    for _, group in groups:
-        module = made[group["modules"][0]]
+    for [module, *_], group in groups:
         if ahead := group["forward_prefetch"]:
-            module.set_modules_to_forward_prefetch([made[name] for name in ahead])
+            module.set_modules_to_forward_prefetch([model.get_submodule(name) for name in ahead])
         if ahead := group["backward_prefetch"]:
-            module.set_modules_to_backward_prefetch([made[name] for name in ahead])
+            module.set_modules_to_backward_prefetch([model.get_submodule(name) for name in ahead])
     # no streams on CPU: without async_op the host waits for every gather where it is issued
     if mesh.device_type == "cpu":
-        gather_on_cpu_ahead(made[""])
+        gather_on_cpu_ahead(model)
     return model
 
 
@@ -87,34 +86,29 @@ def _meshes(mesh: DeviceMesh, shapes: Iterable[tuple[int, ...]]) -> dict[tuple[i
     }
 
 
-def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the file's groups if they fit the model. Raises ValueError as :func:`apply_plan`."""
+def _check(model: nn.Module, from_file: Mapping[str, Any]) -> None:
+    """Raise ValueError, as :func:`apply_plan`, unless the file's groups fit the model."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    names: dict[nn.Parameter, str] = {}
-    for name, p in model.named_parameters():
-        names[p] = name
+    left = set(model.parameters())
     for group in from_file["groups"]:
-        unit = describe_group(group)
+        unit = f"unit {', '.join(group['units'])}" if group["units"] else "the whole model"
         missing = next((name for name in group["modules"] if name not in modules), None)
         if missing is not None:
             raise ValueError(
                 f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one"
             )
-        parameters = [p for name in group["modules"] for p in modules[name].parameters() if p in names]
+        parameters = [p for name in group["modules"] for p in modules[name].parameters() if p in left]
         sizes = [p.numel() for p in dict.fromkeys(parameters)]
-        for p in parameters:
-            names.pop(p, None)
+        left.difference_update(parameters)
         if group["elements"] != sum(map(aligned, sizes)):
             raise ValueError(f"{unit}: has {group['elements']} elements in the plan and {sum(sizes)} in the model")
         if len({p.dtype for p in parameters if p.requires_grad}) > 1:
             raise ValueError(f"{unit}: has parameters of several types, and fully_shard takes one for a group")
-    return list(from_file["groups"])
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trainable parameters as parameter groups for an optimizer, one group per mesh.
-
-    Fused and foreach updates accept only parameters of one mesh in a group.
+    """Return the trainable parameters as parameter groups for an optimizer, one group per mesh. Fused and foreach
+    updates accept only parameters of one mesh in a group.
     """
     return [{"params": members} for members in _by_mesh(p for p in model.parameters() if p.requires_grad)]
 

@@ -22,17 +22,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from mdcs.plan.lifetimes import CATEGORIES
 
 if TYPE_CHECKING:
-    from ctypes import _NamedFuncPointer as _Function
-
     import torch  # imported by what uses it: who only names a meter must not wait for this import
 
 UNTAGGED = "activations"
@@ -47,16 +45,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHIM_TAGS = 16
 _READINGS = {"live": 0, "peaks": 1, "window": 2}  # by their numbers in the shim
 _BACKEND_THREADS = b"pt_gloo_runloop"  # gloo's native collectives allocate their copies in these threads
-_TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
-_TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
+_TAGS = {name: tag for tag, name in enumerate((UNTAGGED, *(name for name in CATEGORIES if name != UNTAGGED)))}
 assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
 
 
 class Meter:
-    """Counts the tensor bytes of this process. This base measures nothing: readings are None.
-
-    A meter restarts its peaks in `reset`, and in `window` those of the next window; each is independent of the other.
-    ``disturbs``: whether a reading takes long enough to show in the time of a slot.
+    """Counts the tensor bytes of this process. This base measures nothing: readings are None. A meter restarts its
+    peaks in `reset`, and in `window` those of the next window, independently of each other. ``disturbs``: whether a
+    reading takes long enough to show in the time of a slot.
     """
 
     disturbs = False
@@ -111,8 +107,7 @@ class ShimMeter(Meter):
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return 0
-        moved: int = self._retag(storage.data_ptr(), _TAGS[category])
-        return max(0, moved)
+        return self._retag(storage.data_ptr(), _TAGS[category])
 
     def reset(self) -> None:
         """Restart the peaks of `peaks` at the bytes that are live now."""
@@ -135,8 +130,7 @@ class CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._device = device
-        self._cuda = torch.cuda
+        self._device, self._cuda = device, torch.cuda
         self._collect()
         self._peak = self._window_peak = 0
         self._meters.add(self)
@@ -157,8 +151,7 @@ class CudaMeter(Meter):
         return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}
 
     def _collect(self) -> None:
-        # torch keeps one peak per device. Fold it into the run's peak and the window's peak of every meter, then
-        # restart it. torch restarts its peak at the live bytes, so after a fold both peaks are at least the live bytes.
+        # torch restarts its peak at the live bytes, so after a fold all peaks are at least the live bytes.
         highest = self._requested("peak")
         for meter in self._meters:
             if meter._device == self._device:
@@ -205,8 +198,7 @@ def _shim() -> ctypes.PyDLL:
     adopt = _function(shim, "mdcs_adopt", ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
     for storage in _storages():
         adopt(storage.data_ptr(), storage.nbytes())
-    tag_threads = _function(shim, "mdcs_tag_threads", ctypes.c_bool, ctypes.c_char_p, ctypes.c_int)
-    tag_threads(_BACKEND_THREADS, _TAGS["staging"])
+    _function(shim, "mdcs_tag_threads", None, ctypes.c_char_p, ctypes.c_int)(_BACKEND_THREADS, _TAGS["staging"])
     return shim
 
 
@@ -233,7 +225,6 @@ def _storages() -> Iterator[torch.UntypedStorage]:
 
 def build() -> Path:
     """Compile the shim with $CC, cc, gcc or clang, once per source and machine; return the path of the shared library.
-
     A library that another user could have written is compiled again. Several processes may build at the same time.
     Raises RuntimeError off Linux, without a compiler, when compilation fails, or if another user owns the cache.
     """
@@ -272,8 +263,7 @@ def _ours(info: os.stat_result) -> bool:
 
 
 def _compiler() -> list[str]:
-    candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
-    for candidate in candidates:
+    for candidate in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
         if candidate and shutil.which(candidate[0]):
             return candidate
     raise RuntimeError(
@@ -287,12 +277,11 @@ class _Tagged:
 
     __slots__ = ("_previous", "_set_tag", "_tag")
 
-    def __init__(self, set_tag: _Function, tag: int) -> None:
-        self._set_tag = set_tag
-        self._tag = tag
+    def __init__(self, set_tag: Callable[[int], int], tag: int) -> None:
+        self._set_tag, self._tag = set_tag, tag
 
     def __enter__(self) -> None:
-        self._previous: int = self._set_tag(self._tag)
+        self._previous = self._set_tag(self._tag)
 
     def __exit__(self, *error: object) -> None:
         self._set_tag(self._previous)
@@ -301,8 +290,8 @@ class _Tagged:
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: type) -> _Function:
-    function: _Function = getattr(shim, name)
+def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    function = getattr(shim, name)
     function.restype = result
     function.argtypes = arguments
     return function

@@ -304,30 +304,26 @@ EXPORT bool mdcs_adopt(void *pointer, int64_t bytes) {
 
 /* ---- reading the meter --------------------------------------------------------------------------------- */
 
-static bool valid(int tag) { return 0 <= tag && tag < TAGS; }
+/* A tag is a number from 0 to TAGS - 1, which the caller makes sure of. */
 
-/* Tags what this thread allocates from now on; returns the tag before, or -1 (and changes nothing) for a
- * wrong tag. */
+/* Tags what this thread allocates from now on; returns the tag before. */
 EXPORT int mdcs_set_tag(int tag) {
     int previous = current_tag;
-    if (!valid(tag)) return -1;
     current_tag = tag;
     return previous;
 }
 
 /* Tags what threads of that name (at most 15 characters) allocate, unless they set a tag themselves. One name per
- * process; false (and nothing changes) for a wrong tag. */
-EXPORT bool mdcs_tag_threads(const char *name, int tag) {
-    if (!valid(tag)) return false;
+ * process. */
+EXPORT void mdcs_tag_threads(const char *name, int tag) {
     strncpy(others_name, name, sizeof others_name - 1);
     atomic_store_explicit(&others_tag, tag, memory_order_release);
-    return true;
 }
 
-/* Moves a live block to another tag; returns its bytes, or -1 for an unknown block or a wrong tag. */
+/* Moves a live block to another tag; returns its bytes, or 0 for an unknown block. */
 EXPORT int64_t mdcs_retag(void *pointer, int tag) {
-    int64_t bytes = -1;
-    if (!valid(tag) || !maybe_tracked(pointer)) return -1;
+    int64_t bytes = 0;
+    if (!maybe_tracked(pointer)) return 0;
     pthread_mutex_lock(&lock);
     struct block *block = find((uintptr_t)pointer); /* the filter is not empty, so the table exists */
     if (block->address != 0) {

@@ -28,11 +28,9 @@ Span = tuple[float, float]
 class PeriodTrace(NamedTuple):
     """Times of everything in one period of one rank, in seconds from the begin of the period's first slot.
 
-    - ``period_s``: until the first slot of the next period begins.
-    - ``slots``: (begin, end) of compute in each slot.
-    - ``messages``: (start, end) of each message of the plan on the link. The end may lie after the period.
-    - ``done``: when each message is unpacked and its update has run.
-    - ``host_s``: seconds in which the host enqueued the messages, where it runs ahead of a device.
+    - ``period_s``: until the first slot of the next period begins. ``slots``: compute in each slot.
+    - ``messages``: each message of the plan on the link, which may end after the period. ``done``: when each is
+      unpacked and its update has run. ``host_s``: the host enqueued them, where it runs ahead of a device.
     """
 
     period_s: float
@@ -44,11 +42,8 @@ class PeriodTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """One piece of work on one rank: a slot, a message or an update.
-
-    - `start`, `end`: seconds on the rank's clock.
-    - `bytes`: payload that a message moves (0 in the other lanes).
-    - `kind`: F or B (compute), the message's kind, or update.
+    """One piece of work on one rank: a slot (`kind` F or B), a message (its kind) or an update (update), with its
+    begin and end in seconds on the rank's clock, and the payload in bytes that a message moves.
     """
 
     lane: Lane
@@ -61,11 +56,11 @@ class Interval:
 
     @property
     def duration_s(self) -> float:
-        """Duration in seconds: end - start."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
-# --- interval arithmetic ---------------------------------------------------------------------------------------
+# --- interval arithmetic
 
 
 def union(intervals: Iterable[Interval | Span]) -> tuple[Span, ...]:
@@ -111,11 +106,8 @@ def overlaps(left: Sequence[Span], right: Sequence[Span]) -> tuple[Span, ...]:
 def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -> StepTimes:
     """Return the times of a step of ``step_s`` seconds whose compute and messages ran in these spans."""
     computing, sending = union(compute), union(messages)
-    both = overlaps(computing, sending)
-    compute_s, communication_s, overlap_s = (
-        math.fsum([end - start for start, end in s]) for s in (computing, sending, both)
-    )
-    return StepTimes.of(step_s, compute_s, communication_s, overlap_s)
+    spans = computing, sending, overlaps(computing, sending)
+    return StepTimes.of(step_s, *(math.fsum([end - start for start, end in each]) for each in spans))
 
 
 def step_times(intervals: Sequence[Interval], begin: float, end: float) -> StepTimes:
@@ -128,7 +120,7 @@ def step_times(intervals: Sequence[Interval], begin: float, end: float) -> StepT
     return times_of(end - begin, inside["compute"], inside["message"])
 
 
-# --- the recorded period ---------------------------------------------------------------------------------------
+# --- the recorded period
 
 
 @dataclass(frozen=True)
@@ -161,12 +153,8 @@ class SlotMemory:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One period: the intervals of every rank and the memory of every slot.
-
-    - `period_s`: length of the period in seconds.
-    - `slots`: names of the slots, in order.
-    - `ranks`: intervals of each rank, in seconds from the start of the first backward slot.
-    - `memory`: one entry per slot; may be empty.
+    """One period: names of the slots in order, the intervals of every rank, in seconds from the start of the first
+    backward slot, and the memory of every slot (may be empty).
 
     Raises ValueError for another schema, a period that is negative or not finite, and a rank named twice.
     """

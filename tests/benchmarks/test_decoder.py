@@ -17,7 +17,6 @@ MIXTRAL = Decoder(32, 4096, 32, 8, 14336, 32000, experts=8, active=2)
     [(LLAMA_2_7B, 6_738_415_616), (LLAMA_3_8B, 8_030_261_248), (MPT_7B, 6_658_859_008), (MIXTRAL, 46_702_792_704)],
 )
 def test_models_have_the_parameters_that_are_published(model, parameters):
-    assert model.parameters == parameters
     assert sum(layer.parameters for layer in model.of_batch(1, 16)) == parameters
 
 

@@ -62,7 +62,7 @@ def test_eight_h100_gather_nearly_as_fast_as_measured():
 
 def test_a_cluster_that_one_does_not_have_is_planned_from_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["calculated", str(tmp_path / "it.json"), "--model", "Llama-3-8B", "--devices", "64"])
-    assert calculated.main() == 0
+    calculated.main()
     profile = Profile.from_json((tmp_path / "it.json").read_text())
     assert (profile.world, len(profile.units), profile.about) == (64, 33, {"calculated": "Llama-3-8B on 64 h100-80"})
     states = profile.world, profile.optimizer.state_tensors, {unit.master_dtype for unit in profile.units}

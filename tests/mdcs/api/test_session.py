@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.api import loop_plan, planning
+from mdcs.api import loop_plan
 from mdcs.planner.recompute import is_measured
 from mdcs.planner.trials import make_plans
 from mdcs.profile.schema import INPUTS
@@ -298,7 +298,7 @@ def steps_of_start() -> list[int]:
         model = blocks()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.MonkeyPatch.context() as patch, wait():
-            patch.setattr(planning, "make_plans", lambda *given, **options: (time.sleep(0.5), make_plans(*given, **options))[1])
+            patch.setattr(loop_plan, "make_plans", lambda *given, **options: (time.sleep(0.5), make_plans(*given, **options))[1])
             with mdcs.parallelize(model, optimizer, trials=1, profiles=False, progress=False, timeout_s=30) as parallel:
                 found.append(choosing(parallel, lambda step, model=model: texts(model, step)))
     return found

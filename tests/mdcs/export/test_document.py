@@ -74,18 +74,16 @@ def test_neighbours_are_one_group_if_every_message_has_both() -> None:
 # ---- what is gathered ahead
 
 
-def test_groups_gather_as_far_ahead_as_the_plan_and_no_further_than_told() -> None:
-    plan = planned(chain(4, 4, 4, 4, link=link(1.0)), "sdp", Dear())
-    groups = groups_of(plan)
-    assert prefetch_lists(plan, groups, Kind.AG_F, 0) == {}
-    assert prefetch_lists(plan, groups, Kind.AG_F, 1) == {"a": ("b",), "b": ("c",), "c": ("d",)}
-    farthest = prefetch_lists(plan, groups, Kind.AG_F, 9)
-    assert [name for names in farthest.values() for name in names] == ["b", "c", "d"]
+def test_groups_gather_ahead_in_forward_if_the_plan_does() -> None:
+    profile = chain(4, 4, 4, 4, link=link(1.0))
+    plan, needed = planned(profile, "sdp", Dear()), planned(profile, "sdp")
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_F) == {"a": ["b"], "b": ["c"], "c": ["d"]}
+    assert prefetch_lists(needed, groups_of(needed), Kind.AG_F) == {}
 
 
 def test_backward_gathers_one_ahead_by_itself() -> None:
     plan = planned(chain(4, 4, 4), "fsdp")
-    assert prefetch_lists(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_B) == {"c": ["b"], "b": ["a"]}
 
 
 def test_a_group_is_named_by_its_first_module() -> None:
@@ -109,6 +107,6 @@ def test_each_unit_has_the_mesh_of_its_strategy() -> None:
 
 def test_gathers_within_nodes_are_made_ahead_as_others_are() -> None:
     plan = of_nodes("hsdp_no_reshard", "hsdp_no_reshard", "hsdp_no_reshard", scheduler=Dear())
-    assert prefetch_lists(plan, groups_of(plan), Kind.AG_F, 1) == {"a": ("b",), "b": ("c",)}
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_F) == {"a": ["b"], "b": ["c"]}
     plan = of_nodes("hsdp", "hsdp", "hsdp_no_reshard")
-    assert prefetch_lists(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_B) == {"c": ["b"], "b": ["a"]}

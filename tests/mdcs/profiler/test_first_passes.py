@@ -172,7 +172,7 @@ def test_options_that_contradict_the_plan_or_themselves_are_refused(plan: Any, o
 def test_a_part_is_refused_where_activations_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, budget: str) -> None:
     net = Net()
     optimizer, units = torch.optim.Adam(net.parameters()), mdcs.partition(net)
-    monkeypatch.setattr("mdcs.api.planning.unmeasured", lambda device: "there is no compiler: install one")
+    monkeypatch.setattr("mdcs.api.loop_plan.unmeasured", lambda device: "there is no compiler: install one")
     with pytest.raises(ValueError, match="depends on the bytes of activations: .* install one, or give the budget in bytes"):
         mdcs.parallelize(net, optimizer, budget=budget)
     with pytest.raises(ValueError, match="depends on the bytes of activations"):

@@ -13,21 +13,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from analysis.comparison import compare
-from analysis.executed import run_notebooks
 from analysis.page import write_page
-from analysis.report import FORMATS, write_layers, write_report
+from analysis.report import FORMATS, run_notebooks, write_layers, write_report
 from analysis.sources import WANDB, runs, write_wandb_report
 from analysis.table import print_comparison, print_table, write_csv
 
 _SOURCE = "a sweep's or a run's folder (runs are found at any depth), or wandb:ENTITY/PROJECT[/GROUP]"
 _COMMANDS = {
-    "": "Print the table of a sweep (or a run) and write it as table.csv; write its pictures, report.html (table and "
-    "pictures on one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev. Of two "
-    "sources: compare the step times of the plans that both have measured, and write comparison.csv.",
-    "notebooks": "Run the notebooks of analysis/notebooks on these runs and write them, with output, as .ipynb files.",
-    "layers": "Print the memory of each layer for all runs of a sweep side by side, and draw it.",
-    "wandb": "Write a sweep's report on W&B's server, with predictions beside measurements, and print its address.",
-}
+    "": ("Print the table of a sweep (or a run) and write it as table.csv; write its pictures, report.html (table and "
+         "pictures on one page that needs no network), and the trace of its fastest run for https://ui.perfetto.dev. "
+         "Of two sources: compare the step times of the plans that both have measured, and write comparison.csv.",
+         _SOURCE, "the source; of W&B's runs, here"),
+    "notebooks": ("Run the notebooks of analysis/notebooks on these runs and write them, with output, as .ipynb files.",
+                  f"{_SOURCE}; default: a small sweep of the tests", "results/notebooks"),
+    "layers": ("Print the memory of each layer for all runs of a sweep side by side, and draw it.",
+               "the folder of a sweep or a run", ""),
+    "wandb": ("Write a sweep's report on W&B's server, with predictions beside measurements, and print its address.",
+              "a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
+}  # fmt: skip
+"""What a command does, what it reads, and the folder that it writes unless another is asked for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,30 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"mdcs report {command}".strip(), description=_COMMANDS[command])
-    if not command:
-        others = (f"mdcs report {name}: {about[0].lower()}{about[1:]}" for name, about in _COMMANDS.items() if name)
+    does, source, output = _COMMANDS[command]
+    parser = argparse.ArgumentParser(prog=f"mdcs report {command}".strip(), description=does)
+    if command:
+        parser.add_argument("source", help=source, nargs="?" if command == "notebooks" else None)
+    else:
+        others = (f"mdcs report {name}: {does[0].lower()}{does[1:]}" for name, (does, *_) in _COMMANDS.items() if name)
         parser.epilog = "Other commands. " + " ".join(others)
-    source, output = {
-        "": (_SOURCE, "the folder to write (default: the source; of W&B's runs, here)"),
-        "notebooks": (
-            f"{_SOURCE}; default: a small sweep of the tests",
-            "the folder to write (default: results/notebooks)",
-        ),
-        "layers": ("the folder of a sweep or a run", ""),
-        "wandb": ("a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
-    }[command]
-    if not command:
         parser.add_argument("source", nargs="+", help=source)
         told = "kinds of pictures, of png, pdf and svg (default: png); tex: the table for LaTeX (booktabs)"
         parser.add_argument("--format", default=["png"], type=lambda words: words.split(","), help=told)
         told = "pictures for a paper: as wide as one column of a journal, or two, without titles"
         parser.add_argument("--columns", type=int, choices=(1, 2), default=0, help=told)
-    else:
-        parser.add_argument("source", help=source, nargs="?" if command == "notebooks" else None)
     parser.set_defaults(output=None)
     if output:
-        parser.add_argument("-o", "--output", "--out", type=Path, help=output)
+        parser.add_argument("-o", "--output", "--out", type=Path, help=f"the folder to write (default: {output})")
     return parser
 
 

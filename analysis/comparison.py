@@ -1,9 +1,7 @@
-"""Two sweeps side by side; and engines side by side: runs that took turns, put in relation to one of them, to a budget
-and to bounds.
+"""Two sweeps side by side; and engines side by side: runs that took turns, beside one of them, a budget and bounds.
 
 A *round* is one run of every engine, one after the other. Figures are medians over rounds; a ratio is taken within a
-round and then its median, so that what slows a machine for a while slows both sides. What an engine does not tell is
-None.
+round, so that what slows a machine for a while slows both sides. What an engine does not tell is None.
 """
 
 from __future__ import annotations
@@ -22,15 +20,12 @@ from analysis.load import WORKLOAD
 
 def compare(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     """Step times of two sweeps (:func:`analysis.runs`): a row for each workload and plan that both have measured, and a
-    last one over all of them.
+    last one over all of them. Raises ValueError if no plan is in both.
 
     - workload: in words; what the sweeps tell differently, such as the link's measured rate, of both.
     - runs, other_runs: number of runs; step_s, other_step_s: their medians.
     - ratio: the other's median as a multiple of the first's; in the last row the geometric mean.
-    - low, high: ends of its 95 % bootstrap interval over runs (in the last row over plans); NaN where a sweep has one
-      run of a plan, which does not tell how much runs differ.
-
-    Raises ValueError if no plan is in both.
+    - low, high: ends of its 95 % bootstrap interval over runs (in the last row over plans); NaN of one run alone.
     """
     both = _steps(one).join(_steps(other).rename(columns={"step_s": "theirs", "title": "their_title"}), how="inner")
     if not len(both):
@@ -96,12 +91,9 @@ _MEDIANS |= {"predicted_s": "predicted_step_s", "sent_bytes": "bytes_total", "me
 
 def lines(runs: Mapping[str, Sequence[Row]], base: str, limits: Mapping[str, int | None]) -> list[dict[str, Any]]:
     """Lines of comparison.json, one per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may
-    be missing.
+    be missing. limits: the budget of each engine in bytes; None, or no entry: no limit.
 
-    limits: the budget of each engine in bytes; None, or no entry: no limit.
-
-    Beside medians of columns of the rows, of which `bound_s` says that no plan of the job, budget and recomputation is
-    faster:
+    Beside medians of columns of the rows (no plan of the job, budget and recomputation is faster than `bound_s`):
 
     - step_s: spread of its step times; ratio: that of its step times as multiples of the base's.
     - fits: whether no rank of any run held more than the budget; None where memory was not measured.

@@ -26,13 +26,13 @@ def read_events(path: Path) -> list[Event]:
     Raises FileNotFoundError, and ValueError naming any other line that is no event.
     """
     lines = path.read_bytes().rstrip(b"\n").split(b"\n")
-    events = [(number, _event(line)) for number, line in enumerate(lines, start=1) if line.strip()]
-    corrupt = next((number for number, event in events[:-1] if event is None), None)
-    if corrupt is not None:
-        raise ValueError(f"{path.name}, line {corrupt}: not a JSON object with an event")
-    if events and events[-1][1] is None:
-        warnings.warn(f"{path}: the last line is cut off, and left out", stacklevel=2)
-    return [event for _, event in events if event is not None]
+    events = {number: _event(line) for number, line in enumerate(lines, start=1) if line.strip()}
+    for number, event in events.items():
+        if event is None and number < max(events):
+            raise ValueError(f"{path.name}, line {number}: not a JSON object with an event")
+        if event is None:
+            warnings.warn(f"{path}: the last line is cut off, and left out", stacklevel=2)
+    return [event for event in events.values() if event is not None]
 
 
 def last_attempt(events: Sequence[Event]) -> list[Event]:

@@ -1,7 +1,7 @@
 """Read the folders of runs and sweeps into dataframes.
 
-A run's folder has the file of :mod:`analysis.events`. A sweep's folder has one such folder per job, at any depth. A run
-that was killed leaves what it had: reading never needs the summary.
+A run's folder has the file of :mod:`analysis.events`, a sweep's one such folder per job, at any depth. A run that was
+killed leaves what it had: reading never needs the summary.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its folder tells it.
-
-    `start` is what its job and start events say, `summary` and `failure` are those events (empty where there is none),
-    `steps` the step events, one row each, in order.
+    """One run as its folder tells it: what its job and start events say (`start`), its steps, a row each, in order, and
+    its `summary` and `failure`, empty where there is none.
     """
 
     folder: Path
@@ -91,9 +89,7 @@ class Run:
     @property
     def measured_steps(self) -> pd.DataFrame:
         """The steps after the warm-up; all steps if there are no others."""
-        if "warmup" not in self.steps:
-            return self.steps
-        measured = self.steps[~self.steps["warmup"].astype(bool)]
+        measured = self.steps[~self.steps["warmup"].astype(bool)] if "warmup" in self.steps else ()
         return measured if len(measured) else self.steps
 
     @property
@@ -103,11 +99,18 @@ class Run:
 
     def timeline(self) -> Timeline | None:
         """The measured period, None if none was recorded."""
-        return _read_timeline(self.folder / "timeline.json")
+        return self._timeline("timeline.json")
 
     def predicted_timeline(self) -> Timeline | None:
         """The simulated period, None if none was written."""
-        return _read_timeline(self.folder / "predicted_timeline.json")
+        return self._timeline("predicted_timeline.json")
+
+    def _timeline(self, name: str) -> Timeline | None:
+        path = self.folder / name
+        try:
+            return Timeline.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def row(self) -> dict[str, Any]:
         """Return this run as a row with `COLUMNS` and its settings; what is not known is None."""
@@ -142,8 +145,7 @@ class Run:
 
 def load_run(folder: str | Path) -> Run:
     """Read one run: the last attempt, where several jobs ran in the folder, with the steps that it has gone on from.
-    Those are warm-up: another attempt has made them, perhaps on another node, and its times are not mixed with this
-    one's.
+    Those are warm-up: another attempt has made them, perhaps on another node.
 
     Raises FileNotFoundError if the folder has no metrics.jsonl, ValueError naming the line if that is corrupt.
     """
@@ -151,9 +153,9 @@ def load_run(folder: str | Path) -> Run:
     path = folder / METRICS
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no {METRICS}")
-    by_event: dict[str, list[Event]] = {}
     events = read_events(path)
     attempt = last_attempt(events)
+    by_event: dict[str, list[Event]] = {}
     for event in attempt:
         by_event.setdefault(event["event"], []).append(event)
     before = events[: len(events) - len(attempt)]
@@ -161,8 +163,8 @@ def load_run(folder: str | Path) -> Run:
     # a killed run may not have told of its last one; a folder may be moved
     own = told | {folder.resolve() / "checkpoints"}
     done = max((e["step"] for e in by_event.get("resumed", []) if Path(e["folder"]).parent in own), default=0)
-    steps = (event | {"warmup": True} for event in before if event["event"] == "step" and event["step"] <= done)
-    former = {event["step"]: event for event in steps}
+    steps = (event for event in before if event["event"] == "step" and event["step"] <= done)
+    former = {event["step"]: event | {"warmup": True} for event in steps}
     last = {name: found[-1] for name, found in by_event.items()}
     return Run(
         folder=folder,
@@ -173,22 +175,17 @@ def load_run(folder: str | Path) -> Run:
     )
 
 
-def run_folders(folder: str | Path) -> list[Path]:
-    """The folders of all runs at or below `folder`, in natural order (job 2 before job 10)."""
-    found = (path.parent for path in Path(folder).rglob(METRICS) if path.is_file())
-    return sorted(found, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(path))])
-
-
 def load_runs(folder: str | Path) -> list[Run]:
-    """Read all runs at or below `folder`. A run whose metrics cannot be read is one that failed, for that reason.
+    """Read all runs at or below `folder`, in natural order (job 2 before job 10). A run whose metrics cannot be read is
+    one that failed, for that reason.
 
     Raises FileNotFoundError if the folder does not exist, ValueError if there is no run in it.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
-    found = []
-    for path in run_folders(folder):
+    folders, found = (path.parent for path in folder.rglob(METRICS) if path.is_file()), []
+    for path in sorted(folders, key=lambda of: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(of))]):
         try:
             found.append(load_run(path))
         except ValueError as error:
@@ -217,12 +214,3 @@ def _is_swept(frame: pd.DataFrame, key: str) -> bool:
     chosen = _CHOSEN.get(key.partition(".")[0], key)
     by = [frame[each].map(str) for each in (*WORKLOAD, *({chosen} - {key})) if each in frame]
     return bool(frame[key].dropna().map(repr).groupby(by).nunique().gt(1).any())
-
-
-def _read_timeline(path: Path) -> Timeline | None:
-    if not path.is_file():
-        return None
-    try:
-        return Timeline.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -14,10 +14,8 @@ from mdcs.sizes import GIB, MIB
 
 
 def workloads(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Title and rows of each workload (runs whose step times can be compared), the one with most rows first.
-
-    Runs that failed too early to know their workload go with the only one there is, or are left out.
-    """
+    """Title and rows of each workload (runs whose step times can be compared), the one with most rows first. Runs that
+    failed too early to know theirs go with the only one there is, or are left out."""
     known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
     real = known["emulated_ranks"].ne(True).rename("emulated_ranks")  # also of a run that does not say
     by = [real if column == "emulated_ranks" else known[column] for column in WORKLOAD]
@@ -45,7 +43,6 @@ def _title(rows: pd.DataFrame) -> str:
 
 
 def count(number: float) -> str:
-    """A number in words of thousands, millions (M) or billions (B)."""
     scale, word = next(((s, w) for s, w in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if number >= s), (1, ""))
     return f"{number / scale:.3g}{word}"
 
@@ -68,18 +65,15 @@ def alike(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """The measured runs of each plan that several runs of one workload have run, for whatever budget."""
     rows = measured(frame)
     rows = rows[rows["execution_hash"].notna()]
-    others = (
-        key for key in swept(rows) if not is_seed(key) and not key.startswith(("strategy.", "scheduler.", "recompute."))
-    )
+    of_plans = "strategy.", "scheduler.", "recompute."
+    others = (key for key in swept(rows) if not is_seed(key) and not key.startswith(of_plans))
     keys = [*WORKLOAD, "execution_hash", "predicted_step_s", *others]  # admission within a budget may take time
     return [runs for _, runs in rows.groupby(keys, dropna=False, sort=False) if len(runs) > 1]
 
 
 def bootstrap(statistic: Callable[..., np.ndarray], *samples: Collection[float]) -> tuple[float, float]:
-    """Return the ends of the 95 % bootstrap interval of a statistic of one or more samples.
-
-    `statistic` takes an array [draws, values] for each sample and `axis=1`. The draws are the same in every call.
-    """
+    """The ends of the 95 % bootstrap interval of a statistic of samples, which takes an array [draws, values] of each
+    and `axis=1`. The draws are the same in every call."""
     rng = np.random.default_rng(0)
     drawn = [rng.choice(np.asarray(sample, dtype=float), (2000, len(sample))) for sample in samples]
     low, high = np.quantile(statistic(*drawn, axis=1), (0.025, 0.975))
@@ -136,8 +130,7 @@ def setting(row: pd.Series | dict) -> str:
 
 
 def labels(frame: pd.DataFrame, *, without: str = "") -> pd.Series:
-    """The `label` of each row."""
-    return frame.apply(label, axis=1, without=without) if len(frame) else pd.Series(dtype=str)
+    return pd.Series([label(row, without=without) for _, row in frame.iterrows()], frame.index, dtype=str)
 
 
 def series(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -147,15 +140,13 @@ def series(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def peers(frame: pd.DataFrame) -> list[str]:
     """Labels of the series that another engine than mdcs has run."""
-    other = frame[frame["engine"].notna() & (frame["engine"] != "mdcs")]
-    return list(series(other))
+    return list(series(frame[frame["engine"].notna() & (frame["engine"] != "mdcs")]))
 
 
 def median_by(frame: pd.DataFrame, *axes: str) -> pd.DataFrame:
-    """One row per value of `axes`, sorted, for runs that are else alike: medians of all numbers over repetitions.
+    """One row per value of `axes`, sorted, for runs that are else alike: medians of all numbers over these `runs`.
 
-    `runs` has their number. Of one run p10 and p90 are those of its steps; of several they are the ends of the 95 %
-    interval of the median over runs.
+    p10 and p90 of one run are those of its steps; of several they are the ends of the median's 95 % interval.
     """
     groups = frame.groupby(list(axes), dropna=False)
     points = groups.median(numeric_only=True).assign(runs=groups["step_s"].count())
@@ -258,17 +249,15 @@ def middle_runs(frame: pd.DataFrame) -> pd.DataFrame:
 
 def settings(rows: pd.DataFrame) -> pd.Series:
     """Label, share and budget of each row, in words."""
-    if not len(rows):
-        return pd.Series(dtype=str)
-    return rows.apply(lambda row: f"{setting(row)}, {budget_words(row['budget_bytes'])}", axis=1)
+    words = [f"{setting(row)}, {budget_words(row['budget_bytes'])}" for _, row in rows.iterrows()]
+    return pd.Series(words, rows.index, dtype=str)
 
 
 def setting_axis(frame: pd.DataFrame) -> str | None:
     """The swept number that most values were drawn of, if any: what step time can be drawn over."""
     rows = drawn(frame)
     counts = {key: numbers(rows[key]).nunique() for key in swept(rows) if not is_seed(key)}
-    best = max(counts, key=lambda key: counts[key], default=None)
-    return best if best is not None and counts[best] >= 2 else None
+    return max((key for key, n in counts.items() if n >= 2), key=counts.__getitem__, default=None)
 
 
 def numbers(column: pd.Series) -> pd.Series:
@@ -277,9 +266,9 @@ def numbers(column: pd.Series) -> pd.Series:
 
 
 def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
-    """The row of least step time over schedule_share; the smaller share if two are equal.
+    """The row of least `time` (step_s or predicted_step_s) over schedule_share; the smaller share if two are equal.
 
-    `time` is step_s (measured) or predicted_step_s. Raises ValueError if no row has both a share and a time.
+    Raises ValueError if no row has both.
     """
     rows = frame[frame["schedule_share"].notna() & frame[time].notna()]
     if time == "step_s":
@@ -304,13 +293,12 @@ def plateau(frame: pd.DataFrame, time: str = "step_s") -> tuple[float, float]:
 
 def share_curves(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """The sub-sweeps that are trade-off curves: one workload, one budget, two shares or more; most shares first."""
-    known = [rows[rows["schedule_share"].notna()] for _, rows in workloads(frame)]
-    curves = [curve for rows in known for _, curve in rows.groupby("budget_bytes", dropna=False)]
-    return sorted((curve for curve in curves if _most_shares(curve) >= 2), key=lambda curve: -_most_shares(curve))
-
-
-def _most_shares(curve: pd.DataFrame) -> int:
-    return max((rows["schedule_share"].nunique() for rows in series(drawn(curve)).values()), default=0)
+    shares: list[tuple[int, pd.DataFrame]] = []
+    for _, rows in workloads(frame):
+        for _, curve in rows[rows["schedule_share"].notna()].groupby("budget_bytes", dropna=False):
+            of_series = [of["schedule_share"].nunique() for of in series(drawn(curve)).values()]
+            shares.append((max(of_series, default=0), curve))
+    return [curve for count, curve in sorted(shares, key=lambda each: -each[0]) if count >= 2]
 
 
 def has_memory_axis(frame: pd.DataFrame) -> bool:
@@ -331,11 +319,8 @@ def best_run(frame: pd.DataFrame) -> pd.Series | None:
 
 
 def best_within_budgets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the row of least measured step time for each budget of a workload, the smallest first and none last.
-
-    A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about.
-    Repetitions count by their median.
-    """
+    """The row of least measured step time, of repetitions by their median, for each budget of a workload
+    (`within_bytes`), the smallest first and none last. A run that was made for a smaller budget may be the fastest."""
     rows = middle_runs(frame)
     budgets = list(rows["budget_bytes"].sort_values().unique())  # none, NaN, is last
     found = [rows[rows["budget_bytes"] <= budget] if pd.notna(budget) else rows for budget in budgets]
@@ -344,7 +329,6 @@ def best_within_budgets(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def gib(size: float) -> str:
-    """A size in words, in GiB or MiB."""
     return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
 
 
@@ -364,7 +348,7 @@ def short(key: str, keys: Iterable[str]) -> str:
 
 
 def is_seed(key: str) -> bool:
-    """Return whether runs that differ in this setting alone are repetitions of each other."""
+    """Whether runs that differ in this setting alone are repetitions of each other."""
     return key.rpartition(".")[2] == "seed"
 
 

@@ -1,13 +1,19 @@
-"""Everything that is written about a sweep: table, pictures, the trace of its fastest run, and memory by layer."""
+"""Everything that is written about a sweep: table, pictures, the trace of its fastest run, memory by layer, and the
+notebooks of `analysis/notebooks/`, run on it.
+
+Each notebook is a Python file with cells (jupytext's percent format), whose cell `parameters` is papermill's.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -16,17 +22,16 @@ from analysis import questions as ask
 from analysis.events import METRICS
 from analysis.load import Run, load_run
 from analysis.pictures import style
-from analysis.pictures.period import gantt, memory_over_period
+from analysis.pictures.period import chrome_trace, gantt, memory_over_period
 from analysis.pictures.step_time import overview, step_time_over_memory, step_time_over_setting, tradeoff_curve
-from analysis.pictures.style import paper, save
-from analysis.questions import is_seed
 from analysis.sources import runs
 from analysis.table import new_console, new_table, write_csv, write_latex
-from analysis.trace import chrome_trace
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import Timeline
 
 FORMATS = {"png", "pdf", "svg", "tex"}
 """Suffixes of pictures, and of the table for LaTeX."""
+_TIMEOUT_S = 600  # of a notebook's cell
 
 
 def write_report(
@@ -35,16 +40,15 @@ def write_report(
     """Write table.csv and pictures as far as the runs have the data; return the paths.
 
     tradeoff is the overview, curve-* one picture per budget, step_time is over memory, step_time-KEY over a number that
-    was swept; memory, timeline and trace.json are of the fastest run. A picture that the overview shows whole is not
-    written once more. With several workloads (model, ranks, kind of link) the files of all but the largest carry the
-    workload's name.
+    was swept, unless the overview shows it whole; memory, timeline and trace.json are of the fastest run. Of several
+    workloads (model, ranks, kind of link) the files of all but the largest carry the workload's name.
 
     - formats: suffixes of the pictures; tex: the table, for LaTeX's booktabs.
     - columns: width of the pictures in columns of a journal, 1 or 2, without titles; 0: as wide as is good to read.
     """
     out, pictures = Path(out), list[tuple[str, Figure]]()
     written = [write_csv(frame, out / "table.csv")]
-    with paper(columns) if columns else nullcontext():
+    with style.paper(columns) if columns else nullcontext():
         for number, (workload, rows) in enumerate(ask.workloads(frame)):
             suffix = "" if number == 0 else f"-{_slug(workload)}"
             of_rows = list(curves_of(rows))
@@ -56,12 +60,14 @@ def write_report(
                 run = load_run(best["folder"])
                 title = " · ".join([workload, ask.label(best), ask.budget_words(best["budget_bytes"])])
                 of_rows += period_of(run, title, best["budget_bytes"])
-                written += _write_trace(run, out / f"trace{suffix}.json")
+                if shown := _with_prediction(run):
+                    written.append(out / f"trace{suffix}.json")
+                    written[-1].write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
             pictures += [(f"{name}{suffix}", figure) for name, figure in of_rows]
             if "tex" in formats:
                 written.append(write_latex(rows, out / f"table{suffix}.tex"))
     suffixes = [each for each in formats if each != "tex"]
-    return written + [save(figure, out / f"{name}.{each}") for name, figure in pictures for each in suffixes]
+    return written + [style.save(figure, out / f"{name}.{each}") for name, figure in pictures for each in suffixes]
 
 
 def _in_overview(rows: pd.DataFrame) -> set[str]:
@@ -82,7 +88,7 @@ def curves_of(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     for curve in ask.share_curves(rows):
         yield f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}", tradeoff_curve(rows, curve)
     for key in ask.swept(rows):
-        if not is_seed(key) and ask.numbers(drawn[key]).nunique() > 1:
+        if not ask.is_seed(key) and ask.numbers(drawn[key]).nunique() > 1:
             yield f"step_time-{key}", step_time_over_setting(rows, key)
 
 
@@ -92,20 +98,15 @@ def period_of(run: Run, title: str, budget_bytes: float) -> Iterator[tuple[str, 
     if shown := measured or predicted:
         yield "timeline", gantt(shown, predicted if measured else None, title, recomputed=run.recomputed)
     if with_memory := next((t for t in (measured, predicted) if t is not None and t.memory), None):
-        budget = None if pd.isna(budget_bytes) else budget_bytes
-        yield "memory", memory_over_period(with_memory, budget, title, run.recomputed)
+        yield "memory", memory_over_period(with_memory, budget_bytes, title, run.recomputed)
 
 
-def _write_trace(run: Run, path: Path) -> Iterator[Path]:
-    """Write the run's period as a Chrome trace, with the prediction as one more rank, if any was recorded."""
+def _with_prediction(run: Run) -> Timeline | None:
+    """The run's period, with the prediction as one more rank; None if neither was recorded."""
     measured, predicted = run.timeline(), run.predicted_timeline()
-    if shown := measured or predicted:
-        if measured is not None and predicted is not None:
-            shown = replace(
-                measured, ranks=(*predicted.ranks, *measured.ranks), memory=measured.memory or predicted.memory
-            )
-        path.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
-        yield path
+    if measured is None or predicted is None:
+        return measured or predicted
+    return replace(measured, ranks=(*predicted.ranks, *measured.ranks), memory=measured.memory or predicted.memory)
 
 
 def _slug(words: str) -> str:
@@ -113,10 +114,8 @@ def _slug(words: str) -> str:
 
 
 def write_layers(folder: Path) -> list[Path]:
-    """Print a row per unit with the peak of every run in MiB, and write it as CSV and as a picture. Return the files.
-
-    Peaks are measured ones, and predicted where nothing was measured. Raises ValueError if no run has a plan.
-    """
+    """Print a row per unit with the peak of every run in MiB, as measured, else as predicted, and write it as CSV and
+    as a picture. Return the files. Raises ValueError if no run has a plan."""
     found = sorted({path.parent for path in folder.rglob("predicted_timeline.json")}) if folder.is_dir() else []
     if not found:
         raise ValueError(f"{folder} has no run with a plan")
@@ -136,16 +135,14 @@ def by_layer(folders: list[Path]) -> pd.DataFrame:
         run = load_run(folder)
         timeline = run.timeline() or run.predicted_timeline()
         assert timeline is not None
-        slots = [(slot.slot.partition(":"), slot.measured or slot.predicted) for slot in timeline.memory]
-        held = pd.DataFrame(
-            {"unit": unit, "phase": phase, "MiB": sizes.get("total", sum(sizes.values())) / MIB}
-            for (phase, _, unit), sizes in slots
-        )
+        peaks: dict[str, float] = {}
+        for slot in sorted(timeline.memory, key=lambda slot: slot.slot.startswith("B:")):  # forward first
+            sizes, unit = slot.measured or slot.predicted, slot.slot.partition(":")[2]
+            peaks[unit] = max(peaks.get(unit, 0.0), sizes.get("total", sum(sizes.values())) / MIB)
         said = "measured" if timeline.memory and timeline.memory[0].measured else "predicted"
         name = f"{run.start['strategy']} {run.settings.get('run.precision', 'fp32')}, {said}"
-        by_unit = held.sort_values("phase", ascending=False, kind="stable").groupby("unit", sort=False)  # forward first
-        columns[name if name not in columns else f"{name}, {folder.name}"] = by_unit["MiB"].max()
-    return pd.DataFrame(columns)
+        columns[name if name not in columns else f"{name}, {folder.name}"] = pd.Series(peaks)
+    return pd.DataFrame(columns).rename_axis("unit")
 
 
 @style.styled
@@ -162,5 +159,44 @@ def picture(frame: pd.DataFrame, title: str = "memory by layer") -> Figure:
     ticks = range(0, len(frame), -(-len(frame) // 24))
     drawn.set_xticks(list(ticks), [short[str(frame.index[i])] for i in ticks])
     drawn.set_ylim(0, None)
-    style.legend_below(figure, axes.get_lines())
-    return figure
+    return style.legend_below(figure, axes.get_lines())
+
+
+def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
+    """Run each notebook on `source` (:func:`analysis.runs`; None: a small sweep of the tests) and write it into `out`.
+
+    Yields each path with an empty string, or with the reason why these runs are not for that notebook (a ValueError in
+    it). Raises ModuleNotFoundError without the extra `notebooks`, RuntimeError for a notebook that fails otherwise.
+    """
+    here = Path(__file__).resolve().parent
+    try:
+        import jupytext
+        from jupyter_client.manager import AsyncKernelManager
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellExecutionError
+        from nbformat.v4 import new_code_cell
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: notebooks need pip install jupytext nbclient ipykernel") from error
+
+    out.mkdir(parents=True, exist_ok=True)
+    found = (str(here.parent), os.environ.get("PYTHONPATH"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
+    source = source or str(here.parent / "tests/analysis/sweep/plans")
+    given = new_code_cell(f"RUNS = {source!r}", metadata={"tags": ["injected-parameters"]})
+    with TemporaryDirectory() as sockets:  # which others on the machine cannot reach
+        for notebook in sorted((here / "notebooks").glob("*.py")):
+            document, path = jupytext.read(notebook, fmt="py:percent"), out / f"{notebook.stem}.ipynb"
+            tags = [cell.metadata.get("tags", []) for cell in document.cells]
+            document.cells.insert(next(i for i, tag in enumerate(tags) if "parameters" in tag) + 1, given)
+            kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/{notebook.stem}")
+            limits = {"timeout": _TIMEOUT_S, "startup_timeout": _TIMEOUT_S}
+            client = NotebookClient(document, km=kernel, resources={"metadata": {"path": os.getcwd()}}, **limits)
+            try:
+                client.execute(env=environment)
+            except CellExecutionError as error:
+                if error.ename != "ValueError":
+                    raise RuntimeError(f"{notebook.name}: {error.ename}: {error.evalue}") from error
+                yield path, error.evalue
+                continue
+            jupytext.write(document, path)
+            yield path, ""

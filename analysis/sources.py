@@ -25,13 +25,9 @@ def runs(source: str | Path) -> pd.DataFrame:
     """One row per run, with :data:`analysis.load.COLUMNS` and the settings in which runs differ; times in seconds,
     sizes in bytes.
 
-    `source` is one of
-
-    - the folder of a sweep or of a run, as `train.py` wrote it, at any depth;
-    - `wandb:ENTITY/PROJECT` or `wandb:ENTITY/PROJECT/GROUP` (a sweep is a group): asked of W&B, with this machine's
-      account.
-
-    Raises FileNotFoundError if a folder does not exist, ValueError if there are no runs, or what W&B says.
+    `source` is the folder of a sweep or of a run, at any depth, or `wandb:ENTITY/PROJECT[/GROUP]` (a sweep is a group),
+    asked of W&B with this machine's account. Raises FileNotFoundError if a folder does not exist, ValueError if there
+    are no runs, or what W&B says.
     """
     return table_of([run.row() for run in _found(source)])
 
@@ -39,9 +35,8 @@ def runs(source: str | Path) -> pd.DataFrame:
 def steps(source: str | Path) -> pd.DataFrame:
     """One row per step of every run, in long form, for the sources of :func:`runs`.
 
-    Its columns are those of the step's event (seconds and bytes; `bytes` and `messages` by kind, as `bytes_AG_F`),
-    after the run's `name`, `folder`, `model`, `strategy`, `scheduler`, `engine`, `budget_bytes`, `schedule_share`, and
-    the settings in which runs differ.
+    After what tells the run (`_OF_RUN`, and the settings in which runs differ) come the columns of the step's event:
+    seconds and bytes; `bytes` and `messages` by kind, as `bytes_AG_F`.
     """
     found = _found(source)
     table = table_of([run.row() for run in found])
@@ -57,12 +52,10 @@ _OF_RUN = ("name", "folder", "model", "strategy", "scheduler", "engine", "budget
 
 
 def _found(source: str | Path) -> list[Run]:
-    """All runs of a source."""
     if not str(source).startswith(WANDB):
         return load_runs(source)
-    entity, slash, rest = str(source).removeprefix(WANDB).partition("/")
-    project, _, group = rest.partition("/")
-    if not (entity and slash and project):
+    entity, project, group, *_ = [*str(source).removeprefix(WANDB).split("/", 2), "", ""]
+    if not (entity and project):
         raise ValueError(f"{source}: expected {WANDB}ENTITY/PROJECT or {WANDB}ENTITY/PROJECT/GROUP")
     found = project_runs(f"{entity}/{project}", group or None)
     if not found:
@@ -71,10 +64,10 @@ def _found(source: str | Path) -> list[Run]:
 
 
 def project_runs(project: str, group: str | None = None, *, api: Any = None) -> list[Run]:
-    """The runs of a project, `ENTITY/NAME`, or of one group (a sweep) in it, through W&B's API, the oldest first.
+    """The runs of a project, `ENTITY/NAME`, or of one group (a sweep) in it, the oldest first. `api`: a `wandb.Api`, by
+    default that of this machine's account.
 
-    `api` is a `wandb.Api`, by default that of this machine's account. Raises ModuleNotFoundError without the wandb
-    package, ValueError with what W&B says if it refuses.
+    Raises ModuleNotFoundError without the wandb package, ValueError with what W&B says if it refuses.
     """
     try:
         import wandb
@@ -83,23 +76,20 @@ def project_runs(project: str, group: str | None = None, *, api: Any = None) -> 
     try:
         api = api or wandb.Api()
         found = api.runs(project, filters={"group": group} if group else {}, order="+created_at")
-        return [
-            _run(Path(run.url or run.name), dict(run.config), list(run.scan_history()), dict(run.summary))
-            for run in found
-        ]
+        return [_run(run) for run in found]
     except wandb.Error as error:
         raise ValueError(f"W&B, {project}: {error}") from error
 
 
-def _run(folder: Path, config: Mapping[str, Any], history: list[dict[str, Any]], summary: Mapping[str, Any]) -> Run:
-    """A run as :func:`analysis.load.load_run` has it: `config` has its job and start events."""
+def _run(run: Any) -> Run:
+    """A run of W&B as :func:`analysis.load.load_run` has it."""
     rows = [nested({_KEYS.get(key, key.removeprefix("train/")): value for key, value in row.items()
-                    if not key.startswith("predicted/")}) for row in history]  # fmt: skip
-    last = nested(summary)
+                    if not key.startswith("predicted/")}) for row in run.scan_history()]  # fmt: skip
+    config, last = dict(run.config), nested(dict(run.summary))
     status = last.get("status")
     return Run(
-        folder=folder,
-        start={**(config.get("job") or {}), **(config.get("start") or {})},
+        folder=Path(run.url or run.name),
+        start=(config.get("job") or {}) | (config.get("start") or {}),
         steps=pd.DataFrame([row for row in rows if "step_s" in row]),
         summary=last if status == "ok" else {},
         failure=last if status in ("failed", "infeasible") else {},
@@ -160,10 +150,7 @@ def group_of(source: str, *, api: Any = None) -> Group:
 
 def write_wandb_report(source: str, *, api: Any = None) -> str:
     """Write a report of a sweep's online runs: step time over budget, curves beside predictions, the table. Return its
-    address.
-
-    Needs an account, wandb-workspaces, and a network. Raises ValueError, also with what W&B says if it refuses.
-    """
+    address. Needs wandb-workspaces. Raises ValueError, also with what W&B says if it refuses."""
     import wandb
 
     try:
@@ -204,9 +191,8 @@ def _write_report(entity: str, project: str, group: str) -> str:
         lines("step time", "step_s"), lines("exposed communication", "exposed_s"),
         lines("overlap ratio", "overlap_ratio"),
     ]  # fmt: skip
-    table = reports.WeavePanelSummaryTable(table_name="runs")
-    blocks: list[Any] = [reports.PanelGrid(runsets=[runs("train")], panels=panels),
-                         reports.PanelGrid(runsets=[runs("sweep")], panels=[table])]  # fmt: skip
+    grids = {"train": panels, "sweep": [reports.WeavePanelSummaryTable(table_name="runs")]}
+    blocks: list[Any] = [reports.PanelGrid(runsets=[runs(kind)], panels=of) for kind, of in grids.items()]
     made = reports.Report(entity=entity, project=project, title=group, blocks=blocks)
     made.save()
     return str(made.url)

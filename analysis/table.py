@@ -74,7 +74,7 @@ def titled(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def write_csv(frame: pd.DataFrame, path: str | Path) -> Path:
-    """Write all columns of the sweep: times in seconds, sizes in bytes. Returns the path."""
+    """Write all columns of the sweep: times in seconds, sizes in bytes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False)
@@ -87,10 +87,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def write_latex(rows: pd.DataFrame, path: str | Path) -> Path:
-    """Write the plans of one workload as a LaTeX table (booktabs): medians and intervals over runs, as in pictures.
-
-    Returns the path.
-    """
+    """Write the plans of one workload as a LaTeX table (booktabs): medians and intervals over runs, as in pictures."""
     drawn = ask.drawn(rows)
     points = ask.median_by(drawn.assign(plan=ask.labels(drawn)), "plan", "budget_bytes", "schedule_share")
     cells = points.apply(figures_of, axis=1, result_type="expand").assign(runs=points["runs"].astype(str))
@@ -98,10 +95,8 @@ def write_latex(rows: pd.DataFrame, path: str | Path) -> Path:
     if points["runs"].gt(1).any():
         cells = cells.rename(columns={"[p10–p90]": "[p10–p90; of runs 95 %]"})
     cells.insert(0, "plan", points["plan"])
-    text = cells.to_latex(index=False, escape=True, column_format="l" + "r" * (len(cells.columns) - 1))
-    path = Path(path)
-    path.write_text(text, encoding="utf-8")
-    return path
+    cells.to_latex(path, index=False, escape=True, column_format="l" + "r" * (len(cells.columns) - 1))
+    return Path(path)
 
 
 def markdown(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -125,32 +120,31 @@ def print_comparison(table: pd.DataFrame, names: Sequence[str]) -> None:
         console.print(made)
 
 
-def cells_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The sorted table of a workload's runs in words, without the columns that are empty."""
+def cells_of(rows: pd.DataFrame, *, numbered: bool = True) -> pd.DataFrame:
+    """The sorted table of a workload's runs in words, without empty columns. numbered: with the numbers of notes."""
     for key in reversed(ask.swept(rows)):
         by = pd.DataFrame({"number": ask.numbers(rows[key]), "word": rows[key].astype(str)})
         rows = rows.loc[by.sort_values(["number", "word"], kind="stable").index]
     rows = rows.sort_values(["strategy", "scheduler", "budget_bytes", "schedule_share"], kind="stable")
     settings = {key.removesuffix(".name").replace(".", "\n", 1): rows[key] for key in ask.swept(rows)}
-    barrier = rows["cross_iteration"].eq(False).map({True: " (barrier)", False: ""})
     cells = pd.concat([
         pd.DataFrame({key: rows[key].fillna("?").astype(str) for key in _NAMES}),
         pd.DataFrame({key: of.map(lambda each: "" if pd.isna(each) else value(each)) for key, of in settings.items()}),
         pd.DataFrame([figures_of(row) for _, row in rows.iterrows()], index=rows.index),
     ], axis=1)  # fmt: skip
-    cells["scheduler"] += barrier
-    cells["status"] = _status(rows)
+    cells["scheduler"] += rows["cross_iteration"].eq(False).map({True: " (barrier)", False: ""})
+    cells["status"] = _status(rows, numbered)
     return cells.loc[:, cells.ne("").any()]
 
 
-def _status(rows: pd.DataFrame) -> pd.Series:
+def _status(rows: pd.DataFrame, numbered: bool) -> pd.Series:
     """Status of each row, with the number of its note where something is said of it below the table."""
     words, best = rows["status"].copy(), ask.best_run(rows) if len(rows) > 1 else None
     if best is not None:
         several = any(best.name in runs.index for _, runs in ask.repeated(rows))
         words[best.name] += ", fastest median" if several else ", fastest"
     for number, index in enumerate(_noted(rows).index, start=1):
-        words[index] += f"{', off' if words[index].startswith('ok') else ''} [{number}]"
+        words[index] += (", off" if words[index].startswith("ok") else "") + (f" [{number}]" if numbered else "")
     return words
 
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import options_reference  # noqa: E402  # beside this file
 
-from analysis.executed import run_notebooks  # noqa: E402
+from analysis.report import run_notebooks  # noqa: E402
 
 project = "mdcs"
 author = "the mdcs authors"

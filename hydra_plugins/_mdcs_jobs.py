@@ -27,26 +27,19 @@ EXIT_CODE = "exit_code"
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted job.
-
-    - number: SLURM's number of the job.
-    - logs: folder with the output of each rank, rank-N.log.
-    """
+    """A submitted job: SLURM's number, and the folder with the output of each rank, rank-N.log."""
 
     number: str
     logs: str
 
 
 def submit(script: str, logs: Path, folders: Sequence[Path], made: dict[Path, Job]) -> None:
-    """Submit the script of the jobs in these folders, and add the jobs to `made`. Raises ValueError if sbatch refuses
-    it.
-    """
+    """Submit the script of the jobs in these folders, and add them to `made`. Raises ValueError if sbatch refuses."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise ValueError(
-            "hydra/launcher: there is no sbatch here: submit from a login node of a SLURM cluster"
-        ) from None
+        why = "there is no sbatch here: submit from a login node of a SLURM cluster"
+        raise ValueError(f"hydra/launcher: {why}") from None
     except subprocess.CalledProcessError as error:
         raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(error.stderr.split())}") from error
     number = done.stdout.strip().partition(";")[0]
@@ -81,8 +74,7 @@ def write(folder: Path, job: Job) -> None:
 def read(folder: Path) -> Job | None:
     """The job of a folder; None if none was submitted."""
     try:
-        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return Job(**said)
+        return Job(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -105,10 +97,8 @@ def exit_code(folder: Path) -> int | None:
 
 
 def states(jobs: Sequence[Job]) -> list[str]:
-    """State of each job, in one call of squeue: "pending (REASON)", "running" and so on; empty if it has ended.
-
-    "unknown" where SLURM does not answer.
-    """
+    """State of each job, in one call of squeue: "pending (REASON)", "running" and so on; empty if it has ended, and
+    "unknown" where SLURM does not answer."""
     queue = _queue(int(time.monotonic()))
     return ["unknown" if queue is None else queue.get(job.number, "") for job in jobs]
 
@@ -134,15 +124,12 @@ def failure(folder: Path) -> str:
 
 def table(made: Mapping[Path, Job], states: Sequence[str]) -> str:
     """A line per job: number, state, folder. A job that has ended has its exit code."""
-    shown = [state or _ended(exit_code(folder)) for folder, state in zip(made, states, strict=True)]
+    words = {None: "ended", 0: "ok"}
+    rows = zip(made, states, strict=True)
+    shown = [state or words.get(code := exit_code(folder), f"failed ({code})") for folder, state in rows]
     width = max(map(len, shown), default=0)
-    return "\n".join(
-        f"  {job.number:12} {how:{width}} {folder}" for (folder, job), how in zip(made.items(), shown, strict=True)
-    )
-
-
-def _ended(code: int | None) -> str:
-    return "ended" if code is None else "ok" if code == 0 else f"failed ({code})"
+    lines = zip(made.items(), shown, strict=True)
+    return "\n".join(f"  {job.number:12} {how:{width}} {folder}" for (folder, job), how in lines)
 
 
 def largest_array() -> int:
@@ -153,17 +140,13 @@ def largest_array() -> int:
 
 @functools.lru_cache(maxsize=1)
 def _queue(second: int) -> dict[str, str] | None:
-    """The user's jobs that have not ended, by number; None if SLURM's controller does not answer for the moment.
-
-    second: of the clock. Within a second, SLURM is asked once.
-    """
-    listed = said("squeue", "--me", "-h", "-r", "-o", "%i|%T|%r")
-    if listed is None:
-        return None
-    rows = (line.split("|") for line in listed.splitlines())
-    return {
-        job: state.lower() + (f" ({why})" if state == "PENDING" and why != "None" else "") for job, state, why in rows
-    }
+    """The user's jobs that have not ended, by number, asked once in a second of the clock; None if SLURM's controller
+    does not answer for the moment."""
+    listed, found = said("squeue", "--me", "-h", "-r", "-o", "%i|%T|%r"), dict[str, str]()
+    for line in (listed or "").splitlines():
+        job, state, why = line.split("|")
+        found[job] = state.lower() + (f" ({why})" if state == "PENDING" and why != "None" else "")
+    return None if listed is None else found
 
 
 def said(*command: str) -> str | None:

@@ -108,39 +108,33 @@ MEASURED = tuple(leaf.name for leaf in fields(MdcsSlurmConf) if leaf.name not in
 
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a launcher that its jobs' measurements depend on."""
-    made = {name: settings[name] for name in MEASURED}
-    return made | {
-        "sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _QUEUE_SBATCH}
-    }
+    sbatch = {key: value for key, value in settings["sbatch"].items() if key.replace("_", "-") not in _QUEUE_SBATCH}
+    return {name: settings[name] for name in MEASURED} | {"sbatch": sbatch}
 
 
 def check(asked: MdcsSlurmConf) -> None:
     """Raise ValueError, one line with the key, for the first value out of its range."""
     for leaf in fields(asked):
         value, key = getattr(asked, leaf.name), f"hydra.launcher.{leaf.name}"
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        if type(value) is int and value < 1:
             raise ValueError(f"{key}: must be >= 1, got {value}")
         texts = value.values() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value
         for text in texts if isinstance(texts, Iterable) else ():
             if "\n" in str(text):
                 raise ValueError(f"{key}: must be one line, got {text!r}")
-    for name, form, what in (
-        ("env", r"[A-Za-z_]\w*", "variable"),
-        ("sbatch", r"[a-z][a-z_-]*", "long option of sbatch"),
-    ):
+    names = ("env", r"[A-Za-z_]\w*", "variable"), ("sbatch", r"[a-z][a-z_-]*", "long option of sbatch")
+    for name, form, what in names:
         for each in getattr(asked, name):
             if not re.fullmatch(form, each):
                 raise ValueError(f"hydra.launcher.{name}: {each} is no name of a {what}")
 
 
 class MdcsLauncher(Launcher):
-    """Submits jobs, and waits for them if the config says so.
+    """Submits jobs, and waits for them if the config says so. Raises ValueError from `setup` on for a wrong setting.
 
     prepares: the program's task function does not run a job, but writes the command of a job that is to run.
     resumes: its jobs hear SLURM's signal to stop, and go on later (`REQUEUE`).
     objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as infinite.
-
-    Raises ValueError from `setup` on, when a setting is wrong.
     """
 
     prepares: ClassVar[bool] = False
@@ -185,10 +179,7 @@ class MdcsLauncher(Launcher):
 
 
 def rerun(folder: Path, settings: Any, *more: str) -> None:
-    """Write the command of a job that is this program with the job's overrides, and `more` of them.
-
-    settings: Hydra's part of the job's config.
-    """
+    """Write the command of a job that is this program with the job's overrides, and `more`; `settings` are Hydra's."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if (path := Path(str(main.__file__)).resolve()).is_relative_to(ROOT / "experiments"):
@@ -208,9 +199,7 @@ def rerun(folder: Path, settings: Any, *more: str) -> None:
 def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], copies: bool, resumes: bool) -> None:
     """Submit the jobs in these folders, and those that must end before. Wait for them if `asked` says so.
 
-    Ctrl-C cancels all of them. SIGTERM ends this program alone.
-
-    copies: the jobs run a copy of the code as it is now. resumes: see `MdcsLauncher`.
+    Ctrl-C cancels all of them; SIGTERM ends this program alone. copies: they run a copy of the code as it is now.
     """
     code, logs, made = snapshot(sweep / "code") if copies else None, sweep / LOGS, dict[Path, jobs.Job]()
     logs.mkdir(parents=True, exist_ok=True)
@@ -248,17 +237,14 @@ def submit(asked: MdcsSlurmConf, sweep: Path, folders: Sequence[Path], copies: b
 
 
 def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Folders of jobs that must end before these jobs begin: (jobs to submit now, jobs that have not ended yet).
-
-    A job that only one of `folders` needs is in neither list: that job runs it itself.
-    """
+    """Folders of jobs that must end before these begin: (jobs to submit now, jobs that have not ended yet). What only
+    one of `folders` needs is in neither: that job runs it itself."""
     needed = Counter(each for folder in folders for each in jobs.before(folder))
     running = [folder for folder in needed if jobs.state(folder)]
-    first = [
-        folder for folder, n in needed.items() if folder not in running and n > 1 and (folder / jobs.COMMAND).exists()
-    ]
-    for folder in needed:
-        if folder not in (*running, *first):
+    ended = [folder for folder in needed if folder not in running]
+    first = [folder for folder in ended if needed[folder] > 1 and (folder / jobs.COMMAND).exists()]
+    for folder in ended:
+        if folder not in first:
             (folder / jobs.FILE).unlink(missing_ok=True)  # left by a job that has ended
     return first, running
 
@@ -270,32 +256,25 @@ def script(
     """The batch script of the jobs in `folders`: one job, or an array of several.
 
     code: folder that is on Python's path before all others; `$code` in the commands.
-    after: jobs that must end well first. If one does not, SLURM removes these jobs from the queue.
+    after: jobs that must end well first; if one does not, SLURM removes these from the queue.
     """
-    several = len(folders) > 1
-    options = {name.replace("_", "-"): getattr(asked, name) for name in _SBATCH if getattr(asked, name) is not None}
-    options |= {"ntasks-per-node": asked.ranks_per_node, "open-mode": "append"}
-    options |= {"signal": f"USR1@{asked.grace_s}"} if asked.requeue and resumes else {}
-    options |= {
-        "output": logs / ("%A_%a.log" if several else "%j.log"),
-        "requeue" if asked.requeue else "no-requeue": True,
-    }
-    options |= {name.replace("_", "-"): value for name, value in asked.sbatch.items()}
-    conditions = [
-        asked.dependency,
-        options.get("dependency"),
-        after and f"afterok:{':'.join(job.number for job in after)}",
-    ]
-    if dependency := ",".join(each for each in conditions if each):
+    several, goes_on = len(folders) > 1, asked.requeue and resumes
+    options = {name: value for name in _SBATCH if (value := getattr(asked, name)) is not None} | {
+        "ntasks_per_node": asked.ranks_per_node, "open_mode": "append",
+        **({"signal": f"USR1@{asked.grace_s}"} if goes_on else {}),
+        "output": logs / ("%A_%a.log" if several else "%j.log"), "requeue" if asked.requeue else "no_requeue": True,
+    }  # fmt: skip
+    options = {name.replace("_", "-"): value for name, value in (*options.items(), *asked.sbatch.items())}
+    first = f"afterok:{':'.join(job.number for job in after)}" if after else ""
+    if dependency := ",".join(filter(None, [asked.dependency, options.get("dependency"), first])):
         options |= {"dependency": dependency, "kill-on-invalid-dep": "yes"}
     options |= {"exclusive": True} if asked.exclusive else {}
     options |= {"array": f"0-{len(folders) - 1}%{asked.parallel}"} if several else {}
     lines = ["#!/bin/bash"]
-    lines += [
-        f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items()
-    ]
+    for key, value in options.items():
+        lines.append(f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}"))
     number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if several else "$SLURM_JOB_ID"
-    lines += [f"export {REQUEUE}=1"] if asked.requeue and resumes else []
+    lines += [f"export {REQUEUE}=1"] if goes_on else []
     lines += [f"module load {shlex.quote(module)}" for module in asked.modules]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in asked.env.items()]
     if code is not None:
@@ -320,10 +299,7 @@ def script(
 
 
 def snapshot(target: Path) -> Path:
-    """Copy the code as it is now into a new folder in `target`. Return the folder. Later changes do not affect jobs.
-
-    The name of the folder is the hash of its contents. A job that is submitted again after a change runs the new code.
-    """
+    """Copy the code as it is now into a folder in `target`, named by the hash of its contents. Return that folder."""
     files = (path for name in CODE for path in sorted((ROOT / name).rglob("*")) if path.is_file())
     contents = {str(path.relative_to(ROOT)): path.read_bytes() for path in files if "__pycache__" not in path.parts}
     made = target / hashlib.sha256(repr(contents).encode()).hexdigest()[:12]

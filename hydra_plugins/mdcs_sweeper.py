@@ -1,9 +1,8 @@
 """A Hydra sweeper: the grid of all values, and single jobs beside it; good jobs run when others cannot be composed.
 
-Hydra's own sweeper refuses the whole sweep when one job cannot be composed, with many lines of output. This sweeper
-calls `judge` for each job before any job starts. It launches the jobs that `judge` accepts, in the folders that
-`judge` names. `also` adds single jobs to the grid, each a
-string of overrides: baselines that need not be crossed with every axis.
+Hydra's own sweeper refuses the whole sweep when one job cannot be composed, with many lines of output. This one calls
+`judge` for each job before any starts, and launches those that it accepts, in the folders that it names. `also` adds
+single jobs, each a string of overrides: baselines that need not be crossed with every axis.
 
 Hydra finds this module by itself, and executes it again if it was imported before. So a program gets the class from the
 module after `Plugins.instance()`, and sets `begin` and `judge` there. Without them this is Hydra's sweeper with `also`.
@@ -22,7 +21,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -51,12 +49,9 @@ Empty: the folder of the config. None: the job is not run.
 class MdcsSweeper(Sweeper):
     """Launches the jobs of a grid, and those beside it, that `judge` accepts.
 
-    - params: axes of the grid by key, values separated by commas; arguments of the command line replace them.
-    - begin, judge: set by the application before Hydra starts.
+    params: axes of the grid by key, values separated by commas; arguments of the command line replace them.
     """
 
-    launcher: Launcher
-    config: DictConfig
     begin: ClassVar[Begin] = staticmethod(lambda config: None)
     judge: ClassVar[Judge] = staticmethod(lambda compose, overrides: "")
 
@@ -78,12 +73,12 @@ class MdcsSweeper(Sweeper):
         out = Path(config.hydra.sweep.dir)
         out.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, out / "multirun.yaml")
-        judged = [(job, type(self).judge(partial(self._compose, job), job)) for job in jobs]
-        batch = [
-            [*job, _override("hydra.sweep.subdir", folder)] if folder else job
-            for job, folder in judged
-            if folder is not None
-        ]
+        batch = []
+        for job in jobs:
+            folder = type(self).judge(partial(self.loader.load_sweep_config, config, job), job)
+            if folder is not None:
+                quoted = folder.replace("'", "\\'")
+                batch.append([*job, f"hydra.sweep.subdir='{quoted}'"] if folder else job)
         returned = self.launcher.launch(batch, initial_job_idx=0)
         for each in returned:
             _ = each.return_value  # raises what a job has raised
@@ -97,14 +92,11 @@ class MdcsSweeper(Sweeper):
         """
         jobs, common = list(grid), [override for override in grid[0] if all(override in job for job in grid)]
         for job in self.also:
-            keys = {override.partition("=")[0] for override in job}
-            single = [override for override in common if not keys & _key_and_group(override)] + job
+            own = {override.partition("=")[0] for override in job}
+            keys = {override: override.partition("=")[0] for override in common}
+            single = [each for each, key in keys.items() if not own & {key, key.partition(".")[0]}] + job
             jobs += [] if single in jobs else [single]
         return jobs
-
-    def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        composed: Any = self.loader.load_sweep_config(self.config, list(overrides))
-        return composed
 
 
 def _grid(overrides: Sequence[Override]) -> list[list[str]]:
@@ -119,13 +111,3 @@ def _grid(overrides: Sequence[Override]) -> list[list[str]]:
         else:
             raise HydraException(f"{key}: a grid needs values, got {each.input_line}; list them, as in {key}=1,2")
     return [list(job) for job in itertools.product(*axes.values())]
-
-
-def _key_and_group(override: str) -> set[str]:
-    key = override.partition("=")[0]
-    return {key, key.partition(".")[0]}
-
-
-def _override(key: str, text: str) -> str:
-    quoted = text.replace("'", "\\'")
-    return f"{key}='{quoted}'"

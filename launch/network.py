@@ -1,10 +1,8 @@
 """A network on one machine: a namespace per rank, joined by a bridge, behind a link of one rate in both directions.
 
-The kernel enforces the rates: a token bucket (tbf) at both ends of each link limits all senders. Root makes network
-namespaces directly; other users make a user namespace first, where the system allows it.
-
-Namespaces have no names. A namespace lasts while a process is in it or holds it open, and its links end with it. So
-nothing is left of a job whose processes have ended, however they ended.
+The kernel enforces the rates: a token bucket (tbf) at both ends of each link limits all senders. Namespaces have no
+names: one lasts while a process is in it or holds it open, and its links end with it. So nothing is left of a job whose
+processes have ended, however they ended.
 """
 
 from __future__ import annotations
@@ -18,20 +16,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 INTERFACE = "eth0"
 """Name of the interface in every rank's namespace."""
 
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")  # cannot collide: nothing else is in these namespaces
-# Token buckets. The burst (bytes that pass at once after a pause) is the larger of two limits. It holds a segment as
-# TCP hands it over (64 KiB and headers), which would be cut otherwise. It holds the bytes that the rate carries in
-# _BURST_SECONDS, until a timer has certainly fired. _LIMIT: bytes that may queue.
+# Token buckets. The burst (bytes that pass at once after a pause) holds a segment as TCP hands it over (64 KiB and
+# headers), which would be cut otherwise, and the bytes that the rate carries in _BURST_SECONDS, until a timer has
+# certainly fired. _LIMIT: bytes that may queue.
 _BURST_BYTES, _BURST_SECONDS = 128 << 10, 0.5e-3
 _LIMIT = "2mb"
 _MTU = "9000"  # jumbo frames, as in cluster networks: headers take less than 1 % of the rate
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PLACES = os.pathsep.join(["/usr/sbin", "/sbin", "/usr/bin", "/bin"])  # a user's PATH need not have them
 _TRY_SECONDS = 30.0
+_QUIETLY: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -40,16 +40,11 @@ class NetworkError(RuntimeError):
 
 
 def addresses(ranks: int) -> list[str]:
-    """The address of each rank."""
-    first = int(_SUBNET.network_address) + 1
-    return [str(ipaddress.ip_address(first + rank)) for rank in range(ranks)]
+    return [str(_SUBNET.network_address + 1 + rank) for rank in range(ranks)]
 
 
 def refusal(rate_gbit: float) -> str:
-    """Reason why a link of this rate is impossible here, in one line; empty if it is possible.
-
-    Tries to make the link, in a process of its own.
-    """
+    """Why a link of this rate is impossible here, in one line; empty if another process can make it."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     for program in ("ip", "tc"):
@@ -57,10 +52,7 @@ def refusal(rate_gbit: float) -> str:
             return f"needs the program {program} (of iproute2)"
     attempt = [sys.executable, "-c", f"from launch import network; network.Network(1, {rate_gbit!r})"]
     try:
-        done = subprocess.run(
-            attempt, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_SECONDS,
-            check=False,
-        )
+        done = subprocess.run(attempt, cwd=ROOT, timeout=_TRY_SECONDS, **_QUIETLY)
     except subprocess.TimeoutExpired:
         return f"gave no network within {_TRY_SECONDS:g} s"
     last = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
@@ -68,10 +60,7 @@ def refusal(rate_gbit: float) -> str:
 
 
 def congestion_control() -> str:
-    """TCP's congestion control in this process's network namespace; empty where it cannot be read.
-
-    A new namespace has the machine's setting.
-    """
+    """TCP's congestion control here, and so in new namespaces; empty where it cannot be read."""
     try:
         return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
     except OSError:
@@ -79,18 +68,18 @@ def congestion_control() -> str:
 
 
 class Network:
-    """Network namespaces for `ranks` ranks, with their links.
+    """Network namespaces for `ranks` ranks, with their links, while this process or one started in them exists.
 
-    They exist while this process or a process started in them exists. Moves this process into a network namespace that
-    holds the bridge; without privileges, first into a user namespace in which it is root. Raises NetworkError.
+    Moves this process into a network namespace that holds the bridge; without privileges, first into a user namespace
+    in which it is root, where the system allows that. Raises NetworkError.
     """
 
     def __init__(self, ranks: int, rate_gbit: float) -> None:
         _unshare_network()
         self._bridge = _namespace()
         self._ranks: list[int] = []
-        for command in bridge_commands():
-            _run(command)
+        _run(f"ip link add bridge mtu {_MTU} type bridge".split())
+        _run(["ip", "link", "set", "bridge", "up"])
         for rank, address in enumerate(addresses(ranks)):
             _unshare(_CLONE_NEWNET)
             namespace = _namespace()
@@ -112,25 +101,13 @@ class Network:
             _enter(self._bridge)
 
 
-# ---- the commands of iproute2
-
-
-def bridge_commands() -> list[list[str]]:
-    """Commands that make the bridge, in its own namespace."""
-    return [["ip", "link", "add", "bridge", "mtu", _MTU, "type", "bridge"], ["ip", "link", "set", "bridge", "up"]]
-
-
 def port_commands(rank: int, namespace: str, rate_gbit: float) -> list[list[str]]:
-    """Commands that link the namespace at the path `namespace` to the bridge. Traffic to the rank passes at its rate.
-    """
+    """Commands that link the namespace at this path to the bridge. Traffic to the rank passes at its rate."""
     port = f"port{rank}"
     return [
-        [
-            "ip", "link", "add", port, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "mtu", _MTU, "netns",
-            namespace,
-        ],
+        f"ip link add {port} mtu {_MTU} type veth peer name {INTERFACE} mtu {_MTU} netns {namespace}".split(),
         shape_command(port, rate_gbit),
-        ["ip", "link", "set", port, "master", "bridge", "up"],
+        f"ip link set {port} master bridge up".split(),
     ]
 
 
@@ -138,27 +115,23 @@ def rank_commands(address: str, rate_gbit: float) -> list[list[str]]:
     """Commands that set up a rank's interfaces in its namespace. Traffic from the rank passes at its rate."""
     return [
         ["ip", "link", "set", "lo", "up"],
-        ["ip", "address", "add", f"{address}/{_SUBNET.prefixlen}", "dev", INTERFACE],
+        f"ip address add {address}/{_SUBNET.prefixlen} dev {INTERFACE}".split(),
         shape_command(INTERFACE, rate_gbit),
-        ["ip", "link", "set", INTERFACE, "up"],
+        f"ip link set {INTERFACE} up".split(),
     ]
 
 
 def shape_command(device: str, rate_gbit: float) -> list[str]:
-    """The command that limits the sending rate of `device` to `rate_gbit` Gbit/s."""
     rate = round(rate_gbit * 1e9)
     burst = max(_BURST_BYTES, round(rate / 8 * _BURST_SECONDS))
-    shape = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", _LIMIT]
-    return ["tc", "qdisc", "add", "dev", device, "root", *shape]
+    return f"tc qdisc add dev {device} root tbf rate {rate}bit burst {burst}b limit {_LIMIT}".split()
 
 
 def _run(command: Sequence[str], *kept: int) -> None:
     program = _found(command[0])
     if program is None:
         raise NetworkError(f"needs the program {command[0]} (of iproute2)")
-    done = subprocess.run(
-        [program, *command[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, pass_fds=kept, check=False
-    )
+    done = subprocess.run([program, *command[1:]], pass_fds=kept, **_QUIETLY)
     if done.returncode:
         words = " ".join(done.stderr.split()) or f"ended with {done.returncode}"
         raise NetworkError(f"{' '.join(command)}: {words}")
@@ -166,9 +139,6 @@ def _run(command: Sequence[str], *kept: int) -> None:
 
 def _found(program: str) -> str | None:
     return shutil.which(program) or shutil.which(program, path=_PLACES)
-
-
-# ---- namespaces of this process
 
 
 def _unshare_network() -> None:
@@ -187,13 +157,11 @@ def _unshare_network() -> None:
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
         _unshare(_CLONE_NEWNET)
     except OSError as error:
-        raise NetworkError(
-            f"needs root, or a system that lets users make user namespaces with a network: {error.strerror}"
-        ) from error
+        needs = "needs root, or a system that lets users make user namespaces with a network"
+        raise NetworkError(f"{needs}: {error.strerror}") from error
 
 
 def _namespace() -> int:
-    """An open file descriptor of this process's network namespace."""
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -28,15 +30,8 @@ class NoPlace(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank among all ranks.
-
-    - rank, world: this rank, and the number of ranks on all hosts.
-    - local, beside: this rank on its host, and the number of ranks on its host.
-    - hosts: number of hosts.
-    - address, port: meeting point of the ranks.
-    - serves: this process has to open the meeting point.
-    - starter: torchrun or srun.
-    """
+    """The place of a rank: its number among the `world` ranks of all hosts, and (`local`) among those `beside` it on
+    its host, where ranks meet, whether this process has to open that (`serves`), and the starter, torchrun or srun."""
 
     rank: int
     world: int
@@ -56,15 +51,27 @@ class Place:
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return this process's place, or None if nobody started it as a rank. Raises NoPlace."""
-    of = {"torchrun": _of_torchrun, "srun": _of_srun}.get(_starter(environment))
-    return None if of is None else of(environment)
+    starter, number = _starter(environment), functools.partial(_number, environment)
+    if not starter:
+        return None
+    if starter == "torchrun":
+        rank, world, local, beside = map(number, _TORCHRUN[:4])
+        hosts = number("GROUP_WORLD_SIZE", -(-world // beside))
+        address, port = environment["MASTER_ADDR"], number("MASTER_PORT")
+        serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return Place(rank, world, local, beside, hosts, address, port, serves, starter)
+    rank, world, local = map(number, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
+    hosts = number("SLURM_STEP_NUM_NODES", 1)
+    first, *_ = expand(environment.get("SLURM_STEP_NODELIST", "")) or [""]
+    beside = _number({"": re.split("[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))[0]}, "", world)
+    start, count, most = _SRUN_PORTS
+    port = start + (number("SLURM_JOB_ID") * most + number("SLURM_STEP_ID", 0)) % count
+    return Place(rank, world, local, beside, hosts, resolved(first), port, rank == 0, starter)
 
 
 def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Exit with code 2 where this process is one of several ranks. Rank 0 prints the reason, in one line.
-
-    Otherwise each rank would run the whole program and start ranks of its own.
-    """
+    """Exit with code 2 where this process is one of several ranks, each of which would run the whole program. Rank 0
+    prints the reason, in one line."""
     starter = _starter(environment)
     rank, world = ("RANK", "WORLD_SIZE") if starter == "torchrun" else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if not starter or environment[world] == "1":
@@ -76,7 +83,6 @@ def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _starter(environment: Mapping[str, str]) -> str:
-    """Return the starter of this process as a rank: torchrun, srun, or an empty text."""
     if AGENT_PID in environment:  # a rank of ours
         return ""
     if all(key in environment for key in _TORCHRUN):
@@ -84,39 +90,13 @@ def _starter(environment: Mapping[str, str]) -> str:
     return "srun" if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 else ""
 
 
-def _of_torchrun(environment: Mapping[str, str]) -> Place:
-    rank, world, local, beside = (_number(environment, key) for key in _TORCHRUN[:4])
-    hosts = _number(environment, "GROUP_WORLD_SIZE", -(-world // beside))
-    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(
-        rank, world, local, beside, hosts, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"),
-        serves=rank == 0 and not served, starter="torchrun",
-    )  # fmt: skip
-
-
-def _of_srun(environment: Mapping[str, str]) -> Place:
-    rank, world = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
-    hosts = _number(environment, "SLURM_STEP_NUM_NODES", 1)
-    first, *_ = expand(environment.get("SLURM_STEP_NODELIST", "")) or [""]
-    beside = _number(
-        {"": environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]}, "", world
-    )
-    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID", 0)
-    start, count, most = _SRUN_PORTS
-    return Place(
-        rank, world, _number(environment, "SLURM_LOCALID"), beside, hosts, resolved(first),
-        start + (job * most + step) % count, serves=rank == 0, starter="srun",
-    )  # fmt: skip
-
-
 def expand(nodes: str) -> list[str]:
     """The hosts of a SLURM list such as `n[1-3],m7`. A list with brackets is expanded by scontrol. Raises NoPlace."""
     if "[" not in nodes:
         return [name for name in nodes.split(",") if name]
     try:
-        return subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        ).stdout.split()
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        return done.stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise NoPlace(f"scontrol cannot list the hosts of {nodes}: {error}") from error
 
@@ -134,8 +114,7 @@ def resolved(host: str) -> str:
 def interface(place: Place) -> tuple[str, str]:
     """The network interface towards the first rank, and this host's address on it.
 
-    Raises NoPlace where there is no route, or where the route is this machine's loopback and ranks are on several
-    hosts.
+    Raises NoPlace where there is no route, or only this machine's loopback while ranks are on several hosts.
     """
     address = resolved(place.address)
     try:
@@ -145,11 +124,11 @@ def interface(place: Place) -> tuple[str, str]:
     except OSError as error:
         raise NoPlace(f"no route to {place.address}: {error.strerror}") from error
     if own.startswith("127.") and place.hosts > 1:
-        shared = (
-            f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share"
-        )
         what = "--master-addr" if place.starter == "torchrun" else "/etc/hosts"
-        raise NoPlace(f"{shared}: give an address of its network in {what}, also where all of them run on one machine")
+        raise NoPlace(
+            f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share: "
+            f"give an address of its network in {what}, also where all of them run on one machine"
+        )
     return next((name for _, name in socket.if_nameindex() if _address(name) == own), ""), own
 
 

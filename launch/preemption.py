@@ -1,10 +1,7 @@
-"""Handle signals by which SLURM tells a job to stop.
+"""Handle signals by which SLURM tells a job to stop, where `hydra_plugins.mdcs_slurm` or a script has set `REQUEUE`.
 
-A signal reaches every process of the job. In a rank it sets a flag.
-
-Processes that start ranks ignore the signals. Their children ignore the signals too, until they call `listen`. The
-ranks agree among themselves what the flag means. All of this happens only where `REQUEUE` is set, by
-`hydra_plugins.mdcs_slurm` or by a script.
+A signal reaches every process of the job. In a rank it sets a flag; the ranks agree among themselves what that means.
+Processes that start ranks ignore the signals, and so do their children until they call `listen`.
 """
 
 from __future__ import annotations
@@ -27,36 +24,31 @@ asked = threading.Event()
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal told this process to end: perhaps torchrun or srun, because a rank's process has ended."""
+    """A signal told this process to end: perhaps torchrun or srun, because a rank's process has ended. It is handled as
+    Ctrl-C is: the ranks end before this process."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM as Ctrl-C is handled: the ranks end before this process."""
     raise Terminated
 
 
 def expected() -> bool:
-    """Return whether this job continues later after a signal to stop."""
+    """Return whether this job goes on later after a signal to stop."""
     return REQUEUE in os.environ
 
 
 def ignore() -> None:
-    """Ignore the signals in this process and in all processes that it starts."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 def listen() -> None:
-    """Set the flag of this process when a signal arrives."""
     for each in SIGNALS:
-        signal.signal(each, _ask)
+        signal.signal(each, lambda *_: asked.set())
 
 
 def requeue() -> str:
-    """Have SLURM start this job again from its beginning. Return the reason if SLURM does not, else an empty text.
-
-    A job that was cancelled is not started again.
-    """
+    """Have SLURM start this job again, unless it was cancelled. Return why it does not, else an empty text."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     try:
@@ -70,12 +62,7 @@ def requeue() -> str:
 
 
 def restarted() -> bool:
-    """Return whether SLURM has started this job before."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
-
-
-def _ask(signum: int, frame: FrameType | None) -> None:
-    asked.set()
 
 
 def _said(*command: str) -> str:

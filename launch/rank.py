@@ -1,7 +1,7 @@
 """Entry point of every rank (`main`), the files that it leaves, and what keeps processes from outliving their starter.
 
-`main` redirects the rank's output to `rank{r}.log`, opens its status record, and runs MODULE as `__main__`. When MODULE
-raises, writes the reason to `rank{r}.error`. The launcher reads the reasons of all ranks and finds the first.
+`main` runs MODULE as `__main__`, with output in `rank{r}.log` and, when it raises, the reason in `rank{r}.error`. The
+launcher reads the reasons of all ranks and finds the first.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ def main(folder: Path, module: str, arguments: list[str]) -> int:
     reason = reason_of(folder, rank)
     sys.argv = [module, *arguments]
     try:
-        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
-            os.dup2(log, stream)
-        os.close(log)
+        print_into(folder / f"rank{rank}.log")
         faulthandler.enable()
         status.open_for(folder, rank)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -51,6 +48,13 @@ def main(folder: Path, module: str, arguments: list[str]) -> int:
             traceback.print_exc()
         return 1
     return 0
+
+
+def print_into(log: Path) -> None:
+    """Append to a file what this process prints, and what its children do."""
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
 
 
 def reason_of(folder: Path, rank: int) -> ReservedFile:
@@ -70,23 +74,19 @@ def _leave_reason(file: ReservedFile, rank: int, message: str) -> None:
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torch's own format, for torchrun's report
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
         with contextlib.suppress(OSError):
-            Path(elastic).write_text(
-                json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8"
-            )
+            Path(elastic).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), "utf-8")
 
 
 class ReservedFile:
-    """Disk space for `size` bytes at `path`. The file appears there as a whole when it is written, padded with blanks.
+    """Disk space for `size` bytes at `path`, where the file appears as a whole, padded with blanks, when it is written.
 
-    One process writes the file; any process may have reserved the space before. File systems that copy on write may
-    lack the space despite the reservation.
+    `take` raises OSError when the disk is full. File systems that copy on write may lack the space later anyway.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self._part, self._size = path, path.with_name(f"{path.name}.part"), size
 
     def take(self) -> None:
-        """Reserve the space. Raises OSError when the disk is full."""
         self._fill(b"")
 
     def write(self, text: str) -> None:
@@ -95,7 +95,6 @@ class ReservedFile:
         self._part.replace(self.path)
 
     def give_back(self) -> None:
-        """Free the space if the file was not written."""
         self._part.unlink(missing_ok=True)
 
     def _fill(self, data: bytes) -> None:
@@ -105,16 +104,11 @@ class ReservedFile:
                 data = data[file.write(data) :]
 
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, the process that started it, ends.
-
-    Linux only; elsewhere nothing happens. Children of this process are not covered: each must call this function
-    itself.
-    """
+    """Have Linux kill this process, but not its children, when `parent`, the process that started it, ends."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

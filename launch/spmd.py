@@ -3,10 +3,10 @@
 The main thread of every process runs the rank (`launch.rank`). In the process of rank 0 a second thread runs the
 program, which decides on the jobs and judges how they end, as `launch.elastic` does on one machine.
 
-A thread of each process writes what the process has to say to a store that all of them share, several times a second,
-and reads what rank 0 says, or all ranks in the process of rank 0. So a host is lost when it stops writing, whatever its
-connections look like, and no files need be shared: a rank's log is written in the job's folder where its host sees the
-folder, and sent there after the rank has ended elsewhere. After a job that some rank cannot leave there are no others.
+Each process writes its record to a store that all share (`launch.rendezvous`), several times a second, and reads that
+of rank 0, or rank 0 those of all. So a host is lost when it stops writing, whatever its connections look like, and no
+files need be shared: a rank's log is written in the job's folder where its host sees the folder, and sent there after
+the rank has ended elsewhere. After a job that some rank cannot leave there are no others.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch.distributed import PrefixStore
+import torch.distributed as dist
 
 from launch import elastic, preemption, rank, rendezvous, status
-from launch.beat import SILENT_SECONDS, Beat, Watched, end_of
 from launch.elastic import Cluster, OnTick, Outcome
 from launch.place import Place, interface
 from launch.preemption import Terminated
 from launch.rank import AGENT_PID
+from launch.rendezvous import SILENT_SECONDS, TALK_SECONDS, Beat, Watched, end_of
 
-_POLL_SECONDS, _TALK_SECONDS = 0.1, 0.2
+_POLL_SECONDS = 0.1
 _IDLE_SECONDS = 60.0
 """Seconds that the host of rank 0 may be silent between jobs."""
 _LEAVE_SECONDS, _LAST_WORDS_SECONDS, _ARM_SECONDS = 5.0, 2.0, 5.0
@@ -51,45 +51,34 @@ Prepare = Callable[[Path, str], Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job as rank 0 says it.
-
-    - number: jobs of a program are counted from 0.
-    - payload: the program's own description of the job.
-    - module, arguments: what each rank runs.
-    - timeout_s (s): see `launch.elastic.Cluster`.
-    - port: of the store that the ranks use.
-    - folder: the job's folder on rank 0's host. A host that finds `token` in `folder` sees the same folder.
-    """
+    """A job as rank 0 says it: its number (from 0), the program's own description (`payload`), what each rank runs, and
+    the port of the store. `folder` is that on rank 0's host; a host that finds `token` in it sees the same one."""
 
     number: int
     payload: str
     module: str
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     timeout_s: float
     port: int
-    folder: str = ""
-    token: str = ""
+    folder: str
+    token: str
 
     @property
     def is_seen(self) -> bool:
-        """Return whether this host sees the job's folder."""
+        """Whether this host sees the job's folder."""
         try:
-            known = json.loads((Path(self.folder) / _SEEN).read_text(encoding="utf-8"))
+            return json.loads((Path(self.folder) / _SEEN).read_text(encoding="utf-8")).get("id") == self.token
         except (OSError, ValueError):
             return False
-        return bool(self.token) and known.get("id") == self.token
 
 
 class Ranks:
-    """Ranks of a program, seen from this process. Raises `launch.place.NoPlace` where the others cannot be reached.
-
-    prepare: makes a job's files and environment on a rank.
-    """
+    """Ranks of a program, seen from this process. Raises `launch.place.NoPlace` where the others cannot be reached."""
 
     def __init__(self, place: Place, prepare: Prepare) -> None:
         self.place = place
-        self.interface, self.address = interface(place)
-        self.host = f"{socket.gethostname()} ({self.address})"
+        self.interface, address = interface(place)
+        self.host = f"{socket.gethostname()} ({address})"
         self.job: Job | None = None  # that the main thread runs, or ran last
         self.code: int | None = None  # exit code of this rank in it, once it has ended
         self._folder, self._prepare = Path(), prepare
@@ -97,10 +86,9 @@ class Ranks:
         self._left, self._number = False, 0
         self._lost: Outcome | None = None
         self._signals = _Signals(place.rank)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        make = rendezvous.serve if place.serves else rendezvous.join
-        made = make(place.address, place.port)
-        self.store = PrefixStore(f"mdcs/{attempt}", made[0] if isinstance(made, tuple) else made)
+        where = place.address, place.port
+        store = rendezvous.serve(*where)[0] if place.serves else rendezvous.join(*where)
+        self.store = dist.PrefixStore(f"mdcs/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         others = range(1, place.world) if place.rank == 0 else [0]
         self.beat = Beat(self.store, place.rank, others, self._said)
         self.beat.start()
@@ -121,7 +109,7 @@ class Ranks:
             while "end" not in (lead := self.lead):
                 if (told := lead.get("job")) is not None and told["number"] > done:
                     done = told["number"]
-                    self._run_job(Job(**told | {"arguments": tuple(told["arguments"])}))
+                    self._run_job(Job(**told))
                 elif program and (number := self._signals.arrived()):
                     self._end(128 + number)
                 time.sleep(_POLL_SECONDS)
@@ -130,11 +118,10 @@ class Ranks:
 
     @property
     def lead(self) -> dict[str, Any]:
-        """Return the message of rank 0."""
+        """What rank 0 says."""
         return self._lead if self.place.rank == 0 else self.beat.heard.get(0, {})
 
     def _said(self) -> dict[str, Any]:
-        """The record of this rank."""
         if self.place.rank == 0:
             return self._lead
         job, code, error = self.job, self.code, None  # the code first: a rank that has ended has written its status
@@ -147,17 +134,23 @@ class Ranks:
         }  # fmt: skip
 
     def _run_job(self, job: Job) -> None:
-        """Run this rank in a job."""
         own, first = self.place.rank, self.place.rank == 0
         folder = Path(job.folder) if first else Path(tempfile.mkdtemp(prefix=_prefix()))
         if not first and job.is_seen:
             (folder / f"rank{own}.log").symlink_to(Path(job.folder) / f"rank{own}.log")
-        os.environ |= {**self._prepare(folder, job.payload), **self._environment(job.port)}
+        through = (f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL") if self.interface)
+        os.environ |= {
+            **self._prepare(folder, job.payload),
+            **{key: os.environ.get(key, self.interface) for key in through},  # a value that the user has set wins
+            **self.place.environment(), "MASTER_PORT": str(job.port), AGENT_PID: str(os.getpid()),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the program serves it already
+        }  # fmt: skip
         self.code, self._folder, self.job = None, folder, job
         output, arguments = [os.dup(stream) for stream in (1, 2)], sys.argv
         self.code = rank.main(folder, job.module, [str(folder), *job.arguments])
-        if self.code:
-            _forget_ranks()
+        with contextlib.suppress(Exception):
+            if self.code and dist.is_initialized():
+                dist.destroy_process_group()
         gc.collect()  # what a job leaves would be in the peak of the next
         sys.argv = arguments
         for stream, was in enumerate(output, 1):
@@ -170,15 +163,6 @@ class Ranks:
             shutil.rmtree(folder, ignore_errors=True)
         self._signals.restore()
 
-    def _environment(self, port: int) -> dict[str, str]:
-        """Variables of this process in a job whose store is at `port`."""
-        through = (f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL") if self.interface)
-        return {
-            **{key: os.environ.get(key, self.interface) for key in through},  # a value that the user has set wins
-            **self.place.environment(), "MASTER_PORT": str(port), AGENT_PID: str(os.getpid()),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the program serves it already
-        }  # fmt: skip
-
     def _send_log(self, job: Job) -> None:
         if not job.is_seen:
             self.store.set(f"log/{job.number}/{self.place.rank}", end_of(self._folder / f"rank{self.place.rank}.log"))
@@ -189,45 +173,42 @@ class Ranks:
         armed, shown = 0.0, -1
         while not self._left:
             job, lead = self.job, self.lead
-            runs = job is not None and self.code is None
-            if runs and job is not None and (lead.get("over", -1) >= job.number or "end" in lead):
-                if shown < job.number:
+            running = job if self.code is None else None
+            if running is not None and (lead.get("over", -1) >= running.number or "end" in lead):
+                if shown < running.number:
                     faulthandler.dump_traceback(file=2)  # into the log: where this rank is
-                    self._send_log(job)
-                    shown = job.number
+                    self._send_log(running)
+                    shown = running.number
                 if "end" in lead:
                     os._exit(self._leave(int(lead["end"])))
-            if not runs:
+            if running is None:
                 faulthandler.cancel_dump_traceback_later()
-            elif job is not None and time.monotonic() - armed > _ARM_SECONDS:
-                faulthandler.dump_traceback_later(job.timeout_s + _ARM_SECONDS, exit=True)
+            elif time.monotonic() - armed > _ARM_SECONDS:
+                faulthandler.dump_traceback_later(running.timeout_s + _ARM_SECONDS, exit=True)
                 armed = time.monotonic()
             # After a failure of this rank, half the time is enough: the silent host is probably the cause.
             silent, limit = time.monotonic() - self.beat.answered, _IDLE_SECONDS
             if job is not None:
                 limit = job.timeout_s / (2 if self.code else 1)
             if silent > limit:
-                self._say_gone(silent)
+                own, first = self.place.rank, self.place.address
+                known = None if job is None else status.read(self._folder, own)
+                where = "" if known is None else f"; on {self.host} it was at step {known.step} ({known.phase})"
+                text = f"rank {own}: host {first}, that of rank 0, has not answered for {silent:.0f} s{where}\n"
+                os.write(self._signals.stderr, text.encode())
                 os._exit(1)
             time.sleep(_POLL_SECONDS)
         faulthandler.cancel_dump_traceback_later()
-
-    def _say_gone(self, silent: float) -> None:
-        known = None if self.job is None else status.read(self._folder, self.place.rank)
-        where = "" if known is None else f"; on {self.host} it was at step {known.step} ({known.phase})"
-        text = f"rank {self.place.rank}: host {self.place.address}, that of rank 0, has not answered for {silent:.0f} s"
-        os.write(self._signals.stderr, f"{text}{where}\n".encode())
 
     def _leave(self, code: int) -> int:
         """Say that this process ends, or wait for the others to say so."""
         self._left = True
         deadline = time.monotonic() + (_LEAVE_SECONDS if self._lost is None else _LAST_WORDS_SECONDS)
-        last = self.beat.rounds + 2
+        last, others = self.beat.rounds + 2, range(1, self.place.world) if self.place.rank == 0 else ()
         while time.monotonic() < deadline:
-            others = range(1, self.place.world) if self.place.rank == 0 else ()
             if all(self.beat.heard.get(each, {}).get("left") for each in others) and self.beat.rounds >= last:
                 break
-            time.sleep(_TALK_SECONDS)
+            time.sleep(TALK_SECONDS)
         self.beat.close()
         return code
 
@@ -245,7 +226,6 @@ class Ranks:
         self._end(code)
 
     def _end(self, code: int) -> None:
-        """Have all ranks end with this code."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -259,9 +239,8 @@ class Ranks:
     ) -> Outcome:  # fmt: skip
         """Run a job on these ranks, as `launch.elastic.run` does; called by the program.
 
-        Each rank runs `module` with its own folder and `arguments`. Status, failure reasons and logs of the other ranks
-        are in `run_dir` too. Where a rank, its process or its host has not ended the job, every later job ends so at
-        once.
+        Each rank runs `module` with its own folder and `arguments`. Status, failure reasons and logs of all ranks are
+        in `run_dir`. Where a rank, its process or its host has not ended the job, every later job ends so at once.
         """
         if self._lost is not None:
             return self._lost
@@ -269,7 +248,7 @@ class Ranks:
         elastic.clear(run_dir)
         store, port = rendezvous.serve(self.place.address)
         token = uuid.uuid4().hex
-        job = Job(self._number, payload, module, tuple(arguments), cluster.timeout_s, port, str(run_dir), token)
+        job = Job(self._number, payload, module, arguments, cluster.timeout_s, port, str(run_dir), token)
         about = {"schema": 1, "id": token, "ranks": cluster.ranks, "module": module, "arguments": list(arguments)}
         (run_dir / _SEEN).write_text(json.dumps(about, indent=1), encoding="utf-8")
         self._number += 1
@@ -285,8 +264,7 @@ class Ranks:
         try:
             stuck = elastic.watch(run_dir, cluster, poll, on_tick)
             code = ranks.poll()
-            gone = ranks.gone()
-            outcome = gone or elastic.outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
+            outcome = ranks.gone() or elastic.outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
         except Terminated:
             deadline = time.monotonic() + SILENT_SECONDS + 1
             while (gone := ranks.gone(ending=True)) is None and time.monotonic() < deadline:
@@ -308,7 +286,7 @@ class Ranks:
         return outcome
 
     def _take_logs(self, job: Job, run_dir: Path, ranks: Sequence[int]) -> None:
-        """Write the logs that the hosts of these ranks send into the folder. A host that is gone sends none."""
+        """Write into the folder the logs that the hosts of these ranks send; one that is gone sends none."""
         left, deadline = set(ranks), time.monotonic() + _LEAVE_SECONDS
         while left and time.monotonic() < deadline and time.monotonic() - self.beat.answered < SILENT_SECONDS:
             for each in [one for one in left if self.store.check([f"log/{job.number}/{one}"])]:
@@ -319,11 +297,9 @@ class Ranks:
 
 
 class _Signals:
-    """Signals that ask a process to end.
-
-    The first rank notes them at once, also while its main thread waits in a collective. The others leave them to it.
-    Where a job goes on later (`launch.preemption`), its ranks hear signals while they run, and nobody else.
-    """
+    """Signals that ask a process to end. The first rank notes them at once, also while its main thread waits in a
+    collective; the others leave them to it. Where a job goes on later (`launch.preemption`), only its ranks hear them,
+    while they run."""
 
     def __init__(self, own: int) -> None:
         self.stderr = os.dup(2)
@@ -336,7 +312,6 @@ class _Signals:
         self.restore()
 
     def restore(self) -> None:
-        """Handle signals as before a job."""
         if preemption.expected():
             preemption.ignore()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -345,7 +320,6 @@ class _Signals:
             signal.signal(each, signal.SIG_IGN if self._own else lambda *_: None)
 
     def arrived(self) -> int:
-        """The number of a signal that has arrived since the last call, else 0."""
         with contextlib.suppress(BlockingIOError):
             return next((number for number in os.read(self._read, 64) if number in self._handled), 0)
         return 0
@@ -358,34 +332,20 @@ class _OfThread:
         self._main, self._others = main, others
 
     def __getattr__(self, name: str) -> Any:
-        is_main = threading.current_thread() is threading.main_thread()
-        return getattr(self._main if is_main else self._others, name)
+        of = self._main if threading.current_thread() is threading.main_thread() else self._others
+        return getattr(of, name)
 
 
 @contextlib.contextmanager
 def _streams_by_thread() -> Any:
     """Keep what the program prints out of the rank's log, to which the process's output goes in a job."""
-    before = sys.stdout, sys.stderr
-    own = [os.fdopen(os.dup(stream), "w", buffering=1) for stream in (1, 2)]
-    sys.stdout, sys.stderr = (_OfThread(of, to) for of, to in zip(before, own, strict=True))
-    try:
+    out: Any = _OfThread(sys.stdout, os.fdopen(os.dup(1), "w", buffering=1))
+    err: Any = _OfThread(sys.stderr, os.fdopen(os.dup(2), "w", buffering=1))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def _prefix() -> str:
-    """Prefix of the name of this rank's folder. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes what a killed
-    one left.
-    """
+    """Of the name of a rank's folder. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes that of a killed one."""
     names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"
     return f"mdcs-rank-{'.'.join(os.environ.get(name, '') for name in names)}-"
-
-
-def _forget_ranks() -> None:
-    """Leave the process group of a job that has failed."""
-    import torch.distributed as dist
-
-    with contextlib.suppress(Exception):
-        if dist.is_initialized():
-            dist.destroy_process_group()

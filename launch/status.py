@@ -1,8 +1,7 @@
-"""The status of each rank: one small record per rank in the run folder, rewritten in place.
+"""The status of each rank: a small record in the run folder, rewritten in place by one `pwrite` of the same length.
 
-A write takes a few microseconds and allocates no tensor, so a rank reports every step and phase. A reader in another
-process sees either the old or the new record: each write is one `pwrite` of the same length. The record survives the
-rank, so the launcher can name the step at which a rank was killed.
+That takes microseconds and allocates no tensor, so a rank reports every step and phase, and a reader in another process
+sees the old record or the new one. It survives the rank, so the launcher can name the step at which a rank was killed.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ _WORKING_SECONDS, _WORKING_SHARE, _WORKING_BYTES = 2.0, 0.02, 4096
 
 @dataclass(frozen=True)
 class Status:
-    """The last status that a rank has reported.
-
-    - rank, pid: the rank and its process.
-    - step: counted from 1; 0 before the first step.
-    - phase: name of the phase.
-    - time (s): unix time of the report.
-    """
+    """What a rank has reported last, at the unix `time`. `step` is counted from 1; 0 before the first step."""
 
     rank: int
     pid: int
@@ -52,10 +45,10 @@ class StatusFile:
 
     def set(self, *, step: int | None = None, phase: str | None = None) -> None:
         """Report that this rank is now at `step`, or in `phase`. An argument that is left out keeps its value."""
-        self.step = self.step if step is None else step
-        self.phase = (
-            self.phase if phase is None else phase[:_PHASE_CHARACTERS].encode("ascii", "replace").decode()
-        )
+        if step is not None:
+            self.step = step
+        if phase is not None:
+            self.phase = phase[:_PHASE_CHARACTERS].encode("ascii", "replace").decode()
         record = json.dumps(asdict(Status(self.rank, self._pid, self.step, self.phase, time.time())))
         os.pwrite(self._file, record.encode("ascii").ljust(_BYTES)[:_BYTES], 0)
 
@@ -108,11 +101,8 @@ def _work() -> tuple[float, int]:
 
 def current() -> Status | None:
     """The last status of this process, or None outside of a launched job."""
-    return (
-        None
-        if _current is None
-        else Status(_current.rank, os.getpid(), _current.step, _current.phase, time.time())
-    )
+    at = _current
+    return None if at is None else Status(at.rank, os.getpid(), at.step, at.phase, time.time())
 
 
 def write(folder: Path, said: Status) -> None:

@@ -25,9 +25,8 @@ recorded = frame[[(Path(folder) / "timeline.json").is_file() for folder in frame
 if not len(recorded):
     raise ValueError("no run that ended well has a timeline")
 row = recorded.iloc[0]
-run = analysis.load_run(row["folder"])
+run, workload = analysis.load_run(row["folder"]), questions.workloads(recorded.head(1))[0][0]
 measured, predicted = run.timeline(), run.predicted_timeline()
-workload = questions.workloads(recorded.head(1))[0][0]
 title = " · ".join([workload, questions.label(row), questions.budget_words(row["budget_bytes"])])
 title
 
@@ -39,9 +38,8 @@ title
 # %%
 PARTS = ("step_s", "compute_s", "communication_s", "overlap_s", "exposed_s", "stalled_s", "idle_s")
 columns = {"predicted": [row[f"predicted_{part}"] for part in PARTS], "measured": [row[part] for part in PARTS]}
-if measured is not None:
-    for rank in measured.ranks:
-        columns[f"{rank.label}, this period"] = [getattr(measured.times_of(rank.rank), part) for part in PARTS]
+for rank in measured.ranks:
+    columns[f"{rank.label}, this period"] = [getattr(measured.times_of(rank.rank), part) for part in PARTS]
 table = pd.DataFrame(columns, index=[part.removesuffix("_s") for part in PARTS], dtype=float) * 1e3
 table.round(1)
 
@@ -63,14 +61,13 @@ messages.round(2)
 # ## Memory by slot
 
 # %%
-pictures.memory_over_period(measured, None if pd.isna(row["budget_bytes"]) else row["budget_bytes"], title)
+pictures.memory_over_period(measured, row["budget_bytes"], title)
 
 # %% [markdown]
 # In the slot that holds most, MiB by category; each at its highest within the slot.
 
 # %%
 slot = max(measured.memory, key=lambda each: each.predicted["total"])
-memory = (
-    pd.DataFrame({"predicted": slot.predicted, "measured": slot.measured or {}}, index=[*CATEGORIES, "total"]) / MIB
-)
+sizes = {"predicted": slot.predicted, "measured": slot.measured or {}}
+memory = pd.DataFrame(sizes, index=[*CATEGORIES, "total"]) / MIB
 memory.rename_axis(slot.slot).round(2)

@@ -35,11 +35,11 @@ len(both)
 
 # %%
 WHAT = {"step_off": "step", "compute_off": "compute", "peak_off": "peak memory"}
-by = both.groupby("scheduler")[list(WHAT)]
-size = both.assign(**{name: both[name].abs() for name in WHAT}).groupby("scheduler")[list(WHAT)]
-table = by.median().add_suffix(" median").join(size.median().add_suffix(" median of |…|"))
-table = table.join(size.max().add_suffix(" greatest"))
-table.columns = [f"{WHAT[name.split()[0]]}: {name.split(maxsplit=1)[1]}" for name in table.columns]
+off = both.set_index("scheduler")[list(WHAT)]
+size = off.abs().groupby(level=0)
+parts = {"median": off.groupby(level=0).median(), "median of |…|": size.median(), "greatest": size.max()}
+table = pd.concat(parts, axis=1)
+table.columns = [f"{WHAT[name]}: {kind}" for kind, name in table]
 table.insert(0, "runs", both.groupby("scheduler").size())
 table.style.format("{:+.1%}", subset=table.columns[1:])
 

@@ -35,15 +35,12 @@ for curve in curves:
             time = questions.time_of(rows)
             stop = questions.stop_point(rows, time)
             alone = rows.groupby("schedule_share")[time].median()
-            stops.append(
-                {
-                    "plan": label, "budget MiB": stop["budget_bytes"] / MIB, "share": stop["schedule_share"],
-                    "step ms": stop["step_s"] * 1e3, "p10 ms": stop["step_s_p10"] * 1e3,
-                    "p90 ms": stop["step_s_p90"] * 1e3,
-                    "predicted ms": stop["predicted_step_s"] * 1e3, "all for the strategy": alone.iloc[0] / stop[time],
-                    "all for the schedule": alone.iloc[-1] / stop[time],
-                }
-            )  # fmt: skip
+            stops.append({
+                "plan": label, "budget MiB": stop["budget_bytes"] / MIB, "share": stop["schedule_share"],
+                "step ms": stop["step_s"] * 1e3, "p10 ms": stop["step_s_p10"] * 1e3, "p90 ms": stop["step_s_p90"] * 1e3,
+                "predicted ms": stop["predicted_step_s"] * 1e3, "all for the strategy": alone.iloc[0] / stop[time],
+                "all for the schedule": alone.iloc[-1] / stop[time],
+            })  # fmt: skip
 table = pd.DataFrame(stops).sort_values(["budget MiB", "step ms"], ignore_index=True)
 table.round(3)
 

@@ -70,7 +70,7 @@ def commands(frame: pd.DataFrame) -> list[str | None]:
 def best_plans(rows: pd.DataFrame) -> pd.DataFrame:
     """The cells of the fastest run within each budget of a workload, the budget first."""
     best = ask.best_within_budgets(rows)
-    cells = _cells(rows).loc[best.index]
+    cells = cells_of(rows, numbered=False).loc[best.index]
     cells.insert(0, "within", list(best["within_bytes"].map(ask.budget_words)))
     return cells
 
@@ -90,12 +90,6 @@ def engines(rows: pd.DataFrame) -> pd.DataFrame:
     return cells.loc[:, cells.ne("").any()]
 
 
-def _cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """The terminal's table without the numbers of its notes: here the reason stands under the run's name."""
-    cells = cells_of(rows)
-    return cells.assign(status=cells["status"].str.replace(r" \[\d+\]$", "", regex=True))
-
-
 def _workload(title: str, rows: pd.DataFrame) -> Iterator[str]:
     yield f"<h2>{escape(title)}</h2>"
     measured = len(ask.measured(rows)) > 0
@@ -104,7 +98,8 @@ def _workload(title: str, rows: pd.DataFrame) -> Iterator[str]:
     if len(peers := engines(rows)):
         yield f"<h3>Beside other engines</h3>{_table(peers)}"
     yield from (_picture(figure) for _, figure in curves_of(rows))
-    yield f"<h3>All runs</h3>{_table(_cells(rows), rows, 'runs')}"
+    # without the numbers of notes: here the reason stands under the run's name
+    yield f"<h3>All runs</h3>{_table(cells_of(rows, numbered=False), rows, 'runs')}"
     if measured:
         yield from _periods(rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -43,14 +44,12 @@ def engine_comparison(document: Mapping[str, Any]) -> Figure:
     for axes, budget in zip(panels, budgets, strict=True):
         _draw(axes, budget)
     longest = max(line["step_s"]["high"] for budget in budgets for line in budget["lines"])
-    panels[-1].set_xlim(0, longest * 1e3 * 1.6)  # with room for the words
-    panels[-1].set_xlabel("ms per iteration")
+    panels[-1].set(xlim=(0, longest * 1e3 * 1.6), xlabel="ms per iteration")  # with room for the words
     ink: dict[str, Any] = {"color": style.INK, "lw": 1.2}
     handles: list[Patch | Line2D] = [Patch(ec="white", label=name, **look) for name, look in _PARTS.items()]
     handles += [Line2D([], [], marker="|", ms=5, label="least to greatest", **ink)]
     handles += [Line2D([], [], ls=dashes, label=f"{name} bound", **ink) for name, dashes in _BOUNDS.items()]
-    style.legend_below(figure, handles, notes=_notes(document))
-    return figure
+    return style.legend_below(figure, handles, notes=_notes(document))
 
 
 def _draw(axes: Axes, budget: Mapping[str, Any]) -> None:
@@ -93,13 +92,13 @@ def _parts(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _notes(document: Mapping[str, Any]) -> str:
     losses = document["losses"]
-    words = f"2.00 × takes twice as long as {document['base']}; bounds are predicted from the profile, "
-    words += "all else is measured; "
+    base, rest = document["base"], "bounds are predicted from the profile, all else is measured"
+    words = f"2.00 × takes twice as long as {base}; {rest}"
     if not losses["differences"]:
-        return words + "losses were not compared"
+        return f"{words}; losses were not compared"
     if not losses["equal"]:
-        return words + "losses are NOT equal"
-    return words + f"losses are equal (greatest relative difference {max(losses['differences'].values()):.1g})"
+        return f"{words}; losses are NOT equal"
+    return f"{words}; losses are equal (greatest relative difference {max(losses['differences'].values()):.1g})"
 
 
 @style.styled
@@ -114,15 +113,12 @@ def predictions(title: str, unit: str, points: pd.DataFrame) -> Figure:
         how: dict[str, Any] = {"ls": "", "ms": 5, "alpha": 0.75, "elinewidth": 0.8, "capsize": 2, **looks[str(name)]}
         axes.errorbar(rows["predicted"], rows["measured"], bars, **how)
     both = points[["predicted", "measured"]]
-    ends = [0.95 * both.min(axis=None), 1.05 * both.max(axis=None)]
+    ends = np.array([0.95 * both.min(axis=None), 1.05 * both.max(axis=None)])
     axes.plot(ends, ends, color=style.GREY, lw=1)
-    band = axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#E4E4E4", zorder=0)
-    band.set_label("± 10 %")
+    band = axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#E4E4E4", zorder=0, label="± 10 %")
     axes.grid(visible=True, axis="both")
-    axes.set_xlabel(f"predicted ({unit})")
-    axes.set_ylabel(f"measured ({unit})")
-    style.legend_below(figure, [*style.series_handles(looks), band])
-    return figure
+    axes.set(xlabel=f"predicted ({unit})", ylabel=f"measured ({unit})")
+    return style.legend_below(figure, [*style.series_handles(looks), band])
 
 
 SHARES = ("schedule", "activations", "strategies")
@@ -145,14 +141,14 @@ def three_shares(points: pd.DataFrame, title: str) -> Figure:
         filled = axes.tricontourf(x, y, times, levels=12, cmap="viridis_r")
         figure.colorbar(filled, ax=axes, shrink=0.75, label="time per iteration, ms predicted")
     infeasible = points[points["predicted_step_s"].isna()]
-    marks: tuple[tuple[pd.DataFrame, str, dict[str, Any], str], ...] = (
-        (known, ".", {"mfc": style.INK, "mec": style.INK, "ms": 3}, "planned"),
-        (measured, "o", {"mfc": "white", "mec": style.INK, "ms": 6}, "measured, ms"),
-        (infeasible, "x", {"mec": style.GREY, "mew": 1.4}, "infeasible"),
-    )
-    for rows, marker, mark, words in marks:
+    marks: dict[str, tuple[pd.DataFrame, dict[str, Any]]] = {
+        "planned": (known, {"marker": ".", "mfc": style.INK, "mec": style.INK, "ms": 3}),
+        "measured, ms": (measured, {"marker": "o", "mfc": "white", "mec": style.INK, "ms": 6}),
+        "infeasible": (infeasible, {"marker": "x", "mec": style.GREY, "mew": 1.4}),
+    }
+    for words, (rows, mark) in marks.items():
         if len(rows):
-            axes.plot(rows["schedule"], rows["activations"], ls="", marker=marker, label=words, **mark)
+            axes.plot(rows["schedule"], rows["activations"], ls="", label=words, **mark)
     for row in measured.itertuples():
         beside: dict[str, Any] = {"xytext": (8, 4), "textcoords": "offset points", "fontweight": "bold"}
         box = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1.2}
@@ -168,5 +164,4 @@ def three_shares(points: pd.DataFrame, title: str) -> Figure:
     axes.set(aspect="equal", xlim=(-0.05, 1.12), ylim=(-0.05, 1.1))
     axes.grid(False)
     handles: list[Line2D] = axes.get_legend_handles_labels()[0]  # type: ignore[assignment]
-    style.legend_below(figure, handles)
-    return figure
+    return style.legend_below(figure, handles)

@@ -1,4 +1,6 @@
-"""One period: a timeline of each rank's compute, messages and updates below the prediction, and memory by slot."""
+"""One period: a timeline of each rank's compute, messages and updates below the prediction, memory by slot, and both as
+a trace for Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,22 @@ from matplotlib.patches import Patch
 
 from analysis import questions as ask
 from analysis.pictures import style
-from analysis.trace import LANE_WORDS, sublanes
 from mdcs.sizes import MIB
-from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline, step_times
+from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, Lane, RankTimeline, Timeline, step_times
 
+LANE_WORDS: dict[Lane, str] = {"compute": "compute", "message": "messages", "update": "updates"}
+_THREADS_PER_LANE = 100
 _FEW_SLOTS = 32
+
+
+def sublanes(intervals: Sequence[Interval]) -> tuple[int, ...]:
+    """The lowest free row (from 0) for each interval, in their order: what is in flight together has different rows."""
+    row_ends: dict[int, float] = {}
+    rows = [0] * len(intervals)
+    for index, interval in sorted(enumerate(intervals), key=lambda each: (each[1].start, each[1].end)):
+        rows[index] = next((row for row, end in row_ends.items() if end <= interval.start), len(row_ends))
+        row_ends[rows[index]] = interval.end
+    return tuple(rows)
 
 
 class Panel(NamedTuple):
@@ -32,11 +45,9 @@ def gantt(
     timeline: Timeline, predicted: Timeline | None = None, title: str = "one period", ranks: int = 4,
     recomputed: Collection[str] = (),
 ) -> Figure:  # fmt: skip
-    """Draw the prediction, if there is one, and the first `ranks` ranks of a timeline. `recomputed` names units.
-
-    Raises ValueError for a timeline without ranks.
-    """
-    own = () if predicted is None else [rank for rank in predicted.ranks if rank.rank == PREDICTED_RANK][:1]
+    """Draw the prediction, if there is one, and the first `ranks` ranks of a timeline. `recomputed` names units. Raises
+    ValueError for a timeline without ranks."""
+    own = [rank for rank in predicted.ranks if rank.rank == PREDICTED_RANK][:1] if predicted else []
     shown = [(rank, predicted.period_s) for rank in own] if predicted else []
     shown += [(rank, timeline.period_s) for rank in sorted(timeline.ranks, key=lambda rank: rank.rank)[:ranks]]
     return draw([Panel(rank, period_s, _headline(rank, period_s)) for rank, period_s in shown], title, recomputed)
@@ -45,10 +56,8 @@ def gantt(
 def _headline(rank: RankTimeline, period_s: float) -> str:
     times = step_times(rank.intervals, 0.0, period_s)
     stalled, exposed = ("–" if part is None else f"{part * 1e3:.0f} ms" for part in (times.stalled_s, times.exposed_s))
-    return (
-        f"{rank.label}:  period {period_s * 1e3:.0f} ms, stalled {stalled}, of it exposed {exposed};"
-        f" overlap ratio {times.overlap_ratio:.2f}"
-    )
+    words = f"{rank.label}:  period {period_s * 1e3:.0f} ms, stalled {stalled}, of it exposed {exposed}"
+    return f"{words}; overlap ratio {times.overlap_ratio:.2f}"
 
 
 @style.styled
@@ -79,8 +88,8 @@ def draw(panels: Sequence[Panel], title: str, recomputed: Collection[str] = ()) 
         on.spines["left"].set_visible(False)
         on.axvline(panel.period_s * 1e3, color=style.INK, lw=0.9, ls=":")
         on.set_title(panel.headline, fontsize=9)
-    axes[-1].set_xlabel("ms from the first backward slot")
-    axes[-1].set_xlim(min(0.0, *(interval.start * 1e3 for interval in every)), end * 1.005)
+    begin = min(0.0, *(interval.start * 1e3 for interval in every))
+    axes[-1].set(xlabel="ms from the first backward slot", xlim=(begin, end * 1.005))
     kinds = {interval.kind for interval in every}
     handles: list[Patch | Line2D] = [
         Line2D([], [], color=colour, lw=4, solid_capstyle="butt", label=style.KIND_WORDS[kind]) if kind.startswith("AG")
@@ -91,8 +100,7 @@ def draw(panels: Sequence[Panel], title: str, recomputed: Collection[str] = ()) 
         label, hatch = "backward with recomputation", _hatch("B", recomputes=True)
         handles.append(Patch(fc=style.KIND_COLOURS["B"], ec="white", hatch=hatch, label=label))
     handles.append(Line2D([], [], color=style.INK, lw=0.9, ls=":", label="end of the period"))
-    style.legend_below(figure, handles)
-    return figure
+    return style.legend_below(figure, handles)
 
 
 def _draw(axes: Axes, interval: Interval, row: int, end: float, names: dict[str, str], *, recomputes: bool) -> None:
@@ -133,8 +141,7 @@ def memory_over_period(
     """Draw bytes per rank in every slot by category: measured if there is any measurement, with the predicted total and
     the budget as lines. `recomputed` names units. Raises ValueError for a timeline without memory by slot.
 
-    Categories are told at their highest in the slot and need not be so together, so those on top, which come and go,
-    are cut to the total.
+    Categories are at their highest, not all at once, so those on top, which come and go, are cut to the total.
     """
     memory = timeline.memory
     if not memory:
@@ -162,34 +169,29 @@ def memory_over_period(
     for totals, words, look in lines:
         axes.stairs(totals, edges, baseline=None, **look)
         handles.append(Line2D([], [], label=words, **look))
-    axes.set_title(
-        "peak " + ", ".join(f"{ask.gib(totals.max() * MIB)} {words.split()[-1]}" for totals, words, _ in lines)
-    )
+    peaks = (f"{ask.gib(totals.max() * MIB)} {words.split()[-1]}" for totals, words, _ in lines)
+    axes.set_title(f"peak {', '.join(peaks)}")
     top = max(totals.max() for totals, *_ in lines)
-    if budget_bytes is not None:
+    if budget_bytes is not None and not pd.isna(budget_bytes):
         axes.axhline(budget_bytes / MIB, color="#B00020", lw=1.4)
         top = max(top, budget_bytes / MIB)
         handles.append(Line2D([], [], color="#B00020", lw=1.4, label=ask.budget_words(budget_bytes)))
-    again = {f"B:{unit}" for unit in recomputed}
+    again = {f"B:{unit}" for unit in recomputed} & {m.slot for m in memory}
     short = style.shortened(m.slot for m in memory)
     labels = [f"{short[m.slot]} {RECOMPUTES}" if m.slot in again else short[m.slot] for m in memory]
-    if any(label.endswith(RECOMPUTES) for label in labels):
+    if again:
         ink: dict[str, Any] = {"mec": style.INK, "mfc": style.INK}
         handles.append(Line2D([], [], color="none", marker=f"${RECOMPUTES}$", label="recomputes", **ink))
-    axes.set_ylim(0, top * 1.06)
-    axes.set_xlim(0, len(memory))
+    axes.set(xlim=(0, len(memory)), ylim=(0, top * 1.06), xlabel="slots of the period", ylabel="MiB per rank")
     ticks = range(0, len(memory), -(-len(memory) // 24))
     crowded = max(len(labels[i]) for i in ticks) * len(ticks) > 90
     axes.set_xticks([i + 0.5 for i in ticks], [labels[i] for i in ticks], rotation=90 if crowded else 0)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("slots of the period")
     phases = "".join(m.slot[0] for m in memory)
     if (turn := phases.find("F")) > 0 and "B" not in phases[turn:]:
         axes.axvline(turn, color="#999999", lw=0.8)
         axes.set_xlabel("slots of the period:  backward  |  forward")
-    axes.set_ylabel("MiB per rank")
-    # Beside the axes, in the order of the stack.
-    figure.legend(handles=handles, loc="outside right center", handlelength=1.8)
+    figure.legend(handles=handles, loc="outside right center", handlelength=1.8)  # in the order of the stack
     return figure
 
 
@@ -198,3 +200,57 @@ def _by_category(slots: Iterable[Mapping[str, int]]) -> tuple[pd.DataFrame, pd.S
     sizes = pd.DataFrame(list(slots)).fillna(0) / MIB
     total = sizes["total"] if "total" in sizes else sizes.sum(axis=1)
     return sizes.reindex(columns=list(CATEGORY_COLOURS), fill_value=0.0), total
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline in the trace event format of Chrome and Perfetto (https://ui.perfetto.dev opens it).
+
+    One process per rank, with threads for compute, messages and updates: complete ("X") events in microseconds, which
+    must nest, so messages in flight together have threads "messages 2", "messages 3" … Memory is counter ("C") events
+    of the first rank.
+    """
+    events: list[dict[str, Any]] = []
+    for entry in timeline.ranks:
+        pid = _process(entry.rank)
+        events.append(_metadata("process_name", pid, 0, name=entry.label))
+        events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+        for lane_index, lane in enumerate(LANES):
+            intervals, first = entry.lane(lane), 1 + lane_index * _THREADS_PER_LANE
+            tids = [first + row for row in sublanes(intervals)]
+            for tid in range(first, max(tids, default=first) + 1):
+                name = LANE_WORDS[lane] if tid == first else f"{LANE_WORDS[lane]} {tid - first + 1}"
+                events.append(_metadata("thread_name", pid, tid, name=name))
+                events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+            events += [{
+                "ph": "X", "name": each.name, "cat": each.kind, "pid": pid, "tid": tid, "ts": each.start * 1e6,
+                "dur": each.duration_s * 1e6, "args": {"unit": each.unit, "kind": each.kind, "bytes": each.bytes},
+            } for each, tid in zip(intervals, tids, strict=True)]  # fmt: skip
+    events.extend(_memory_counters(timeline))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"period_s": timeline.period_s}}
+
+
+def _process(rank: int) -> int:
+    """Return the process id of a rank. Ids start at 1 (the prediction): trace viewers treat process 0 differently."""
+    return rank - PREDICTED_RANK + 1
+
+
+def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
+
+
+def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
+    """Counters at the start of each slot, as the first rank computed it; none of slots that it did not record. Slots of
+    one name, of a unit that is used several times, are taken in order."""
+    if not timeline.ranks:
+        return []
+    starts: dict[str, list[float]] = {}
+    for interval in reversed(timeline.ranks[0].lane("compute")):
+        starts.setdefault(interval.name, []).append(interval.start)
+    placed = [(slot, starts[slot.slot].pop()) for slot in timeline.memory if starts.get(slot.slot)]
+    return [
+        {"ph": "C", "name": f"memory, {source} (bytes)", "pid": _process(timeline.ranks[0].rank), "ts": start * 1e6,
+         "args": {category: size for category, size in sizes.items() if category != "total"}}
+        for source in ("predicted", "measured")
+        for slot, start in placed
+        if (sizes := getattr(slot, source))
+    ]  # fmt: skip

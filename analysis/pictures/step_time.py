@@ -17,11 +17,8 @@ from analysis import questions as ask
 from analysis.pictures import style
 from mdcs.sizes import GIB, MIB
 
-PANELS = (
-    ("step_s", "time per iteration"),
-    ("overlap_s", "overlap duration"),
-    ("extra_communication_s", "extra communication"),
-)
+_BELOW = {"overlap_s": "overlap duration", "extra_communication_s": "extra communication"}
+"""Panels below that of step time."""
 _NOTES = 3
 _ALIKE = 0.01
 """Peaks that differ by this fraction of the greatest are one peak: no line joins them."""
@@ -34,19 +31,15 @@ _RING: dict[str, Any] = {"color": "none", "marker": "o", "ms": 13, "mfc": "none"
 @style.styled
 def overview(frame: pd.DataFrame) -> Figure:
     """Left the trade-off curve over schedule_share, right step time over memory; one of them if the sweep varies
-    only one, and step time over another number if it varies that alone. Both name the front and the baselines
-    (:func:`analysis.questions.named`), and show all other series in grey.
-
-    Raises ValueError if there is nothing to draw.
-    """
+    only one, and step time over another number if it varies that alone. Both show all but the front and the baselines
+    (:func:`analysis.questions.named`) in grey. Raises ValueError if there is nothing to draw."""
     title, rows = _workload(frame)
-    curves = ask.share_curves(rows)
-    if not curves:
-        only_a_setting = not ask.has_memory_axis(rows) and ask.setting_axis(rows) is not None
-        return step_time_over_setting(rows) if only_a_setting else step_time_over_memory(rows, few=True)
-    if not ask.has_memory_axis(rows):
+    curves, has_memory = ask.share_curves(rows), ask.has_memory_axis(rows)
+    if curves and not has_memory:
         return tradeoff_curve(rows)
-
+    if not curves:
+        over_setting = not has_memory and ask.setting_axis(rows) is not None
+        return step_time_over_setting(rows) if over_setting else step_time_over_memory(rows, few=True)
     looks, curve = _looks(rows, few=True), curves[0]
     figure = style.new_figure(12, 5.8, title)
     left, right = figure.subfigures(1, 2, squeeze=False)[0]
@@ -55,36 +48,29 @@ def overview(frame: pd.DataFrame) -> Figure:
     points = over_memory(right.subplots(), rows, looks, 5.6)
     named = style.series_handles(looks, [*points["label"], *ask.series(curve)])
     named += [*handles(rows), *_curve_handles(curve), *_MEMORY_HANDLES]
-    style.legend_below(figure, named, notes=_missing_notes(rows, width=170))
-    return figure
+    return style.legend_below(figure, named, notes=_missing_notes(rows, width=170))
 
 
 @style.styled
 def step_time_over_memory(frame: pd.DataFrame, few: bool = False) -> Figure:
     """Step time (ms) over the peak memory of a rank, a line per strategy · scheduler: measured (median, p10–p90) at
-    measured peaks, predicted hollow at predicted ones. The star is the fastest of all that is shown. `few`: name only
-    the series of an overview.
-
-    A point is the best schedule_share of a budget. Runs that failed, are infeasible or incomplete are named below.
-    Raises ValueError if there is nothing to draw.
-    """
+    measured peaks, predicted hollow at predicted ones. A point is the best schedule_share of a budget. Runs that
+    failed, are infeasible or incomplete are named below. `few`: name only the series of an overview. Raises ValueError
+    if there is nothing to draw."""
     title, rows = _workload(frame)
     looks = _looks(rows, few)
     figure = style.new_figure(8.2, 4.4, title)
     points = over_memory(figure.subplots(), rows, looks, 8.2)
     named = [*style.series_handles(looks, points["label"]), *handles(rows), *_MEMORY_HANDLES]
-    style.legend_below(figure, named, notes=_missing_notes(rows))
-    return figure
+    return style.legend_below(figure, named, notes=_missing_notes(rows))
 
 
 @style.styled
 def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figure:
     """Step time (ms) over a setting that has numbers, by its full key: by default the one with most values. They stand
     side by side in order, values that are no numbers (null) first. A line per strategy · scheduler, everything else
-    that was swept and budget: measured (median, p10–p90), predicted hollow, repetitions as dots.
-
-    Raises ValueError if there is nothing to draw, or no number was swept.
-    """
+    that was swept and budget: measured (median, p10–p90), predicted hollow, repetitions as dots. Raises ValueError if
+    there is nothing to draw, or no number was swept."""
     title, rows = _workload(frame)
     key = key or ask.setting_axis(rows)
     if key is None or not ask.numbers(ask.drawn(rows)[key]).notna().any():
@@ -96,9 +82,7 @@ def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figur
     shown = shown.assign(at=values["words"].map(ordered.index), label=ask.labels(shown, without=key))
     if shown["budget_bytes"].nunique(dropna=False) > 1:
         shown["label"] += ", " + shown["budget_bytes"].map(ask.budget_words)
-    points = ask.best_points(shown, "at")
-    looks = style.looks(shown)
-
+    points, looks = ask.best_points(shown, "at"), style.looks(shown)
     figure = style.new_figure(8.2, 4.4, _title(title, shown))
     axes = figure.subplots()
     words_of_star = _draw(axes, shown, points.assign(predicted_at=points["at"]), looks, "at")
@@ -107,26 +91,22 @@ def step_time_over_setting(frame: pd.DataFrame, key: str | None = None) -> Figur
     style.set_title(axes, f"time per iteration over {key}\n{words_of_star}", 8.2)
     axes.set_xlabel(key + (", each at its stop point" if shown["schedule_share"].nunique() > 1 else ""))
     named = [*style.series_handles(looks), *handles(rows), _MEMORY_HANDLES[1]]
-    style.legend_below(figure, named, notes=_missing_notes(rows))
-    return figure
+    return style.legend_below(figure, named, notes=_missing_notes(rows))
 
 
 @style.styled
 def tradeoff_curve(frame: pd.DataFrame, curve: pd.DataFrame | None = None) -> Figure:
-    """Step time, overlap duration and extra communication (ms) over schedule_share, a line per strategy · scheduler.
-
-    Draws `curve`, the frame's rows of one workload and one budget; by default those with most shares. Raises ValueError
-    if no such rows have two shares.
+    """Step time, overlap duration and extra communication (ms) over schedule_share, a line per strategy · scheduler, of
+    `curve`: rows of one workload and one budget, by default those with most shares. Raises ValueError if none has two.
     """
-    if curve is None:
-        curve = next(iter(ask.share_curves(frame)), None)
+    curve = next(iter(ask.share_curves(frame)), None) if curve is None else curve
     if curve is None:
         raise ValueError("no trade-off curve: that needs runs or plans of one budget with two schedule shares or more")
     looks = style.looks(frame)
     figure = style.new_figure(8.2, 5.8, _title(ask.workloads(curve)[0][0], curve))
     _over_share(figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1)), curve, looks, 8.2)
-    style.legend_below(figure, style.series_handles(looks, ask.series(curve)) + handles(curve) + _curve_handles(curve))
-    return figure
+    named = [*style.series_handles(looks, ask.series(curve)), *handles(curve), *_curve_handles(curve)]
+    return style.legend_below(figure, named)
 
 
 def over_memory(
@@ -154,19 +134,17 @@ def over_memory(
 
 
 def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, inches: float, about: str = "") -> None:
-    """Draw into three axes that are `inches` wide, top to bottom: `PANELS`. `about` goes into the title."""
+    """Draw step time and `_BELOW` into three axes that are `inches` wide. `about` goes into the title."""
     top, *others = axes
     shown, points = ask.drawn(curve), ask.over_share(curve)
-    for panel, (column, title) in zip(others, PANELS[1:], strict=True):
+    for panel, (column, title) in zip(others, _BELOW.items(), strict=True):
         steps = {"step_s": points[column], "predicted_step_s": points[f"predicted_{column}"]}
         for label, of_label in points.assign(**steps, step_s_p10=nan, step_s_p90=nan).groupby("label"):
             style.draw_steps(panel, of_label, looks[str(label)], str(label))
-        panel.set_title(title)
-        panel.set_ylabel("ms")
+        panel.set(title=title, ylabel="ms")
         panel.margins(y=0.12)
         low, high = panel.get_ylim()
         panel.set_ylim(min(0, low), high if high > 0 else 1)
-
     time = ask.time_of(shown)
     for label, rows in ask.series(shown).items():
         if rows["schedule_share"].nunique() > 1:  # one share alone is no curve
@@ -176,7 +154,7 @@ def _over_share(axes: Sequence[Axes], curve: pd.DataFrame, looks: style.Looks, i
     words = _draw(top, shown.assign(at=shown["schedule_share"]), points, looks, compute=False)
     top.margins(y=0.14)
     ends = ask.ends(points, ask.fastest(points, time)[0], time)
-    style.set_title(top, "\n".join(filter(None, [f"{PANELS[0][1]}{about}", words, ends])), inches)
+    style.set_title(top, "\n".join(filter(None, [f"time per iteration{about}", words, ends])), inches)
     for label, missing in ask.series(ask.not_measured(curve)).items():
         at = missing["schedule_share"]
         top.plot(at, [0.04] * len(at), "x", c=looks[label]["color"], mew=1.6, transform=top.get_xaxis_transform())
@@ -214,9 +192,9 @@ def _draw(
 
 def _looks(rows: pd.DataFrame, few: bool) -> style.Looks:
     """Looks of all series; of a few, only those that an overview names have colours."""
-    named = ask.named(rows) if few else ()
     looks = style.looks(rows)
-    return {name: of if not few or name in named else of | {"color": style.FAINT} for name, of in looks.items()}
+    named = ask.named(rows) if few else set(looks)
+    return {name: of if name in named else of | {"color": style.FAINT} for name, of in looks.items()}
 
 
 def _workload(frame: pd.DataFrame) -> tuple[str, pd.DataFrame]:

@@ -41,35 +41,29 @@ _ENGINES = {"ddp": "X", "fsdp2": "P", "fairscale": "d", "deepspeed": "p", "fairs
 """Colour of a strategy, mark of a scheduler, and mark of another engine, which is black: the same in every picture."""
 STAR: dict[str, Any] = {"marker": "*", "ms": 14, "mfc": "#FFD700", "mec": INK, "mew": 0.8}
 REPETITION: dict[str, Any] = {"mfc": GREY, "mec": "none", "ms": 7}
-_FIXED = "\u00a0"
-"""A space at which no line ends."""
+_FIXED = "\u00a0"  # a space at which no line ends
 Looks = dict[str, dict[str, str]]
 
-KINDS = {
-    "F": ("forward", "#A9CFE8"),
-    "B": ("backward", "#5A9BC7"),
-    "AR": ("all-reduce", "#CC79A7"),
-    "RS": ("reduce-scatter", "#D55E00"),
-    "AG_F": ("all-gather before forward", "#009E73"),
-    "AG_B": ("all-gather before backward", "#E6B800"),
-    "RS_N": ("reduce-scatter in the node", "#A84A00"),
-    "AG_F_N": ("all-gather in the node, before forward", "#7CCBB2"),
-    "AG_B_N": ("all-gather in the node, before backward", "#F3DC80"),
-    "update": ("update", "#767676"),
-}
-KIND_WORDS, KIND_COLOURS = ({kind: of[i] for kind, of in KINDS.items()} for i in range(2))
+KIND_WORDS = {
+    "F": "forward", "B": "backward", "AR": "all-reduce", "RS": "reduce-scatter", "AG_F": "all-gather before forward",
+    "AG_B": "all-gather before backward", "RS_N": "reduce-scatter in the node",
+    "AG_F_N": "all-gather in the node, before forward", "AG_B_N": "all-gather in the node, before backward",
+    "update": "update",
+}  # fmt: skip
+KIND_COLOURS = {
+    "F": "#A9CFE8", "B": "#5A9BC7", "AR": "#CC79A7", "RS": "#D55E00", "AG_F": "#009E73", "AG_B": "#E6B800",
+    "RS_N": "#A84A00", "AG_F_N": "#7CCBB2", "AG_B_N": "#F3DC80", "update": "#767676",
+}  # fmt: skip
 
 STYLE: dict[str, Any] = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.titlepad": 6, "axes.labelsize": 9,
     "axes.edgecolor": "#999999", "axes.linewidth": 0.8, "axes.labelcolor": INK, "axes.spines.top": False,
     "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y",
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7, "xtick.color": "#555555", "ytick.color": "#555555", "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.6, "lines.markersize": 5,
-    "figure.titlesize": 11, "figure.titleweight": "bold", "text.color": INK, "savefig.facecolor": "white",
+    "grid.color": "#E4E4E4", "grid.linewidth": 0.7, "xtick.color": "#555555", "ytick.color": "#555555",
+    "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.frameon": False, "legend.fontsize": 8.5,
+    "lines.linewidth": 1.6, "lines.markersize": 5, "figure.titlesize": 11, "figure.titleweight": "bold",
+    "text.color": INK, "savefig.facecolor": "white",
 }  # fmt: skip
-
 
 COLUMNS = {1: 3.33, 2: 6.9}
 """Width in inches of a journal's column, and of both."""
@@ -159,16 +153,14 @@ def _shade(colour: str, i: int) -> str:
 def series_handles(looks: Looks, shown: Iterable[str] | None = None) -> list[Line2D]:
     """Legend entries of the series, or of those that are shown; all grey ones have one entry."""
     here = looks if shown is None else {label: looks[label] for label in looks if label in set(shown)}
-    faint = sum(look["color"] == FAINT for look in here.values())
     made = [Line2D([], [], label=label, **look) for label, look in here.items() if look["color"] != FAINT]  # type: ignore[arg-type]
+    faint = len(here) - len(made)
     return [*made, Line2D([], [], label=f"{faint} other{'s' * (faint > 1)}", color=FAINT)] if faint else made
 
 
 def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: str, narrow: float = 0.0) -> None:
     """Step time of a series over `at`, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow.
-
-    A line joins the points if they span more than `narrow`: else it would only go up and down.
-    """
+    A line joins the points if they span more than `narrow`: else it would only go up and down."""
     joined = points["at"].max() - points["at"].min() > narrow
     how: dict[str, Any] = {"c": look["color"], "marker": look["marker"], "zorder": 1.5 if look["color"] == FAINT else 3}
     for at, column, kind in (("at", "step_s", "measured"), ("predicted_at", "predicted_step_s", "predicted")):
@@ -184,11 +176,8 @@ def draw_steps(axes: Axes, points: pd.DataFrame, look: dict[str, str], label: st
         axes.errorbar(points["at"], step, bars, ls=ls, lw=1.4, ms=5, elinewidth=1.4, capsize=2.5, **how)
 
 
-def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
-    """One legend under the axes, where it covers no data, with `notes` in small print above it.
-
-    Takes as many columns as fit; the figure grows by what the rows and notes need.
-    """
+def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> Figure:
+    """The figure with one legend under the axes, of as many columns as fit, and `notes` in small print; it grows."""
     longest = max(len(handle.get_label()) for handle in handles)
     # In points: a letter of 8.5 is about 5.2 wide, handle and gaps take 46; a row is 14 high.
     size = matplotlib.rcParams["legend.fontsize"] / 8.5
@@ -202,6 +191,7 @@ def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
         title=notes or None, title_fontsize=7.5, alignment="left",
     )  # fmt: skip
     legend.get_title().set_color(GREY)
+    return figure
 
 
 def shortened(names: Iterable[str]) -> dict[str, str]:

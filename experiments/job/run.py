@@ -27,8 +27,7 @@ from experiments.job.progress import JobProgress
 from experiments.job.resolved import crowded, environment, require_room, resolve
 from experiments.job.tracking import Event, Follower, JsonLines, show_files
 from launch import elastic, network, preemption
-from launch.claim import Occupied, claim
-from launch.elastic import Outcome
+from launch.elastic import Occupied, Outcome, claim
 from launch.status import Status
 from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget

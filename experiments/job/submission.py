@@ -37,7 +37,7 @@ from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
 from launch import preemption
-from launch.claim import Occupied
+from launch.elastic import Occupied
 from mdcs.planner.recompute import AUTO
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Uniform

@@ -26,7 +26,7 @@ from experiments.job import record
 from experiments.job.record import Record
 from experiments.job.tracking import show_sweep
 from hydra_plugins import _mdcs_jobs
-from launch.claim import Occupied, claim
+from launch.elastic import Occupied, claim
 from mdcs.planner.registry import decides_schedule
 
 ID = "sweep.id"

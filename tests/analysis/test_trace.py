@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.trace import chrome_trace, sublanes
+from analysis.pictures.period import chrome_trace, sublanes
 from mdcs.telemetry.timeline import PREDICTED_RANK, Interval, RankTimeline, Timeline, length
 from tests.mdcs.telemetry.timelines import two_ranks
 

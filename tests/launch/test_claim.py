@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.claim import LOCK, Occupied, claim
+from launch.elastic import LOCK, Occupied, claim
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys, pathlib
-from launch.claim import claim
+from launch.elastic import claim
 with claim(pathlib.Path(sys.argv[1])):
     print("has it", flush=True)
     input()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.beat import LOG_BYTES, end_of
+from launch.rendezvous import LOG_BYTES, end_of
 from launch.spmd import Job
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,7 @@ from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.profiles import Profiles
 from experiments.job.resolved import resolve
-from launch.claim import claim
-from launch.elastic import Outcome
+from launch.elastic import Outcome, claim
 from mdcs.profile.cache import cache_folder
 from tests.experiments import batch, one_process
 from tests.experiments.batch import QUIET, run_job

@@ -20,8 +20,7 @@ from experiments.job.resolved import with_absolute_paths
 from experiments.tasks.hub import Text
 from hydra_plugins import _mdcs_jobs as submitted
 from launch import preemption
-from launch.claim import claim
-from launch.elastic import Outcome
+from launch.elastic import Outcome, claim
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.planner.recompute import Planned
 from mdcs.planner.strategies import Uniform

@@ -2,7 +2,7 @@
 
 This is the only place that says when bytes come and go; everything else folds the table: the ledger, the worst case by
 slot, the replayed memory, admission, candidates of the search, rows of the integer programs, the ranking of the greedy
-planner. A new kind of buffer is one more :class:`Row`. Sizes by strategy are in docs/glossary.md.
+planner. A new kind of buffer is one more :class:`Row`. Sizes by strategy are in docs/concepts.md.
 
 Events are symbolic: rows depend on a unit and its strategy, or on one message, but not on the order of messages. An
 operation may be sent in several messages: the first allocates a buffer, the last frees it.

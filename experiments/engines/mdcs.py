@@ -129,7 +129,7 @@ class MdcsEngine:
         """
         import torch.distributed as dist
 
-        from mdcs.profiler.timing import machine_id
+        from mdcs.profiler.consensus import machine_id
 
         begin, end, intervals = self._parallel.last_period()
         own = (self.workload.rank, intervals, self._parallel.memory_by_slot(), (machine_id(), begin))

@@ -35,7 +35,7 @@ from mdcs.profile.schema import is_far_off
 if TYPE_CHECKING:  # these modules import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
     from experiments.job.workload import Throughput, Workload
-    from mdcs.profiler.autotune import Trial
+    from mdcs.profiler.stages import Trial
 
 
 def job_event(config: Config, began: float | None = None) -> dict[str, Any]:

@@ -31,9 +31,8 @@ from experiments.job.workload import Workload
 from launch import preemption, rendezvous, status
 from launch.elastic import Cluster
 from mdcs.api.loop_plan import Choice
-from mdcs.profiler.autotune import with_trials
 from mdcs.profiler.consensus import on_rank_zero
-from mdcs.profiler.measurement import Ran, Stage
+from mdcs.profiler.stages import Ran, Stage, with_trials
 
 
 def main(folder: Path, only: str | None = None) -> None:

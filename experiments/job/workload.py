@@ -31,9 +31,9 @@ from mdcs.model.units import block_roots
 from mdcs.planner.recompute import is_measured
 from mdcs.planner.trials import proposals
 from mdcs.profile.link import Collectives
-from mdcs.profiler.autotune import Trial, chosen, take_turns
 from mdcs.profiler.consensus import on_rank_zero
-from mdcs.profiler.measurement import Measurement, Ran, Stage
+from mdcs.profiler.measurement import Measurement
+from mdcs.profiler.stages import Ran, Stage, Trial, chosen, take_turns
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import unmeasured
 

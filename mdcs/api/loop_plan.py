@@ -38,13 +38,10 @@ from mdcs.planner.registry import (
 from mdcs.planner.trials import make_plans
 from mdcs.profile import cache
 from mdcs.profile.schema import Profile
-from mdcs.profiler.autotune import Trial, chosen, take_turns
 from mdcs.profiler.consensus import Begun, all_gather_object, on_all_ranks, on_rank_zero, phase
-from mdcs.profiler.first_passes import FirstPasses
-from mdcs.profiler.job_identity import key_of_job
-from mdcs.profiler.measurement import Measurement, Ran, Stage
-from mdcs.profiler.memory_bounds import whole_bytes
-from mdcs.profiler.running_steps import StepClock
+from mdcs.profiler.first_passes import FirstPasses, key_of_job
+from mdcs.profiler.measurement import Measurement, whole_bytes
+from mdcs.profiler.stages import Ran, Stage, StepClock, Trial, chosen, take_turns
 from mdcs.runtime.errors import RunError
 from mdcs.sizes import MIB, Budget
 from mdcs.telemetry.memory_meter import unmeasured

@@ -25,12 +25,11 @@ from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, recompute
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.link import Collectives, Link
 from mdcs.profile.schema import Profile
-from mdcs.profiler.autotune import Trial, chosen, take_turns, with_trials
 from mdcs.profiler.consensus import all_gather_object, barrier, on_all_ranks, phase
-from mdcs.profiler.measurement import Measurement, Ran, Stage
-from mdcs.profiler.memory_bounds import profiling_bytes, warn_profiling_memory
+from mdcs.profiler.measurement import Measurement, profiling_bytes, warn_profiling_memory
 from mdcs.profiler.model_profile import refuse_meta
 from mdcs.profiler.model_snapshot import preserve_model
+from mdcs.profiler.stages import Ran, Stage, Trial, chosen, take_turns, with_trials
 from mdcs.runtime.communicator import backend_of
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
@@ -85,7 +84,7 @@ def autoprofile(
       that the budget may be exceeded: a warning says so.
     - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`), of the largest batch. None: only where
       no plan keeps the budget without. ``job``: makes the job that is planned under the budget.
-    - ``progress``: whether rank 0 logs a line for each phase, or writes it to stderr (:mod:`mdcs.profiler.progress`).
+    - ``progress``: whether rank 0 logs a line for each phase, or writes it to stderr (:mod:`mdcs.profiler.consensus`).
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was
     killed. Raises ValueError for a family that the backend does not have, for ``iterations`` and ``depth`` below 1, and

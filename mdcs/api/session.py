@@ -18,7 +18,7 @@ from mdcs.api.model_state import ModelState
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_passes import FirstPasses
-from mdcs.profiler.measurement import Listener, Ran
+from mdcs.profiler.stages import Listener, Ran
 from mdcs.runtime import unshard
 from mdcs.runtime.context import StepRecord
 from mdcs.runtime.engine import Engine, Trained

@@ -17,8 +17,8 @@ from mdcs.model.units import ModelUnit, describe_units, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, recompute_named
 from mdcs.profile import cache
+from mdcs.profiler.consensus import tell
 from mdcs.profiler.measurement import Measurement
-from mdcs.profiler.progress import tell
 from mdcs.runtime.engine import Engine, Trained
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale

@@ -25,11 +25,6 @@ def itemsize(dtype: str) -> int:
     return int(match[1]) // 8
 
 
-def pad(numel: int, world: int) -> int:
-    """Return ``numel`` rounded up to a multiple of ``world`` (elements)."""
-    return -(-numel // world) * world
-
-
 @dataclass(frozen=True)
 class WholeParameter:
     """A parameter that its optimizer updates as a whole, on one rank or on every rank.
@@ -46,11 +41,9 @@ class WholeParameter:
 
 @lru_cache(maxsize=4096)
 def assign_owners(sizes: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each parameter, and the share of each rank (elements). Shares are contiguous, no parameter
-    crosses one: the largest first, each to the rank that has the least.
-    """
+    """Return the offset of each parameter, and the share of each rank (elements): contiguous, with whole parameters."""
     loads, offsets = [0] * ranks, [(0, 0)] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):  # the largest first, to the rank of the least
         rank = loads.index(min(loads))
         offsets[i] = rank, loads[rank]
         loads[rank] += sizes[i]
@@ -91,7 +84,7 @@ class Layout:
     def elements(self) -> int:
         """Elements, padding included: a multiple of ``world``."""
         if not self.whole:
-            return pad(self.numel, self.world)
+            return -(-self.numel // self.world) * self.world
         return self.world * assign_owners(tuple([p.numel for p in self.whole]), self.world)[1]
 
     def owned(self, parts: int) -> tuple[tuple[WholeParameter, ...], ...]:
@@ -142,9 +135,7 @@ def runs(ends: Sequence[int], part: slice) -> list[tuple[int, int, int]]:
 
 
 def owned_part(offset: int, size: int, parts: int, rank: int) -> slice:
-    """Return the part of a block that ``rank`` updates, in the flat buffer. ``offset``, ``size``: of the block
-    (elements).
-    """
+    """Return the part of a block that ``rank`` updates, in the flat buffer. ``offset``, ``size``: the block's."""
     start = offset + rank % parts * (size // parts)
     return slice(start, start + size // parts)
 
@@ -164,10 +155,8 @@ class Cuts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> Cuts:
-    """Return the cuts of a unit.
-
-    - ``ends``: ends of its segments (elements). ``parts``: number of ranks that share an update
-      (:meth:`mdcs.plan.period.Strategy.parts`); ranks in the result are modulo ``parts``.
+    """Return the cuts of a unit. ``ends``: of its segments (elements). ``parts``: number of ranks that share an update
+    (:meth:`mdcs.plan.period.Strategy.parts`); ranks in the result are modulo ``parts``.
     """
     counts: Counter[int] = Counter()
     largest = []

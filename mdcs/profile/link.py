@@ -45,9 +45,7 @@ from mdcs.sizes import MIB
 
 
 class Kind(str, Enum):
-    """The collective kinds. ``is_gather``: of parameters. ``in_node``: among a node's ranks. ``plain``: it over the
-    world.
-    """
+    """The collectives. ``is_gather``: of parameters. ``in_node``: among a node's ranks. ``plain``: over the world."""
 
     AR = "AR"  # all-reduce (dp)
     RS = "RS"  # reduce-scatter (zero2, sdp, fsdp)
@@ -117,9 +115,7 @@ class Link:
     @classmethod
     def uniform(cls, rate_gbit: float, latency_us: float, depth: int = 2, emulated: bool = False) -> Link:
         """Return a link with one rate (10⁹ bits per second) and one latency (microseconds) for all kinds, without gaps.
-
-        An all-reduce has two phases and pays the latency twice. Raises ValueError for a rate that is not positive, a
-        latency below 0 and a depth below 1.
+        Raises ValueError for a rate that is not positive, a latency below 0 and a depth below 1.
         """
         if not rate_gbit > 0:
             raise ValueError(f"rate_gbit must be > 0, got {rate_gbit}")
@@ -128,7 +124,7 @@ class Link:
         a, b = latency_us * 1e-6, 8 / (rate_gbit * 1e9)
         # 97 % of peak bandwidth: α <= 3 % of the total time, hence β·block = 0.97/0.03·α.
         block = max(MIB // 4, int(a / b * 0.97 / 0.03))
-        return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)
+        return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)  # an all-reduce has two phases
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -148,10 +144,7 @@ class Link:
         return self.gap[_ORDER[kind]]
 
     def end(self, kind: Kind, wire: int, start: float, previous_end: float) -> float:
-        """Return when a message of ``wire`` bytes ends, in seconds: max(start + α, previous_end + gap) + β · wire.
-
-        ``previous_end``: when the previous message ends, -inf for the first one.
-        """
+        """Return when a message of ``wire`` bytes ends (seconds). ``previous_end``: of the one before; -inf: none."""
         return max(start + self.alpha_of(kind), previous_end + self.gap_of(kind)) + self.beta_of(kind) * wire
 
 
@@ -163,8 +156,6 @@ _ORDER = {kind: i for i, kind in enumerate(Kind)}
 ALGORITHMS = {"gloo": ("native", "ring"), "nccl": ("native",)}
 """Backend -> names of its families."""
 
-KIND = {"all_reduce": Kind.AR, "reduce_scatter": Kind.RS, "all_gather": Kind.AG_F}
-"""Operation -> a kind that it carries (all-gather: AG_F)."""
 OPERATION = {
     kind: "all_gather" if kind.is_gather else "all_reduce" if kind is Kind.AR else "reduce_scatter" for kind in Kind
 }
@@ -207,10 +198,8 @@ class Collectives:
         return 1 if self.backend == "nccl" else depth
 
     def sent(self, kind: Kind, size: int, world: int, per_node: int = 0) -> int:
-        """Return the bytes sent by the rank that sends most. ``size``: bytes of the whole payload. ``per_node``: ranks
-        of a node, for the kinds within nodes. RS_N sends within the node, then its shard across.
-        """
-        if kind.in_node:
+        """Return the bytes that a rank sends at most. ``size``: of the whole payload. ``per_node``: ranks of a node."""
+        if kind.in_node:  # RS_N sends within the node, then its shard across
             inside = self.sent(kind.plain, size, per_node)
             return inside if kind.is_gather else inside + self.sent(Kind.AR, size // per_node, world // per_node)
         once = size * (world - 1) // world
@@ -218,12 +207,10 @@ class Collectives:
         return 2 * once if is_all_reduce else once
 
     def buffer(self, kind: Kind, size: int, world: int, per_node: int = 0) -> int:
-        """Return the bytes of the algorithm's own buffer on every rank, in addition to the message; elements if
-        ``size`` is.
-
-        A native algorithm's is allocated in the backend's threads. The two collectives of RS_N share one buffer.
+        """Return the bytes of the algorithm's own buffer on every rank, beside the message; elements if ``size`` is.
+        A native algorithm's is allocated in the backend's threads.
         """
-        if kind.in_node:
+        if kind.in_node:  # the two collectives of RS_N share one buffer
             inside = self.buffer(kind.plain, size, per_node)
             return inside if kind.is_gather else max(inside, self.buffer(Kind.AR, size // per_node, world // per_node))
         if world == 1 or self.backend == "nccl":

@@ -71,16 +71,3 @@ def uniform(options: Sequence[RecomputeOption], units: int, choice: str) -> tupl
     """Return this choice for every unit that has an option for it, and none for the others."""
     having = {option.unit for option in options if option.choice == choice}
     return tuple(choice if u in having else NONE for u in range(units))
-
-
-def check_options(
-    options: Sequence[RecomputeOption], has_backward: Sequence[bool], forward_slots: int, backward_slots: int
-) -> None:
-    """Raise ValueError for two options of one choice, a unit without backward, and a slot that does not exist."""
-    if len({(option.unit, option.choice) for option in options}) < len(options):
-        raise ValueError("a unit has several recompute options of one choice")
-    for option in options:
-        if not 0 <= option.unit < len(has_backward) or not has_backward[option.unit]:
-            raise ValueError(f"recompute option {option.choice}: no unit {option.unit} with a backward")
-        if any(use.forward >= forward_slots or use.backward >= backward_slots for use in option.uses):
-            raise ValueError(f"recompute option {option.choice} of unit {option.unit} is outside the slots")

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import json
+import re
 import statistics
 import types
 import typing
@@ -18,12 +19,13 @@ from typing import Any
 
 from mdcs.profile.layout import Layout, WholeParameter, itemsize
 from mdcs.profile.link import Collectives, Contention, ExecutionModel, Kind, Link
-from mdcs.profile.recompute import RecomputeOption, check_options
+from mdcs.profile.recompute import RecomputeOption
 from mdcs.sizes import MIB
 
 SCHEMA = 7
 INPUTS = "inputs"
 """Key of ``Profile.about``: sizes of the profiled batch, in words."""
+_LARGEST_BLOCK = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,8 @@ class Unit:
     def __post_init__(self) -> None:
         if not self.segments or min(self.segments) < 1:
             raise ValueError(f"unit {self.name}: segments must be positive, got {self.segments}")
-        for dtype in (self.dtype, self.grad_dtype, self.master_dtype):
-            if dtype:
-                itemsize(dtype)
+        for dtype in filter(None, (self.dtype, self.grad_dtype, self.master_dtype)):
+            itemsize(dtype)
         if self.trainable and self.backward is None:
             raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
         if self.master_dtype and not self.trainable:
@@ -74,10 +75,8 @@ class Unit:
             raise ValueError(
                 f"unit {self.name}: whole parameters must have its {self.numel} elements, got {self.whole}"
             )
-        if self.gradients and (
-            sum(n for n, _ in self.gradients) != self.numel
-            or not all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
-        ):
+        is_within = all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
+        if self.gradients and not (is_within and sum(n for n, _ in self.gradients) == self.numel):
             raise ValueError(
                 f"unit {self.name}: gradients {self.gradients} are not of {self.numel} elements, each within a slot"
             )
@@ -148,9 +147,6 @@ class Optimizer:
         return self.scratch_tensors * width * elements + dict(self.scratch_fixed_of).get(width, self.scratch_fixed)
 
 
-_LARGEST_BLOCK = 16 * MIB
-
-
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
@@ -178,7 +174,7 @@ def read(kind: Any, value: Any) -> Any:
 
 
 def is_far_off(predicted_s: float, measured_s: float) -> bool:
-    """Return whether a prediction differs from the measurement by more than half of the measurement."""
+    """Return whether a prediction is off by more than half of the measurement."""
     return abs(predicted_s - measured_s) > measured_s / 2
 
 
@@ -199,7 +195,7 @@ class Profile:
     - ``errors``: standard errors of the costs of messages that training has determined, by name. Other costs are
       assumed, or measured before training.
     - ``calibration_runs``: (predicted, measured) seconds per step of plans that ran, by name. Each is predicted from
-      the runs of the others. ``unreliable_runs`` selects the plans whose two numbers are far apart.
+      the runs of the others.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot
     that does not exist.
@@ -233,8 +229,7 @@ class Profile:
             )
         if self.interference < 0:
             raise ValueError(f"interference must be >= 0, got {self.interference}")
-        phases = "".join(s.phase for s in self.slots)
-        if not self.slots or phases.lstrip("F").strip("B") or not phases.startswith("F") or "B" not in phases:
+        if not re.fullmatch("F+B+", "".join(s.phase for s in self.slots)):
             raise ValueError("slots must be all forward slots followed by all backward slots, at least one of each")
         for u, unit in enumerate(self.units):
             for span, count in ((unit.forward, self.forward_slots), (unit.backward, self.backward_slots)):
@@ -243,8 +238,13 @@ class Profile:
         for s, slot in enumerate(self.slots):
             if not 0 <= slot.unit < len(self.units):
                 raise ValueError(f"slot {s}: no unit {slot.unit}")
-        has_backward = [unit.backward is not None for unit in self.units]
-        check_options(self.recompute, has_backward, self.forward_slots, self.backward_slots)
+        if len({(option.unit, option.choice) for option in self.recompute}) < len(self.recompute):
+            raise ValueError("a unit has several recompute options of one choice")
+        for option in self.recompute:
+            if not 0 <= option.unit < len(self.units) or self.units[option.unit].backward is None:
+                raise ValueError(f"recompute option {option.choice}: no unit {option.unit} with a backward")
+            if any(use.forward >= self.forward_slots or use.backward >= self.backward_slots for use in option.uses):
+                raise ValueError(f"recompute option {option.choice} of unit {option.unit} is outside the slots")
 
     @cached_property
     def forward_slots(self) -> int:
@@ -256,11 +256,6 @@ class Profile:
         """Number of backward slots in a micro-step."""
         return len(self.slots) - self.forward_slots
 
-    @cached_property
-    def unreliable_runs(self) -> dict[str, tuple[float, float]]:
-        """Entries of ``calibration_runs`` whose prediction is off by more than half: all predictions are in doubt."""
-        return {name: seconds for name, seconds in self.calibration_runs.items() if is_far_off(*seconds)}
-
     @property
     def prediction_error(self) -> float | None:
         """Median relative error of the predicted steps of ``calibration_runs``; None without any."""
@@ -269,16 +264,13 @@ class Profile:
 
     @property
     def reliability_warning(self) -> str:
-        """The ``unreliable_runs`` plans with both numbers, in words; empty if there are none."""
-        each = (
+        """The ``calibration_runs`` whose prediction is off by more than half, in words; "" if there are none."""
+        doubtful = [
             f"{name} {predicted * 1e3:.1f} ms, measured {measured * 1e3:.1f}"
-            for name, (predicted, measured) in self.unreliable_runs.items()
-        )
-        return (
-            f"predictions are off by more than half in calibration runs ({'; '.join(each)})"
-            if self.unreliable_runs
-            else ""
-        )
+            for name, (predicted, measured) in self.calibration_runs.items()
+            if is_far_off(predicted, measured)
+        ]
+        return f"predictions are off by more than half in calibration runs ({'; '.join(doubtful)})" if doubtful else ""
 
     @cached_property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -306,11 +298,8 @@ class Profile:
         """Default partition size of units, in payload bytes: it saturates the link, and keeps the fixed cost of a
         message while computing (or the host's time for it) to a tenth of its total, up to a limit of 16 MiB.
         """
-        each = max(
-            self.contention.message_seconds,
-            self.contention.compute_per_message,
-            self.execution.host_seconds_per_message,
-        )
+        costs, host_s = self.contention, self.execution.host_seconds_per_message
+        each = max(costs.message_seconds, costs.compute_per_message, host_s)
         per_byte = max(self.link.beta) * (self.world - 1) / self.world
         return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
 
@@ -323,13 +312,11 @@ class Profile:
         return self.collectives.buffer(kind, size, self.world, self.per_node)
 
     def by_type(self, kind: Kind, parts: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]]:
-        """Return the (unit, block) pairs grouped by type: a message carries elements of one. Units of whole parameters
-        go without others: what is packed with others costs a copy.
-        """
+        """Return the (unit, block) pairs grouped by type: a message carries elements of one."""
         if len(parts) == 1:
             return [parts]
         groups: dict[tuple[str, bool], list[tuple[int, int]]] = {}
-        for part in parts:
+        for part in parts:  # units of whole parameters go without others: what is packed with others costs a copy
             unit = self.units[part[0]]
             groups.setdefault((unit.dtype_on_wire(kind.is_gather), bool(unit.whole)), []).append(part)
         return [tuple(alike) for alike in groups.values()]

@@ -1,4 +1,4 @@
-"""Fit the costs of messages and of compute beside them to periods of a run under several plans.
+"""Costs of messages and of compute beside them: plans whose steps tell them apart, and the fit to their periods.
 
 Each cost is read from the times that it changes, by least squares, so that each has a standard error:
 
@@ -17,20 +17,33 @@ A cost that the plans do not determine keeps its value in the profile given. One
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from mdcs.plan.job import Job
+from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import Plan
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.priority import Priority
+from mdcs.planner.registry import Scheduler, StrategyPlanner
+from mdcs.planner.schedulers import Partitioning, StrategyAssignment, Wfbp, buckets, fuse
+from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.schema import Profile
-from mdcs.profiler.link_fit import Row, covered, link_costs, occupancy, served, with_costs
-from mdcs.profiler.regression import Estimates, Term, estimate
+from mdcs.profiler.link_fit import Estimates, Row, Term, covered, estimate, link_costs, occupancy, served, with_costs
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import PeriodTrace
+
+_APART = 4  # units that are cut have at least so many messages
+_FUSED = 2  # fused messages have about so many units
+_SMALLEST_MIB = 0.25  # units are not cut into smaller blocks
 
 _WAKE_S = 2e-3  # compute that begins later after its message, or the slot before, has waited for something else
 _LOST = "interference"  # the fraction of compute that is lost while a message is in flight
@@ -40,6 +53,71 @@ _STEP_ERROR = 0.01  # relative error of a run's step
 _MORE_S, _MOST_S = 1e-4, 5e-4  # compute of a message beyond the slots': a step for the derivative, and the most
 _SLOTS_ERROR_S = 2e-4  # the least error of what slots show: a message delays more slots than the one in which it ends
 _FEW = 3  # samples of a delay from which on it is determined
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Two of four units are not sharded, and two are in their updates."""
+
+    name: ClassVar[str] = "halves"
+
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        units = range(len(problem.profile.units))
+        decision = StrategyDecision(tuple(Strategy.dp if u % 4 < 2 else Strategy.zero2 for u in units))
+        problem.require(decision.strategies, f"strategies {self.name}")
+        return decision
+
+
+@dataclass(frozen=True)
+class _HalfCut(Partitioning):
+    """Cuts every second unit, and sends messages when they are ready."""
+
+    def partition(self, mix: StrategyAssignment) -> tuple[tuple[int, ...], ...]:
+        cut, whole = super().partition(mix), mix.unpartitioned_blocks()
+        return tuple((cut if u % 2 else whole)[u] for u in range(len(cut)))
+
+
+@dataclass(frozen=True)
+class _HalfFused:
+    """Fuses neighbours into messages of ``bucket_mib``, every second of which is sent as its parts instead."""
+
+    bucket_mib: float
+    name: ClassVar[str] = "fusion"
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        def groups(stream: list[Op]) -> list[list[Op]]:
+            fused = enumerate(buckets(mix, stream, self.bucket_mib))
+            return [part for i, group in fused for part in ([[op] for op in group] if i % 2 else [group])]
+
+        return fuse(mix, self.name, groups)
+
+
+def calibration_plans(job: Job, budget: int | None = None) -> list[Plan]:
+    """Return the plans under which a run's first steps determine the costs of messages.
+
+    The first has every operation, but for those within nodes, and long and short messages of each: of whole units and
+    of blocks of others, or if units are small of several fused and of others alone. The last is what greedy makes of
+    these costs.
+
+    ``budget``: bytes per rank. Strategies that do not keep it are replaced by a mix that does. Raises InfeasibleBudget.
+    """
+    unit, block = statistics.median(layout.param_bytes for layout in job.profile.layouts) / MIB, job.profile.block / MIB
+    is_large = unit >= _APART * _SMALLEST_MIB
+    mixed: Scheduler = _HalfCut(min(block, unit / _APART)) if is_large else _HalfFused(_FUSED * unit)
+    wanted: list[tuple[StrategyPlanner, Scheduler]] = [(_Halves(), mixed), (Greedy(), Priority())]
+    if job.profile.per_node:
+        wanted.insert(1, (Uniform("hsdp"), Wfbp()))
+    found: dict[str, Plan] = {}
+    for strategy, scheduler in wanted:
+        try:
+            plan = make_plan(job, strategy, scheduler, budget=budget)
+        except InfeasibleBudget:
+            plan = make_plan(job, Greedy(), scheduler, budget=budget)
+        found.setdefault(plan.execution_hash, plan)
+    return [*found.values()]
+
+
+# ---- the fit
 
 
 class Run(NamedTuple):
@@ -66,14 +144,16 @@ def fit_costs(profile: Profile, runs: Sequence[Run]) -> Profile:
         return profile
     evidence = [_Evidence.of(profile, run) for run in runs]
     found = _fitted(profile, runs, evidence)
-    others = [[j for j in range(len(runs)) if j != i] for i in range(len(runs)) if len(runs) > 1]
-    without = [_fitted(profile, [runs[j] for j in each], [evidence[j] for j in each]) for each in others]
+    without = [
+        _fitted(profile, [*runs[:i], *runs[i + 1 :]], [*evidence[:i], *evidence[i + 1 :]])
+        for i in range(len(runs) if len(runs) > 1 else 0)
+    ]
     is_enough = [known.errors.keys() >= found.errors.keys() for known in without]
     judged = dict[str, tuple[float, float]]()
     for run, known, determines_all in zip(runs, without, is_enough, strict=False):
         if determines_all or not any(is_enough):
             judged[run_name(run.plan, judged)] = replay(_under(run.plan, known)).period_s, run.step_s
-    return dataclasses.replace(found, calibration_runs=judged)
+    return replace(found, calibration_runs=judged)
 
 
 def run_name(plan: Plan, others: Collection[str] = ()) -> str:
@@ -83,19 +163,21 @@ def run_name(plan: Plan, others: Collection[str] = ()) -> str:
 
 
 def _under(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with another profile."""
-    return dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))
+    return replace(plan, job=replace(plan.job, profile=profile))
+
+
+_Sample = tuple[int, float, np.ndarray]  # a slot's place in the profile, its seconds, and how often each cost counts
 
 
 class _Evidence(NamedTuple):
     """Samples of costs, from the periods of a run.
 
-    - ``slots``: for each slot of the period its place in the profile, its seconds, and how often each cost counts.
+    - ``slots``: for each slot of the period.
     - ``alone``, ``behind``: messages on an idle link, and messages behind others.
     - ``dispatch``, ``turn``, ``host``: samples of the two delays, and of the host's seconds for a message.
     """
 
-    slots: list[tuple[int, float, np.ndarray]]
+    slots: list[_Sample]
     alone: list[Row]
     behind: list[Row]
     dispatch: list[float]
@@ -120,30 +202,28 @@ class _Evidence(NamedTuple):
         found.host.extend(trace.host_s / max(1, len(run.plan.messages)) for trace in run.periods)
         found.slots.extend(_slots(profile, run, between_s, sizes))
         for trace in run.periods:
-            for messages in served(run.plan, trace, sizes):
-                is_alone = len(messages) == 1 and messages[0].idle > 0
-                (found.alone if is_alone else found.behind).append(Row.of(messages))
+            for row in served(run.plan, trace, sizes):
+                (found.alone if row.is_alone else found.behind).append(row)
         return found
 
 
-def _fitted(profile: Profile, runs: Sequence[Run], evidence: Sequence[_Evidence]) -> Profile:
-    seconds, compute = _compute_costs(profile, evidence)
-    alone, behind = [row for run in evidence for row in run.alone], [row for run in evidence for row in run.behind]
-    link, delays = link_costs(profile, alone, behind), _delays(profile, evidence)
-    slots = tuple(dataclasses.replace(s, seconds=seconds.get(i, s.seconds)) for i, s in enumerate(profile.slots))
-    found = dataclasses.replace(
-        profile, slots=slots, link=with_costs(profile, link), errors=compute.errors | link.errors | delays.errors
-    )
+def _fitted(profile: Profile, runs: Sequence[Run], of_runs: Sequence[_Evidence]) -> Profile:
+    samples: Any = zip(*of_runs, strict=True)
+    evidence = _Evidence(*([*itertools.chain(*each)] for each in samples))
+    seconds, compute = _compute_costs(profile, evidence.slots)
+    link, delays = link_costs(profile, evidence.alone, evidence.behind), _delays(profile, evidence)
+    slots = tuple(replace(s, seconds=seconds.get(i, s.seconds)) for i, s in enumerate(profile.slots))
+    errors = compute.errors | link.errors | delays.errors
+    found = replace(profile, slots=slots, link=with_costs(profile, link), errors=errors)
     if profile.execution.updates != "cores":
         lost = compute.values[_LOST]
         host_s = delays.values.get(_HOST, profile.execution.host_seconds_per_message)
-        return dataclasses.replace(
-            found,
-            interference=lost / (1 - lost) if lost < 1 else profile.interference,
-            execution=dataclasses.replace(profile.execution, host_seconds_per_message=host_s),
-        )
+        return replace(
+            found, interference=lost / (1 - lost) if lost < 1 else profile.interference,
+            execution=replace(profile.execution, host_seconds_per_message=host_s),
+        )  # fmt: skip
     values = compute.values | delays.values | occupancy(found, link) | {"skew_seconds": link.values["skew_seconds"]}
-    found = dataclasses.replace(found, contention=dataclasses.replace(profile.contention, **values))
+    found = replace(found, contention=replace(profile.contention, **values))
     return _as_long_as(runs, found) if "compute_per_message" in found.errors else found
 
 
@@ -166,25 +246,19 @@ def _as_long_as(runs: Sequence[Run], profile: Profile) -> Profile:
 
 
 def _per_message(profile: Profile, seconds: float) -> Profile:
-    return dataclasses.replace(
-        profile, contention=dataclasses.replace(profile.contention, compute_per_message=seconds)
-    )
+    return replace(profile, contention=replace(profile.contention, compute_per_message=seconds))
 
 
 # ---- compute
 
 
-def _compute_costs(profile: Profile, runs: Sequence[_Evidence]) -> tuple[dict[int, float], Estimates]:
+def _compute_costs(profile: Profile, slots: Sequence[_Sample]) -> tuple[dict[int, float], Estimates]:
     """Return the seconds of each slot of the profile without messages, and what messages take from compute."""
-    contention, before = profile.contention, profile.interference
-    terms = [
-        Term("compute_per_work", contention.compute_per_work),
-        Term("compute_per_message", contention.compute_per_message),
-        Term("compute_per_byte", contention.compute_per_byte),
-    ]
+    names = "compute_per_work", "compute_per_message", "compute_per_byte"
+    terms = [Term(name, getattr(profile.contention, name)) for name in names]
     if profile.execution.updates != "cores":
-        terms = [Term(_LOST, before / (1 + before))]
-    slots, by_place = [slot for run in runs for slot in run.slots], defaultdict[int, list[int]](list)
+        terms = [Term(_LOST, profile.interference / (1 + profile.interference))]
+    by_place = defaultdict[int, list[int]](list)
     for i, (place, *_) in enumerate(slots):
         by_place[place].append(i)
     x, y = np.array([row for *_, row in slots]), np.array([seconds for _, seconds, _ in slots])
@@ -197,17 +271,13 @@ def _compute_costs(profile: Profile, runs: Sequence[_Evidence]) -> tuple[dict[in
     return {place: max(0.0, float(np.median(alone[own]))) for place, own in by_place.items()}, found
 
 
-def _slots(
-    profile: Profile, run: Run, between_s: float, sizes: Sequence[int]
-) -> Iterator[tuple[int, float, np.ndarray]]:
+def _slots(profile: Profile, run: Run, between_s: float, sizes: Sequence[int]) -> Iterator[_Sample]:
     """Yield :attr:`_Evidence.slots`. ``between_s``: from slot to slot without a wait; it belongs to the slot."""
     grown = [own.seconds - slot.seconds for own, slot in zip(run.plan.profile.slots, profile.slots, strict=True)]
     work = np.add(run.plan.seconds.copy, run.plan.seconds.update)
     of_messages = np.array([work, np.ones(len(work)), sizes]).T
-    if profile.execution.updates == "cores":
-        counts = np.mean([_completing(trace, of_messages) for trace in run.periods], axis=0)
-    else:
-        counts = np.mean([_beside(trace) for trace in run.periods], axis=0)
+    shares = profile.execution.updates == "cores"
+    counts = np.mean([_completing(each, of_messages) if shares else _beside(each) for each in run.periods], axis=0)
     for q, slot in enumerate(run.plan.period.slots):
         busy = statistics.median(trace.slots[q][1] - trace.slots[q][0] for trace in run.periods)
         yield slot.place, busy + between_s - grown[slot.place], counts[q]
@@ -246,17 +316,13 @@ def _gaps(run: Run) -> Iterator[tuple[float, float | None, int]]:
             yield begin - ended, done - ended if ended < done else None, q
 
 
-def _delays(profile: Profile, runs: Sequence[_Evidence]) -> Estimates:
-    """Return the delays of compute: medians over slots that waited for a message, and over turns that did not.
-
-    Of a device with streams of its own: the host's time for a message.
+def _delays(profile: Profile, evidence: _Evidence) -> Estimates:
+    """Return the delays of compute: medians over slots that waited for a message, and over turns that did not. Of a
+    device with streams of its own: the host's time for a message.
     """
-    delays = {_HOST: [each for run in runs for each in run.host]}
-    if profile.execution.updates == "cores":
-        delays = {
-            "dispatch_seconds": [each for run in runs for each in run.dispatch],
-            "turn_seconds": [each for run in runs for each in run.turn],
-        }
+    delays = {"dispatch_seconds": evidence.dispatch, "turn_seconds": evidence.turn}
+    if profile.execution.updates != "cores":
+        delays = {_HOST: evidence.host}
     out = Estimates({}, {})
     for name, samples in delays.items():
         if len(samples) >= _FEW:

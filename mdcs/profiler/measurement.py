@@ -1,94 +1,42 @@
-"""Stages in which a run is measured while it trains, each of a few steps under one plan, up to a profile.
+"""Stages in which a run is measured while it trains, each of a few steps under one plan, up to a profile; and the bytes
+that are known before a plan is made.
 
 A loop runs the stages with its own steps (:mod:`mdcs.api.session`), and ``mdcs.autoprofile`` with the step it is given.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-import os
+import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from mdcs.emulation import Emulation
-from mdcs.model.optimizers import Optimizers, Updates, by_optimizer
+from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates, by_optimizer
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.pipeline import floor_bytes, lacks_recomputation, limit_of, make_plan
-from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import floor_bytes, lacks_recomputation, limit_of, make_plan, unsharded_bytes
+from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule
 from mdcs.planner.schedulers import Sequential, Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Collectives, Kind, Link
+from mdcs.profile.recompute import FULL, REASONS, SELECTIVE, RecomputeOption
 from mdcs.profile.schema import Profile
-from mdcs.profiler.batch_mix import largest, mix, typical, with_slots_of
-from mdcs.profiler.calibration import calibration_plans
-from mdcs.profiler.consensus import all_gather_object, merge_profiles, on_rank_zero, phase
-from mdcs.profiler.cost_fit import Run, fit_costs, run_name
-from mdcs.profiler.memory_bounds import require_floor, require_model_fits, warn_padding
-from mdcs.profiler.model_profile import assembled
-from mdcs.profiler.recompute_profile import estimated, recomputation, with_recomputation
-from mdcs.profiler.running_steps import RunningSteps, TimedSteps, without_passes
+from mdcs.profiler.consensus import all_gather_object, is_rank_zero, on_rank_zero, phase, ranks_per_node, world_size
+from mdcs.profiler.cost_fit import Run, calibration_plans, fit_costs, run_name
+from mdcs.profiler.merging import largest, merge_profiles, mix, order, typical, with_slots_of
+from mdcs.profiler.model_profile import unmeasured_profile
+from mdcs.profiler.running_steps import RunningSteps, estimated, reasons_against, recompute_options, with_recomputation
 from mdcs.profiler.slot_recorder import SlotRecorder
-from mdcs.profiler.timing import machine_id
+from mdcs.profiler.stages import Ran, Stage, TimedSteps
 from mdcs.runtime.communicator import backend_of
-from mdcs.runtime.context import StepRecord
 from mdcs.runtime.engine import Engine
 from mdcs.sizes import MIB, Budget
-from mdcs.telemetry.memory_meter import current_meter
-
-
-class Listener(Protocol):
-    """Measures steps of a run."""
-
-    def end_step(self) -> None:
-        """End a step."""
-
-    def forget(self) -> None:
-        """Forget the step under way, which the loop gives up."""
-
-    def stop(self) -> None:
-        """Listen no more."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """So many ``steps`` of a run under one plan, with what ``listen`` makes.
-
-    ``plan``: None: that of the stage before. ``chooses``: whether the plan may be another one after it. ``batch``:
-    number of the example batch of the steps; a loop has its own. ``waits_for``: there are more steps until one rank
-    says that this is done.
-    """
-
-    plan: Plan | None
-    steps: int
-    listen: Callable[[Engine], Listener]
-    chooses: bool = True
-    batch: int = 0
-    waits_for: Callable[[], bool] | None = None
-
-    def is_over(self, steps: int, engine: Engine, call: str) -> bool:
-        """Return whether the stage ends after so many steps, for this ``call``. Collective."""
-        if steps < self.steps or self.waits_for is None:
-            return steps >= self.steps
-        with engine.place.during(call):
-            return any(done for (done,) in engine.groups.agree_on_call(call, self.waits_for()))
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A stage that is over: its run, between two steps, what has listened, and the records of its steps."""
-
-    engine: Engine
-    heard: Listener
-    records: list[StepRecord]
 
 
 @dataclass(frozen=True)
@@ -132,18 +80,20 @@ class Measurement:
 
         Raises InfeasibleBudget for a budget in bytes that is too small for the model alone.
         """
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        world = processes if self.emulate is None else self.emulate.world
+        world = world_size() if self.emulate is None else self.emulate.world
         if self.budget.size is not None:
-            require_model_fits(self.units, self.optimizers.members, self.budget.size, world, self.master_dtype)
+            least = min_peak_bytes(self.units, self.optimizers.members, world, self.master_dtype)
+            if self.budget.size <= least:
+                what = "the model (parameters and optimizer state alone)"
+                error = InfeasibleBudget(self.budget.size, least, what, is_bound=True)
+                raise error.in_words_of(self.budget, lambda: 0)
         updates = Updates(self.optimizers)
         units = by_optimizer(self.units, updates)
         collectives = self.collectives or Collectives.default(backend_of(None, self.device) if world > 1 else "gloo")
         depth = collectives.in_flight(self.depth) or self.depth
         return merge_profiles(
-            assembled(
-                units, updates, without_passes(units, current_meter(self.device), self.device), self.device,
-                world=world, link=self.link or likely_link(ranks_per_node() if processes > 1 else 0, depth),
+            unmeasured_profile(
+                units, updates, self.device, world=world, link=self.link or likely_link(ranks_per_node(), depth),
                 collectives=collectives, master_dtype=self.master_dtype, grad_dtype=self.grad_dtype, about=self.about,
             )  # fmt: skip
         )
@@ -153,9 +103,8 @@ class Measurement:
 
         Whatever the steps do otherwise is a departure. Raises InfeasibleBudget for a model that has not run.
         """
-        strategy, job = Uniform("fsdp" if self.sharded else "dp"), self.job(profile)
+        strategy, job = Uniform("fsdp" if self.sharded else "dp"), replace(self.job(profile), recompute=recompute)
         limit = self.budget.size if self.sharded and not recompute else None
-        job = dataclasses.replace(job, recompute=recompute)
         # What messages cost compute beside them is told apart later. They are kept apart from it where activations are
         # all that the run does not know of (CUDA), and where slots are compared with each other (recomputation).
         is_compared = self.recompute != KEEP and (self.recompute != AUTO or self.budget.is_limit)
@@ -172,7 +121,7 @@ class Measurement:
         """
         profiles, runs = yield from self._slots(plan)
         mixed, middle = mix(profiles), typical(profiles)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_rank_zero():
             warn_padding(mixed)
         if line := used_outside(mixed):
             phase(line)
@@ -189,9 +138,7 @@ class Measurement:
         return 1 + self.iterations
 
     def _slots(self, plan: Plan) -> Generator[Stage, Ran, tuple[list[Profile], list[Run]]]:
-        """Return a profile of slots and bytes for each batch, without measured costs of messages, and the run if its
-        plan is one that tells them.
-        """
+        """Return a profile of slots and bytes for each batch, and the run if its plan tells the costs of messages."""
         tells = self.batches == 1 and plan.world > 1 and plan.scheduler != Sequential.name
         steps = self._steps + tells  # a period begins in the first timed step, and ends in the one after it
         phase(f"measuring the model in {self.batches * steps} steps of training")
@@ -202,7 +149,7 @@ class Measurement:
             ran = yield Stage(plan, steps, RunningSteps, batch=batch)
             assert isinstance(ran.heard, RunningSteps)
             heard.append(ran.heard)
-            own.append(ran.heard.profile(plan.job.profile, ran.engine.updates.updates))
+            own.append(ran.heard.profile(plan.job.profile))
         profiles = [*map(merge_profiles, own)]
         job = self.job(mix(profiles))
         needed = self.recompute == AUTO and on_rank_zero(lambda: lacks_recomputation(job, self.budget))
@@ -211,23 +158,19 @@ class Measurement:
             most = largest(profiles)
             base = heard[most].recorder
             profiles[most] = yield from self._recomputing(ran.engine, base, own[most], profiles[most], most)
-        before, now = ([(s.unit, s.phase) for s in each.slots] for each in (plan.profile, profiles[0]))
-        return profiles, [_run(ran)] if tells and before == now else []
+        return profiles, [_run(ran)] if tells and order(plan.profile) == order(profiles[0]) else []
 
     def _recomputing(
         self, engine: Engine, base: SlotRecorder, own: Profile, profile: Profile, batch: int
     ) -> Generator[Stage, Ran, Profile]:
-        """Return the profile of a batch with what recomputation frees and costs.
-
-        ``base``, ``own``: what was recorded on this rank, and this rank's profile.
-        """
-        asked = recomputation(engine.model, engine.units, base)
-        choice = next(asked)
-        while True:
-            # the same on all ranks: those that took another branch may know of more units
-            of_ranks = all_gather_object(choice)
-            agreed = {u: selective for u, selective in of_ranks[0].items() if all(u in other for other in of_ranks)}
-            assumed, recompute = with_recomputation(profile, agreed)
+        """Return the profile of a batch with what recomputation frees and costs. ``base``, ``own``: of this rank."""
+        units, options = engine.units, list[RecomputeOption]()
+        reasons = reasons_against(engine.model, units, base)
+        able = [u for u, reason in enumerate(reasons) if not reason]
+        # the same on all ranks: those that took another branch may know of more units
+        agreed = sorted(set(able).intersection(*all_gather_object(able)))
+        for choice in (FULL, SELECTIVE):
+            assumed, recompute = with_recomputation(profile, dict.fromkeys(agreed, choice == SELECTIVE))
             plan = self.provisional(assumed, recompute)
             ran = yield Stage(plan, self._steps, functools.partial(RunningSteps, like=base), batch=batch)
             assert isinstance(ran.heard, RunningSteps)
@@ -235,13 +178,12 @@ class Measurement:
             if not all(all_gather_object(bool(again.seconds))):
                 # some rank has run other slots than before: it would have to be compared with itself
                 outputs = {u: max(of.get(u, 0) for of in all_gather_object(base.outputs)) for u in agreed}
-                return dataclasses.replace(profile, recompute=estimated(profile, [*agreed], outputs))
-            try:
-                choice = asked.send(again)
-            except StopIteration as end:
-                options, kept = end.value
-                measured = dataclasses.replace(own, recompute=options, about=own.about | kept)
-                return merge_profiles(measured)
+                return replace(profile, recompute=estimated(profile, agreed, outputs))
+            options += recompute_options(base, again, able, choice)
+        having = {option.unit for option in options}
+        kept = [f"{unit.name}: {reasons[u] or 'frees nothing'}" for u, unit in enumerate(units) if u not in having]
+        about = own.about | ({REASONS: "; ".join(kept)} if kept else {})
+        return merge_profiles(replace(own, recompute=tuple(options), about=about))
 
     def costs(self, profile: Profile, batch: int = 0, runs: Sequence[Run] = ()) -> Generator[Stage, Ran, Profile]:
         """Return the profile with the costs of messages and of compute beside them, from ``runs`` under the first plans
@@ -283,33 +225,12 @@ def likely_link(per_node: int, depth: int) -> Link:
         return link
     of_kind = [link.kinds.index(kind.plain) for kind in Kind]
     alpha, beta, gap = (tuple(costs[i] for i in of_kind) for costs in (link.alpha, link.beta, link.gap))
-    return dataclasses.replace(link, alpha=alpha, beta=beta, gap=gap, per_node=per_node)
-
-
-def ranks_per_node() -> int:
-    """Return the ranks per host if several hosts have equally many (more than 1), in rank order; else 0. Collective.
-
-    LOCAL_WORLD_SIZE of torchrun counts if all ranks have the same value; otherwise the machines of the ranks.
-    """
-    world, local = dist.get_world_size(), os.environ.get("LOCAL_WORLD_SIZE")
-    seen = all_gather_object((local, machine_id()))
-    if local is not None and {size for size, _ in seen} == {local}:
-        count = int(local)
-    else:
-        hosts = [host for _, host in seen]
-        runs = [len(list(same)) for _, same in itertools.groupby(hosts)]
-        count = runs[0] if len(set(runs)) == 1 and len(runs) == len(set(hosts)) else 0
-    return count if 1 < count < world and world % count == 0 else 0
+    return replace(link, alpha=alpha, beta=beta, gap=gap, per_node=per_node)
 
 
 def used_outside(profile: Profile) -> str:
-    """Return one line about units that a step uses outside of their modules' forward, and what that costs; "" for none.
-    """
-    found = [
-        (unit.name, layout.param_bytes)
-        for unit, layout in zip(profile.units, profile.layouts, strict=True)
-        if unit.aliased
-    ]
+    """Return one line about units that a step uses outside of their modules' forward; "" for none."""
+    found = [(u.name, own.param_bytes) for u, own in zip(profile.units, profile.layouts, strict=True) if u.aliased]
     if not found:
         return ""
     names = ", ".join([name for name, _ in found][:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
@@ -317,3 +238,75 @@ def used_outside(profile: Profile) -> str:
         f"used outside of their modules' forward: {names}. They are whole from their first to their last use in a "
         f"step, {sum(size for _, size in found) / MIB:.3g} MiB"
     )
+
+
+# ---- bytes that every plan needs, and that measuring holds
+
+
+def min_peak_bytes(
+    units: Sequence[ModelUnit], optimizer: GivenOptimizers, world: int, master_dtype: torch.dtype | None = None
+) -> int:
+    """Return a lower bound of any plan's peak on some of ``world`` ranks, without activations: every unit and its
+    optimizer state in shards of 1/world, and the largest unit whole, as it is while it computes.
+    """
+    updates = Updates(Optimizers(optimizer))
+    rest = largest = 0.0
+    for unit in units:
+        for _, p in unit.parameters:
+            own = p.element_size() if master_dtype is None else max(p.element_size(), master_dtype.itemsize)
+            layout = updates.layout_of(p)  # state of whole parameters may be smaller than they are
+            kept = own * (1 + (0 if layout.whole else layout.tensors(own))) if unit.trainable else p.element_size()
+            rest += p.numel() * kept / world
+        largest = max(largest, sum(p.nbytes for _, p in unit.parameters) * (1 - 1 / world))
+    return math.floor(rest + largest)
+
+
+def whole_bytes(units: Sequence[ModelUnit], optimizers: Optimizers) -> int:
+    """Return what a first step holds without shards: parameters, gradients, optimizer state, one averaged gradient."""
+    updates, trained = Updates(optimizers), [p for unit in units if unit.trainable for _, p in unit.parameters]
+    more = sum(p.nbytes * (1 + updates.layout_of(p).tensors(p.element_size())) for p in trained)
+    held = sum(p.nbytes for unit in units for _, p in unit.parameters)
+    return math.ceil(held + more) + max((p.nbytes for p in trained), default=0)
+
+
+def profiling_bytes(units: Sequence[ModelUnit]) -> int:
+    """Return what measuring a model holds at least: parameters whole, and the largest gradient."""
+    gradients = [p.nbytes for unit in units if unit.trainable for _, p in unit.parameters]
+    return sum(p.nbytes for unit in units for _, p in unit.parameters) + max(gradients, default=0)
+
+
+def require_floor(job: Job, asked: Budget, limit: int) -> None:
+    """Raise InfeasibleBudget, in the words of the budget ``asked``, if no plan of the job keeps its ``limit`` of bytes,
+    also with the recomputation that the profile knows.
+    """
+    if limit >= (floor := floor_bytes(job)) or limit >= (recomputed := floor_bytes(job, Planned())):
+        return
+    error = InfeasibleBudget(limit, floor, "the model", recomputed=recomputed if recomputed < floor else None)
+    raise error.in_words_of(asked, lambda: unsharded_bytes(job))
+
+
+def warn_padding(profile: Profile) -> None:
+    """Warn of the unit that is padded most because ranks own whole parameters, if that is much of the model."""
+    plain = [layout.numel * layout.param_width for layout in profile.layouts]
+    padded = [layout.param_bytes for layout in profile.layouts]
+    if sum(padded) - sum(plain) < max(MIB, sum(plain) / 4):
+        return
+    most = max(range(len(plain)), key=lambda u: padded[u] - plain[u])
+    warnings.warn(
+        f"{profile.units[most].name}: parameters are updated whole, each by one of {profile.world} ranks, so "
+        f"{plain[most] / MIB:.1f} MiB take {padded[most] / MIB:.1f} in messages and buffers "
+        f"({sum(plain) / MIB:.1f} and {sum(padded) / MIB:.1f} in all): "
+        "larger units have less padding, and an elementwise optimizer for its largest parameter none",
+        stacklevel=4,
+    )
+
+
+def warn_profiling_memory(size: int, budget: int) -> None:
+    """Warn that measuring holds ``size`` bytes, if they are above the budget."""
+    if size > budget:
+        warnings.warn(
+            f"measuring the model holds it whole: {size / MIB:.1f} MiB per rank or more, above the budget of "
+            f"{budget / MIB:.1f} MiB, which the plan will keep. Where there is no room, plan with a profile from a "
+            f"larger machine (mdcs.make_plan)",
+            stacklevel=4,
+        )

@@ -36,21 +36,13 @@ class ModuleSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._draws: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}  # holds the objects, so that an id stays that of one object
-        for module in model.modules():
-            self._keep_module(module)
+        self._keep(model, 0)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore all of it."""
         for undo in self._undo:
-            undo()
-        self.draw_again()
-
-    def draw_again(self) -> None:
-        """Restore the random generators alone."""
-        for undo in self._draws:
             undo()
 
     def _keep_module(self, module: nn.Module) -> None:
@@ -77,40 +69,34 @@ class ModuleSnapshot:
         """Keep what is in a value. ``objects``: how deep to look into objects of other classes."""
         if isinstance(value, _VALUES) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
-        if isinstance(value, nn.Module):  # registered nowhere
+        if isinstance(value, nn.Module):  # the model, or one that is registered nowhere
             for module in value.modules():
                 self._keep_module(module)
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._keep_tensor(value)
-        elif isinstance(value, (list, deque, dict, set)):
-            self._undo.append(_refill(value))
+        elif isinstance(value, (list, tuple, deque, dict, set)):
+            if not isinstance(value, tuple):
+                self._undo.append(_refill(value))
             for each in [*value.values()] if isinstance(value, dict) else [*value]:
-                self._keep(each, objects)
-        elif isinstance(value, tuple):
-            for each in value:
                 self._keep(each, objects)
         elif isinstance(value, np.ndarray) and value.flags.writeable:
             self._undo.append(partial(value.__setitem__, ..., value.copy()))
         elif isinstance(value, np.random.Generator):
-            self._draws.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif isinstance(value, (torch.Generator, np.random.RandomState)):
             state: Any = value.get_state()
-            self._draws.append(partial(value.set_state, state))
+            self._undo.append(partial(value.set_state, state))
         elif isinstance(value, random.Random):
-            self._draws.append(partial(value.setstate, value.getstate()))
+            self._undo.append(partial(value.setstate, value.getstate()))
         elif objects and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _THREADED:
             self._keep_attributes(value, set(), objects - 1)
 
     def _keep_tensor(self, tensor: Tensor) -> None:
-        if (
-            tensor.grad_fn is not None
-            or tensor.is_inference()
-            or tensor.is_nested
-            or tensor.layout is not torch.strided
-        ):
-            return  # made anew by each forward, or not written in place
+        in_place = tensor.layout is torch.strided and not (tensor.is_inference() or tensor.is_nested)
+        if tensor.grad_fn is not None or not in_place:  # made anew by each forward, or not written in place
+            return
         before = unexpanded(tensor.detach()).clone()
 
         def undo() -> None:
@@ -139,24 +125,16 @@ def _contents(container: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def preserve_model(model: nn.Module, meter: Meter) -> Iterator[Callable[[], None]]:
-    """Run steps that are only measured: no garbage collection; what modules keep and the random state are restored.
-
-    The value restores random states alone: steps that draw the same numbers drop the same layers.
-    """
+def preserve_model(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Run steps that are only measured: no garbage collection; what modules keep and the random state are restored."""
     with meter.tag("parameters"):  # not part of a step: must not count as activations
         snapshot = ModuleSnapshot(model)
         device = next(model.parameters()).device
         numbers = random_state(device)
-
-    def same_numbers() -> None:
-        set_random_state(numbers, device)
-        snapshot.draw_again()
-
     collected = gc.isenabled()
     gc.disable()  # a collection inside a slot would be measured as compute
     try:
-        yield same_numbers
+        yield
     finally:
         if collected:
             gc.enable()

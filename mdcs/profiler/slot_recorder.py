@@ -3,83 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
 
-import torch
 from torch import nn
 
-from mdcs.model.hooks import Listener
-from mdcs.model.optimizers import Updates, in_flat_order
-from mdcs.model.units import ModelUnit
 from mdcs.profile.schema import Slot, Unit
-from mdcs.profiler.timing import DeviceTimestamp
-from mdcs.profiler.unit_tensors import ForwardChanges, UnitTensors
+from mdcs.profiler.step_tensors import UnitTensors, watch_forward
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.executor import DeviceTimestamp
 from mdcs.sizes import aligned
-from mdcs.telemetry.memory_meter import Meter, Reading
+from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading
 from mdcs.torch_compat import backward_pass
 
 
-class Measures(NamedTuple):
-    """Measurements of a pass that are kept: seconds, bytes."""
-
-    seconds: bool
-    bytes: bool
-
-
-class Run(Listener, Protocol):
-    """The run that a recorder listens to: it hears all hooks, has the parameters and takes the gradients away.
-
-    ``exported_to``: what the loop has the parameters for instead of training; None: nothing.
-    """
-
-    exported_to: str | None
-
-
-@dataclass
 class SlotRecorder:
-    """Listens to one micro-step after the other and keeps times and bytes per slot. Time in which ``run`` works is left
-    out.
+    """Listens to one micro-step after the other and keeps times and bytes per slot. Time in which the run works is
+    left out: it hears all hooks, too, has the parameters, and takes the gradients away.
 
-    - ``activations``: returns the bytes of activations in a reading of the meter.
-    - ``aside``: a context for what ``run`` does itself.
-
-    Passes of another order than the first are left out.
+    ``aside``: a context for what the run does itself. ``reads_bytes``: whether bytes are measured in the passes to
+    come. Passes of another order than the first are left out.
     """
 
-    model_units: Sequence[ModelUnit]
-    meter: Meter
-    device: torch.device
-    run: Any  # :class:`Run`; None for a recorder without passes
-    activations: Callable[[Reading | None], int]
-    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    order: list[tuple[int, str]] = field(default_factory=list)
-    spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    seconds: list[list[float]] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    peak: list[int] = field(default_factory=list)
-    # slots in which the memory of parameters is used
-    uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
-    # units that no hook announces: needed from their first use to their last
-    whole: set[int] = field(default_factory=set)
-    late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
-    # gradient: (slot, seconds into it)
-    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
-    # modules whose forward a checkpoint of the model's own runs again
-    rerun: set[nn.Module] = field(default_factory=set)
-    # (unit, slot, slot again): seconds
-    recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
-    shared: dict[int, int] = field(default_factory=dict)  # by unit: bytes of inputs that only recomputation would keep
-    outputs: dict[int, int] = field(default_factory=dict)  # by unit: bytes of the outputs of its modules
-    tensors: UnitTensors | None = None  # listens to a forward pass for these two
-    changing: set[int] = field(default_factory=set)  # units whose forward changes a buffer, as far as it listens
+    def __init__(self, engine: Engine, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self.model_units, self.meter, self._device = engine.units, engine.meter, engine.device
+        self._run, self._account, self._aside, self.reads_bytes = engine.sequencer, engine.account, aside, True
+        self.order: list[tuple[int, str]] = []
+        self.spans: dict[tuple[int, str], list[int]] = {}
+        self.seconds: list[list[float]] = []
+        self.live: list[int] = []
+        self.peak: list[int] = []
+        self.uses: dict[tuple[int, str], list[int]] = {}  # slots in which the memory of parameters is used
+        self.aliased: set[int] = set()  # units whose memory forward uses outside of their modules
+        self.whole: set[int] = set()  # units that no hook announces: needed from their first use to their last
+        self.late: set[int] = set()  # units of which a parameter is used after its gradient has come
+        self.came: dict[tuple[int, int], list[tuple[int, float]]] = {}  # gradient: (slot, seconds into it)
+        self.rerun: set[nn.Module] = set()  # modules whose forward a checkpoint of the model's own runs again
+        self.recomputations: dict[tuple[int, int, int], list[float]] = {}  # (unit, slot, slot again): seconds
+        self.shared: dict[int, int] = {}  # by unit: bytes of inputs that only recomputation would keep
+        self.outputs: dict[int, int] = {}  # by unit: bytes of the outputs of its modules
+        self.tensors: UnitTensors | None = None  # listens to a forward pass for these two
+        self.changing: set[int] = set()  # units whose forward changes a buffer, as far as it listens
+        self.restart()
 
-    def restart(self, kept: Measures) -> None:
+    def restart(self) -> None:
         """Forget the pass under way, and begin another."""
-        self._kept = kept
         self._now: list[tuple[int, str]] = []
         self._times: list[DeviceTimestamp] = []
         # (slot, begin, end) of what is not the model's time
@@ -91,56 +61,66 @@ class SlotRecorder:
         self._recomputed: list[tuple[tuple[int, int, int], DeviceTimestamp, DeviceTimestamp]] = []
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._uses: dict[tuple[int, str], list[int]] = {}
-        self._before: dict[int, ForwardChanges] = {}  # of units in their forward
+        self._changed: dict[int, Callable[[], bool]] = {}  # by unit in its forward: whether it has changed a buffer
         self._inside = [0] * len(self.model_units)
         self._side = 0  # forwards and backwards of side passes under way
 
-    def give_up(self) -> None:
-        """Forget the pass under way."""
-        self.restart(self._kept)
-
     def _boundary(self) -> None:
-        if self._kept.bytes:
-            self._look()
+        self._look()
+        if self.reads_bytes:
             self._peaks.append(self._highest)
             self._highest = 0
-            self._lives.append(self.activations(self.meter.live()))
-        self._times.append(DeviceTimestamp(self.device))
+            self._lives.append(self._activations(self.meter.live()))
+        self._times.append(DeviceTimestamp(self._device))
 
     def _look(self) -> None:
         """Note the most activation bytes since the last look: no gradient has been added to those held since then."""
-        self._highest = max(self._highest, self.activations(self.meter.window()))
+        if self.reads_bytes:
+            self._highest = max(self._highest, self._activations(self.meter.window()))
+
+    def _activations(self, reading: Reading | None) -> int:
+        """Return the bytes of activations. Where only a total is measured: the total without what the run knows of."""
+        reading = reading or {}
+        untagged, total = reading.get(UNTAGGED), reading.get(TOTAL)
+        if untagged is not None or total is None:
+            return untagged or 0
+        with self._account.lock:
+            held = sum(size for category, size in self._account.live.items() if category != UNTAGGED)
+        return max(0, total - held)
 
     def _slot(self, unit: int, phase: str) -> None:
         if phase == "B" and self.tensors is not None:
             self.shared, self.outputs = self.tensors.shared_inputs(), self.tensors.outputs()
             self.tensors = None
         self._boundary()
-        index = sum(p == phase for _, p in self._now)
         self._now.append((unit, phase))
-        self._spans.setdefault((unit, phase), [index, index])[1] = index
+        self._extend_span(unit, phase)
+
+    def _extend_span(self, unit: int, phase: str) -> None:
+        """Extend the unit's span to the present slot."""
+        slot = _count(self._now, phase) - 1
+        self._spans.setdefault((unit, phase), [slot, slot])[1] = slot
 
     # -- what the run hears, too
 
     @property
     def accumulates(self) -> bool:
         """Return whether all passes are side passes now."""
-        return self.run.accumulates
+        return self._run.accumulates
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         """Leave what the run does out of the slot's time, and out of the uses."""
-        if self._kept.bytes:
-            self._look()
-        begin = DeviceTimestamp(self.device)
-        with self.aside():
+        self._look()
+        begin = DeviceTimestamp(self._device)
+        with self._aside():
             yield
         if self._now:
-            self._waits.append((len(self._now) - 1, begin, DeviceTimestamp(self.device)))
+            self._waits.append((len(self._now) - 1, begin, DeviceTimestamp(self._device)))
 
     @property
     def _leaves_out(self) -> bool:
-        return self.run.exported_to is not None
+        return self._run.exported_to is not None
 
     @property
     def is_in_pass(self) -> bool:
@@ -154,32 +134,32 @@ class SlotRecorder:
     def forward_begin(self, unit: int) -> None:
         """Begin a slot."""
         with self._waiting():
-            self.run.forward_begin(unit)
+            self._run.forward_begin(unit)
         if not self._leaves_out:
             self._inside[unit] += 1
             self._slot(unit, "F")
             if self.tensors is not None:
-                self._before[unit] = ForwardChanges(self.model_units[unit])
+                self._changed[unit] = watch_forward(self.model_units[unit])
 
     def forward_end(self, unit: int) -> None:
         """Extend the unit's span to the present slot."""
-        self.run.forward_end(unit)
+        self._run.forward_end(unit)
         if not self._leaves_out:
-            self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
+            self._extend_span(unit, "F")
             self._inside[unit] -= 1
-            if unit in self._before and self._before.pop(unit).changed_buffer():
+            if unit in self._changed and self._changed.pop(unit)():
                 self.changing.add(unit)
 
     def backward_begin(self, unit: int) -> None:
         """Begin a slot."""
         with self._waiting():
-            self.run.backward_begin(unit)
+            self._run.backward_begin(unit)
         self._slot(unit, "B")
 
     def used_outside(self, unit: int, is_side: bool) -> None:
         """Begin a slot if this is the unit's first use; the unit is whole from now on."""
         with self._waiting():
-            self.run.used_outside(unit, is_side)
+            self._run.used_outside(unit, is_side)
         if self._leaves_out:
             return
         self.aliased.add(unit)
@@ -191,31 +171,30 @@ class SlotRecorder:
     def recomputed(self, unit: int) -> None:
         """Extend the unit's backward span: checkpointing runs its forward again."""
         with self._waiting():
-            self.run.recomputed(unit)
+            self._run.recomputed(unit)
         if not self._leaves_out:
-            self._extend_backward(unit)
+            self._extend_span(unit, "B")
 
     def side_begin(self, unit: int, in_backward: bool) -> None:
         """Let a side pass use a unit. The plan will wait meanwhile, unless it is inside of a forward pass."""
         with self._waiting():
-            self.run.side_begin(unit, in_backward)
+            self._run.side_begin(unit, in_backward)
         if self._leaves_out:
             return
         if any(self._inside):
-            slot = sum(phase == "F" for _, phase in self._now) - 1
-            self._spans.setdefault((unit, "F"), [slot, slot])[1] = slot
+            self._extend_span(unit, "F")
         else:
             self._side = 1 if in_backward else self._side + 1
 
     def side_end(self, unit: int) -> None:
         """Note that a module has returned in a side pass."""
-        self.run.side_end(unit)
+        self._run.side_end(unit)
         if not self._leaves_out:
             self._side = max(0, self._side - 1)
 
     def side_backward_end(self) -> None:
         """Note that the backward of a side pass is over."""
-        self.run.side_backward_end()
+        self._run.side_backward_end()
         self._side = 0
 
     def recomputing(self, unit: int) -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -224,27 +203,21 @@ class SlotRecorder:
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            use, begin = (unit, forward, len(self._now) - 1), DeviceTimestamp(self.device)
+            use, begin = (unit, forward, len(self._now) - 1), DeviceTimestamp(self._device)
             try:
                 yield
             finally:  # checkpointing leaves by an exception once all is computed that backward needs
-                self._recomputed.append((use, begin, DeviceTimestamp(self.device)))
+                self._recomputed.append((use, begin, DeviceTimestamp(self._device)))
 
         return again
 
-    def _extend_backward(self, unit: int) -> None:
-        """Extend the unit's backward span to the present slot."""
-        slot = sum(p == "B" for _, p in self._now) - 1
-        self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
-
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Note when a gradient is ready; the run takes it away."""
-        if self._kept.bytes:
-            self._look()
-        with self.aside():
-            self.run.gradient(unit, index, parameter)
-        self._arrived[unit, index] = len(self._now) - 1, DeviceTimestamp(self.device)
-        self._extend_backward(unit)
+        self._look()
+        with self._aside():
+            self._run.gradient(unit, index, parameter)
+        self._arrived[unit, index] = len(self._now) - 1, DeviceTimestamp(self._device)
+        self._extend_span(unit, "B")
 
     def used(self, unit: int, index: int) -> None:
         """Note that the memory of the unit's parameter ``index`` is used now."""
@@ -254,8 +227,8 @@ class SlotRecorder:
         if phase == "F" and backward_pass() != -1:  # before the first slot of backward: no hook of its own gathers it
             phase = "B"
             self.whole.add(unit)
-        slot = max(0, sum(p == phase for _, p in self._now) - 1)
-        _extend(self._uses, (unit, phase), slot, slot)
+        slot = max(0, _count(self._now, phase) - 1)
+        self._uses.setdefault((unit, phase), [slot, slot])[1] = slot
         if phase == "F" and not self._inside[unit]:
             self.aliased.add(unit)
         if (unit, index) in self._arrived:
@@ -264,30 +237,28 @@ class SlotRecorder:
     def backward_end(self) -> None:
         """End the last slot, and keep the measurements of the pass."""
         self._boundary()
-        with self.aside():
-            self.run.backward_end()
+        with self._aside():
+            self._run.backward_end()
         if not self.order or self._now == self.order:
-            for use, span in self._uses.items():
-                _extend(self.uses, use, *span)
             self._keep()
-        self.restart(self._kept)
+        self.restart()
 
     def _keep(self) -> None:
-        if not any(self._kept):
-            return
+        for use, (first, last) in self._uses.items():
+            span = self.uses.setdefault(use, [first, last])
+            span[:] = min(span[0], first), max(span[1], last)
         if not self.order:
             self.order, self.spans = self._now, self._spans
             self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
-        if self._kept.seconds:
-            seconds = [a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)]
-            for slot, begin, end in self._waits:
-                seconds[slot] -= begin.until(end)
-            self.seconds.append(seconds)
-            for use, begin, end in self._recomputed:
-                self.recomputations.setdefault(use, []).append(begin.until(end))
-            for key, (slot, mark) in self._arrived.items():
-                self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
-        if self._kept.bytes:
+        seconds = [a.until(b) for a, b in itertools.pairwise(self._times)]
+        for slot, begin, end in self._waits:
+            seconds[slot] -= begin.until(end)
+        self.seconds.append(seconds)
+        for use, begin, end in self._recomputed:
+            self.recomputations.setdefault(use, []).append(begin.until(end))
+        for key, (slot, mark) in self._arrived.items():
+            self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
+        if self.reads_bytes:
             self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
             self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
 
@@ -296,20 +267,19 @@ class SlotRecorder:
         self.live, self.peak = [n + size for n in self.live], [n + size for n in self.peak]
 
     @property
-    def idle(self) -> tuple[list[int], list[int]]:
-        """Units that the step did not come to, in forward and in backward: they get a slot of no time at the end of
-        each."""
+    def _idle(self) -> tuple[list[int], list[int]]:
+        """Units that the step did not come to: they get a slot of no time at the end of forward, and of backward."""
         forward = [u for u in range(len(self.model_units)) if (u, "F") not in self.spans]
         backward = [u for u, unit in enumerate(self.model_units) if unit.trainable and (u, "B") not in self.spans]
         return forward, backward[::-1]
 
-    def units(self, updates: Updates) -> tuple[Unit, ...]:
-        """Return the profile's units, without types and optimizers."""
+    def units(self, before: Sequence[Unit]) -> tuple[Unit, ...]:
+        """Return the units of a profile with the slots in which they are in use, and the times of their gradients."""
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
         idle = {
             (u, phase): (slot, slot)
-            for phase, own in zip("FB", self.idle, strict=True)
-            for slot, u in enumerate(own, sum(p == phase for _, p in self.order))
+            for phase, own in zip("FB", self._idle, strict=True)
+            for slot, u in enumerate(own, _count(self.order, phase))
         }
         out = []
         for u, unit in enumerate(self.model_units):
@@ -319,19 +289,12 @@ class SlotRecorder:
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
                 backward = backward[0], max([backward[1], *ends])
-            named, segments = in_flat_order(unit, updates)
-            lengths = tuple(s.numel for s in segments)
-            gradients = self._gradients_of(u, [p for _, p in named]) if unit.trainable else ()
-            aliased = u in self.aliased
-            out.append(
-                Unit(unit.name, lengths, unit.trainable, forward, backward, gradients=gradients, aliased=aliased)
-            )
+            gradients, aliased = self._gradients_of(u) if unit.trainable else (), u in self.aliased
+            out.append(replace(before[u], forward=forward, backward=backward, gradients=gradients, aliased=aliased))
         return tuple(out)
 
     def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
-        """Return first and last slot in which the unit or another one around its modules computes, or their memory is
-        used.
-        """
+        """Return first and last slot in which the unit or another one around its modules computes or is used."""
         modules = self.model_units[unit].modules
         slots = [
             slot
@@ -343,42 +306,33 @@ class SlotRecorder:
         if unit not in self.whole:
             return min(slots), max(slots)
         # Through the turn, so that it is not freed between its forward and its backward.
-        return (min(slots), self._forward_slots - 1) if phase == "F" else (0, max(slots))
+        if phase == "B":
+            return 0, max(slots)
+        return min(slots), _count(self.order, "F") + len(self._idle[0]) - 1
 
-    @property
-    def _forward_slots(self) -> int:
-        """Number of forward slots of the profile, those of no time included."""
-        return sum(phase == "F" for _, phase in self.order) + len(self.idle[0])
-
-    def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
-        """Return (elements, fraction of the last backward slot at which they are ready) in flat order.
-
-        Empty where the weights are used after their gradients.
+    def _gradients_of(self, unit: int) -> tuple[tuple[int, float], ...]:
+        """Return (elements, fraction of the last backward slot at which they are ready) in flat order, which is that of
+        the engine's units. Empty where the weights are used after their gradients.
         """
-        last = max((slot for i in range(len(ordered)) for slot, _ in self.came.get((unit, i), ())), default=0)
+        parameters = self.model_units[unit].parameters
+        last = max((slot for i in range(len(parameters)) for slot, _ in self.came.get((unit, i), ())), default=0)
         span = self._span(unit, "B")
-        forward_slots = sum(phase == "F" for _, phase in self.order)
-        if unit in self.late or span is None or forward_slots + span[1] > last:
+        if unit in self.late or span is None or _count(self.order, "F") + span[1] > last:
             return ()
         took = statistics.median(seconds[last] for seconds in self.seconds)
-        index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}
         out = []
-        for p in ordered:
+        for i, (_, p) in enumerate(parameters):
             # A gradient that did not come is known to be missing when the slot is over.
-            samples = [
-                seconds if slot == last else 0.0 for slot, seconds in self.came.get((unit, index[p]), [(last, took)])
-            ]
+            came = self.came.get((unit, i), [(last, took)])
+            samples = [seconds if slot == last else 0.0 for slot, seconds in came]
             out.append((aligned(p.numel()), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
         return tuple(out)
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the profile's slots: median seconds, most bytes."""
         medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
-        slots = [
-            Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
-        ]
-        turn = sum(phase == "F" for _, phase in self.order)
-        forward, backward = self.idle
+        slots = [Slot(*use, medians[i], self.live[i], self.peak[i]) for i, use in enumerate(self.order)]
+        turn, (forward, backward) = _count(self.order, "F"), self._idle
         # Bytes of activations between the passes, and outside of them.
         between, after = (self.live[turn], self.live[0]) if slots else (0, 0)
         idle_forward = [Slot(u, "F", 0.0, between, between) for u in forward]
@@ -386,7 +340,5 @@ class SlotRecorder:
         return (*slots[:turn], *idle_forward, *slots[turn:], *idle_backward)
 
 
-def _extend(spans: dict[tuple[int, str], list[int]], use: tuple[int, str], first: int, last: int) -> None:
-    """Extend the span of a unit's phase to these slots."""
-    span = spans.setdefault(use, [first, last])
-    span[:] = min(span[0], first), max(span[1], last)
+def _count(slots: Sequence[tuple[int, str]], phase: str) -> int:
+    return sum(p == phase for _, p in slots)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import mdcs
 from mdcs.planner.priority import Priority
 from mdcs.planner.strategies import RandomMix
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.merging import merge_profiles
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 

@@ -1,5 +1,5 @@
 """Times are measured roughly when this is imported: a profile that no test looks at takes a fraction of its seconds."""
 
-from mdcs.profiler import update_timing
+from mdcs.profiler import model_profile
 
-update_timing._CACHES, update_timing._LONG = 1 << 16, 1 << 14
+model_profile._CACHES, model_profile._LONG = 1 << 16, 1 << 14

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mdcs.profiler import update_timing
+from mdcs.profiler import model_profile
 from tests.mdcs.runtime.ranks import Ranks
 
 
@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def hasty() -> Iterator[None]:
     """Measure the seconds of updates on little memory: no test needs them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_timing, "_CACHES", 1 << 16)
-        patch.setattr(update_timing, "_LONG", 1 << 14)
+        patch.setattr(model_profile, "_CACHES", 1 << 16)
+        patch.setattr(model_profile, "_LONG", 1 << 14)
         yield
 
 

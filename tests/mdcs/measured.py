@@ -17,10 +17,10 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.planner.recompute import KEEP, Planned
 from mdcs.profiler import consensus
-from mdcs.profiler.measurement import Measurement, Ran, Stage
-from mdcs.profiler.recompute_profile import with_recomputation
-from mdcs.profiler.running_steps import RunningSteps
+from mdcs.profiler.measurement import Measurement
+from mdcs.profiler.running_steps import RunningSteps, with_recomputation
 from mdcs.profiler.slot_recorder import SlotRecorder
+from mdcs.profiler.stages import Ran, Stage
 
 LINK = mdcs.Link.uniform(1.0, 50.0)
 

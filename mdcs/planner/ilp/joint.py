@@ -259,7 +259,7 @@ def _cost_s(each: EvaluatedPlan) -> float:
 class Joint(SlotPlanner):
     """Strategies and schedule in one program, under the whole budget.
 
-    ``trials`` is read by code that has ranks to run plans (:mod:`mdcs.profiler.autotune`). It does not change the plan.
+    ``trials`` is read by code that has ranks to run plans (:mod:`mdcs.profiler.stages`). It does not change the plan.
     """
 
     name: ClassVar[str] = "joint"

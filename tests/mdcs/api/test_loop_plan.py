@@ -19,7 +19,7 @@ import mdcs
 from mdcs.api import loop_plan, session
 from mdcs.model.optimizers import Optimizers
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.profiler.memory_bounds import whole_bytes
+from mdcs.profiler.measurement import whole_bytes
 from mdcs.runtime.engine import Engine
 from mdcs.telemetry import memory_meter
 from mdcs.telemetry.memory_meter import ShimMeter

@@ -23,7 +23,8 @@ from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
 from mdcs.plan.plan import Plan
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import CHOICES, FULL, uniform
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.merging import merge_profiles
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import in_nodes
 from tests.mdcs.runtime.training import How, Setup, optimizer_for, recomputing, scheduler_for, setup, strategy_for

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import logging
 import os
 import re
 import signal
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -22,7 +25,9 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
-from mdcs.profiler.consensus import all_gather_object, merge_profiles, on_all_ranks, on_rank_zero, phase
+from mdcs.profiler import consensus
+from mdcs.profiler.consensus import Progress, all_gather_object, on_all_ranks, on_rank_zero, phase
+from mdcs.profiler.merging import merge_profiles
 from mdcs.runtime.errors import RunError
 
 from ..profiles import chain
@@ -225,3 +230,45 @@ def test_an_error_in_a_calibration_run_is_heard_in_its_words(two: Ranks, rank: i
     assert (own.kind, own.message) == ("IndexError", "no such token")
     assert other.kind == "RunError"
     assert re.search(rf"rank {rank} left the run in step \d: IndexError: no such token", other.message)
+
+
+# ---- progress: a line per phase with its time budget, and a bar on a terminal alone
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
+    monkeypatch.setattr(consensus, "_REDRAWN_S", 0.001)
+    bar = Progress()
+    bar.begin("measuring the link", 3.2)
+    until = time.monotonic() + 60  # against a hang only
+    while isinstance(stream, Terminal) and "[" not in stream.getvalue() and time.monotonic() < until:
+        time.sleep(0.001)
+    bar.begin("planning", None)
+    bar.end()
+    return re.sub(r"after \d+ s", "after 0 s", stream.getvalue())
+
+
+def test_a_phase_is_a_line_with_its_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "mdcs: measuring the link, about 3 s (after 0 s)\nmdcs: planning (after 0 s)\n"
+    assert shown(monkeypatch, io.StringIO()) == lines
+
+
+def test_a_program_that_configures_logging_has_the_lines_in_its_log(caplog, capsys) -> None:
+    caplog.set_level(logging.INFO)
+    bar = Progress()
+    bar.begin("planning", None)
+    bar.end()
+    assert caplog.record_tuples == [("mdcs.profiler.consensus", logging.INFO, "planning (after 0 s)")]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar_that_the_next_line_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = shown(monkeypatch, Terminal())
+    assert re.search(r"\rmdcs: \[#*\.+\]", written)
+    assert re.search(r"\]\r\x1b\[Kmdcs: planning", written)

@@ -15,8 +15,7 @@ from mdcs.planner.schedulers import Partitioning, Wfbp
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.link import Contention, ExecutionModel, Link
 from mdcs.profile.schema import Profile
-from mdcs.profiler.calibration import calibration_plans
-from mdcs.profiler.cost_fit import Run, fit_costs
+from mdcs.profiler.cost_fit import Run, calibration_plans, fit_costs
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 from mdcs.telemetry.timeline import PeriodTrace
@@ -141,3 +140,22 @@ def test_a_device_with_streams_of_its_own_is_slower_beside_messages() -> None:
     found = fit_costs(on_streams, took)
     assert found.interference == pytest.approx(0.25, rel=0.1) and found.contention == Contention()
     assert found.execution.host_seconds_per_message == pytest.approx(1e-4)
+
+
+# ---- plans that tell costs apart
+
+
+@pytest.mark.parametrize("sizes", [[3 * MIB // 2] * 8, [MIB] * 8, [1000] * 8, [10, 10**7, 300, 10**6]])
+def test_the_first_plan_has_every_operation_with_long_and_short_messages(sizes: list[int]) -> None:
+    mixed, greedy = calibration_plans(Job(chain(*sizes, link=GUESS)))
+    for kind in ("AR", "RS", "AG_F"):
+        sent = [mixed.wire(m) for m in mixed.messages if str(m.kind) == kind]
+        assert max(sent) >= 2 * min(sent)
+    assert greedy.strategy == "greedy"
+
+
+def test_calibration_plans_keep_a_budget() -> None:
+    free = calibration_plans(Job(PROFILE))
+    budget = min(plan.prediction.peak_bytes for plan in free if plan.prediction)
+    plans = calibration_plans(Job(PROFILE), budget)
+    assert all(plan.budget == budget and plan.prediction and plan.prediction.peak_bytes <= budget for plan in plans)

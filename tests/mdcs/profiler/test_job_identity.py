@@ -12,8 +12,7 @@ from torch import nn
 
 import mdcs
 from mdcs.model.optimizers import Optimizers
-from mdcs.profiler.first_passes import FirstPasses
-from mdcs.profiler.job_identity import described, key_of_job
+from mdcs.profiler.first_passes import FirstPasses, described, key_of_job
 
 
 def key(

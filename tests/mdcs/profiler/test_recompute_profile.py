@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mdcs
 from mdcs.plan.job import recomputing
 from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE
-from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.merging import merge_profiles
 from tests.mdcs.measured import measure_profile, recorded
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks

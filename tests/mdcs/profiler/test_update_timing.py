@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mdcs.model.optimizers import Optimizers, Updates
-from mdcs.profiler.update_timing import copy_seconds_per_byte, optimizer_costs
+from mdcs.profiler.model_profile import copy_seconds_per_byte, optimizer_costs, timer
 from mdcs.telemetry.memory_meter import Meter
 from tests.mdcs.profiler.gpu import CUDA, Gpu
 
@@ -28,7 +28,7 @@ def test_a_copy_costs_what_the_device_takes_for_it(monkeypatch: pytest.MonkeyPat
     gpu = Gpu(kernel)
     gpu.take_the_place_of_cuda(monkeypatch)
     with gpu:
-        found = copy_seconds_per_byte(LIKE)
+        found = copy_seconds_per_byte(LIKE, timer(CUDA))
     assert found == pytest.approx(1 / RATE, rel=0.02, abs=0)
 
 
@@ -38,6 +38,6 @@ def test_an_update_costs_what_the_device_takes_for_it(monkeypatch: pytest.Monkey
     gpu.take_the_place_of_cuda(monkeypatch)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
     with gpu:
-        found = optimizer_costs(Updates(Optimizers(optimizer)).parts[0], LIKE, Meter())
+        found = optimizer_costs(Updates(Optimizers(optimizer)).parts[0], LIKE, Meter(), timer(CUDA))
     assert found.seconds_per_run == pytest.approx(KERNEL, rel=0.02, abs=0)
     assert found.seconds_per_element == pytest.approx(4 / RATE, rel=0.02, abs=0)

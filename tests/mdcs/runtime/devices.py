@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.merging import merge_profiles
 from mdcs.runtime.context import StepRecord
 from mdcs.runtime.executor import Executor, run_on_comm_stream
 from tests.mdcs.measured import measure_profile

@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from mdcs.profiler import update_timing
+from mdcs.profiler import model_profile
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, ShimMeter
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,7 +185,7 @@ def _serve(pipe: Connection, output: Path, is_hasty: bool) -> None:
     for module in PRELOADED:
         import_module(module)
     if is_hasty:  # where what an update takes is of no use to a test
-        update_timing._CACHES, update_timing._LONG = 1 << 16, 1 << 14
+        model_profile._CACHES, model_profile._LONG = 1 << 16, 1 << 14
     gc.freeze()  # what has been imported is no garbage: to look through it takes longer than most tests
     pipe.send("ready")
     while True:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.profile.link import Collectives
-from mdcs.profiler.measurement import ranks_per_node
+from mdcs.profiler.consensus import ranks_per_node
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_checkpointing import other_start

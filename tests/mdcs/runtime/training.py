@@ -31,7 +31,8 @@ from mdcs.planner.registry import SCHEDULERS, STRATEGIES, JointPlanner, Schedule
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import CHOICES, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
-from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.merging import merge_profiles
 from mdcs.sizes import MIB
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.optimizers import OPTIMIZERS

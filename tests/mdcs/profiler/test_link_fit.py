@@ -1,4 +1,4 @@
-"""Least squares on random rows; spreads by hand."""
+"""Least squares on random rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mdcs.profiler.regression import Term, estimate, p10_p90
+from mdcs.profiler.link_fit import Term, estimate
 
 
 def rows(seed: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
@@ -48,9 +48,3 @@ def test_what_the_rows_do_not_tell_stays_at_its_prior() -> None:
     rate = estimate([TERMS[0], replace(TERMS[1], is_effect=False), TERMS[2]], x, y)
     assert rate.values["b"] == 7.0 and "b" not in rate.errors  # a rate is never 0
     assert estimate(TERMS, x[:0], y[:0]).values == estimate(TERMS, x[:2], y[:2], means=2).values == dict.fromkeys("abc", 7.0)
-
-
-def test_the_spread_is_that_of_the_samples() -> None:
-    assert p10_p90([3.0]) == (3.0, 3.0)
-    assert p10_p90([float(x) for x in range(11)]) == (1.0, 9.0)
-    assert p10_p90([2.0, 1.0]) == pytest.approx((1.1, 1.9))

@@ -19,7 +19,7 @@ from mdcs.planner.schedulers import Partitioning, Sequential
 from mdcs.planner.strategies import Uniform
 from mdcs.planner.trials import proposals
 from mdcs.profile.link import Link
-from mdcs.profiler.autotune import Trial, take_turns
+from mdcs.profiler.stages import Trial, take_turns
 from tests.mdcs.measured import measure_profile
 
 from ..optimizers import Counting, OwnCount

@@ -8,7 +8,7 @@ import pytest
 
 from mdcs.api.offline import steps_of
 from mdcs.profile.schema import INPUTS, Profile, Slot
-from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
+from mdcs.profiler.merging import mix, total_s, typical, with_slots_of
 from tests.mdcs.profiles import chain, recomputable
 
 

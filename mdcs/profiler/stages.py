@@ -1,24 +1,94 @@
-"""Choose the fastest plan by running a few plans for some steps each, in turns.
+"""Stages of a few steps under one plan each, what times them, and plans that take turns until the fastest is known.
 
 A prediction is wrong by some percent. Among many plans, the best predicted one is the one that the model flatters most.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.trials import Standing, SuccessiveHalving
 from mdcs.profiler.consensus import all_gather_object, phase
 from mdcs.profiler.cost_fit import run_name
-from mdcs.profiler.measurement import Ran, Stage
-from mdcs.profiler.running_steps import TimedSteps
+from mdcs.runtime.context import StepRecord
+from mdcs.runtime.engine import Engine
 
-_WRONG = 0.03
-"""Error of a prediction beyond which more than two plans are tried."""
+_WRONG = 0.03  # error of a prediction beyond which more than two plans are tried
+
+
+class Listener:
+    """Measures steps of a run."""
+
+    def end_step(self) -> None:
+        """End a step."""
+
+    def forget(self) -> None:
+        """Forget the step under way, which the loop gives up."""
+
+    def stop(self) -> None:
+        """Listen no more."""
+
+
+class TimedSteps(Listener):
+    """Times the steps of a run from now on."""
+
+    def __init__(self, engine: Engine) -> None:
+        engine.recorder.begin_timing()
+
+
+class StepClock(Listener):
+    """The host's time from step to step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ends = [time.monotonic()]
+
+    def end_step(self) -> None:
+        """End a step."""
+        self._ends.append(time.monotonic())
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(b - a for a, b in itertools.pairwise(self._ends))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """So many ``steps`` of a run under one plan, with what ``listen`` makes.
+
+    ``plan``: None: that of the stage before. ``chooses``: whether the plan may be another one after it. ``batch``:
+    number of the example batch of the steps; a loop has its own. ``waits_for``: there are more steps until one rank
+    says that this is done.
+    """
+
+    plan: Plan | None
+    steps: int
+    listen: Callable[[Engine], Listener]
+    chooses: bool = True
+    batch: int = 0
+    waits_for: Callable[[], bool] | None = None
+
+    def is_over(self, steps: int, engine: Engine, call: str) -> bool:
+        """Return whether the stage ends after so many steps, for this ``call``. Collective."""
+        if steps < self.steps or self.waits_for is None:
+            return steps >= self.steps
+        with engine.place.during(call):
+            return any(done for (done,) in engine.groups.agree_on_call(call, self.waits_for()))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A stage that is over: its run, between two steps, what has listened, and the records of its steps."""
+
+    engine: Engine
+    heard: Listener
+    records: list[StepRecord]
 
 
 @dataclass(frozen=True)
@@ -47,13 +117,13 @@ class Trial:
 
     def __str__(self) -> str:
         own = self.standing
-        words = f"{run_name(self.plan)}, {len(self.plan.messages)} messages: {own.median_s * 1e3:.1f} ms"
-        if self.is_chosen:
-            words += ", chosen"
-        else:
-            words += f", {own.slower_s * 1e3:+.1f} ± {own.interval_s * 1e3:.1f} ms"
-            words += f", dropped in round {own.dropped}" if own.dropped is not None else ""
-        return f"{words} ({own.rounds} rounds, {own.steps} steps; {self.predicted_s * 1e3:.1f} ms predicted)"
+        words = ", chosen" if self.is_chosen else f", {own.slower_s * 1e3:+.1f} ± {own.interval_s * 1e3:.1f} ms"
+        if own.dropped is not None:  # never of the chosen one
+            words += f", dropped in round {own.dropped}"
+        return (
+            f"{run_name(self.plan)}, {len(self.plan.messages)} messages: {own.median_s * 1e3:.1f} ms{words} "
+            f"({own.rounds} rounds, {own.steps} steps; {self.predicted_s * 1e3:.1f} ms predicted)"
+        )
 
 
 def take_turns(plans: Sequence[Plan], steps: int) -> Generator[Stage, Ran, tuple[Trial, ...]]:
@@ -92,7 +162,7 @@ def chosen(trials: Sequence[Trial]) -> Plan:
 
 def with_trials(plan: Plan, trials: Sequence[Trial]) -> Plan:
     """Return the plan with the trials in its outcome."""
-    return dataclasses.replace(plan, outcome="; ".join([*filter(None, [plan.outcome]), *map(str, trials)]))
+    return replace(plan, outcome="; ".join([*filter(None, [plan.outcome]), *map(str, trials)]))
 
 
 def _apart(plan: Plan, other: Plan) -> int:

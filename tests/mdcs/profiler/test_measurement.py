@@ -13,7 +13,7 @@ import mdcs
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.registry import scheduler_named, strategy_named
 from mdcs.profile.layout import WholeParameter
-from mdcs.profiler import memory_bounds
+from mdcs.profiler import measurement
 from tests.mdcs.measured import measure_profile
 from tests.mdcs.profiles import chain
 
@@ -30,10 +30,10 @@ def made(frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, list[m
 def test_every_plan_holds_shards_and_the_largest_unit_whole() -> None:
     _, optimizer, units = made()
     rest = (256 + 512) * 4 * 3  # parameters and two moments
-    assert memory_bounds.min_peak_bytes(units, optimizer, 1) == rest
-    assert memory_bounds.min_peak_bytes(units, optimizer, 4) == rest / 4 + 512 * 4 * 3 / 4
+    assert measurement.min_peak_bytes(units, optimizer, 1) == rest
+    assert measurement.min_peak_bytes(units, optimizer, 4) == rest / 4 + 512 * 4 * 3 / 4
     _, optimizer, units = made(frozen=True)
-    assert memory_bounds.min_peak_bytes(units, optimizer, 1) == 256 * 4 + 512 * 4 * 3
+    assert measurement.min_peak_bytes(units, optimizer, 1) == 256 * 4 + 512 * 4 * 3
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -41,7 +41,7 @@ def test_no_plan_needs_less(frozen: bool) -> None:
     model, optimizer, units = made(frozen)
     measured = measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer)
     for world in (2, 5):
-        profile, least = replace(measured, world=world), memory_bounds.min_peak_bytes(units, optimizer, world)
+        profile, least = replace(measured, world=world), measurement.min_peak_bytes(units, optimizer, world)
         assert least < mdcs.floor_bytes(profile)
         for strategy in ("dp", "zero2", "sdp", "fsdp"):
             plan = mdcs.make_plan(profile, strategy_named(strategy), scheduler_named("sequential"))
@@ -67,12 +67,12 @@ def test_a_budget_below_the_floor_is_refused_when_the_model_has_been_measured() 
 
 def test_measuring_above_the_budget_is_said_once_with_its_bytes() -> None:
     model, optimizer, units = made()
-    assert memory_bounds.profiling_bytes(units) == (256 + 512 + 512) * 4
+    assert measurement.profiling_bytes(units) == (256 + 512 + 512) * 4
     with pytest.warns(UserWarning, match=r"holds it whole: 2\.0 MiB per rank or more, above the budget of 1\.0 MiB"):
-        memory_bounds.warn_profiling_memory(2 << 20, 1 << 20)
+        measurement.warn_profiling_memory(2 << 20, 1 << 20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        memory_bounds.warn_profiling_memory(1 << 20, 1 << 20)
+        measurement.warn_profiling_memory(1 << 20, 1 << 20)
 
 
 def test_padding_of_whole_parameters_is_said() -> None:
@@ -83,8 +83,8 @@ def test_padding_of_whole_parameters_is_said() -> None:
     small = chain(10, 10)
     small = replace(small, units=(replace(small.units[0], whole=tuple(map(WholeParameter, (8, 1, 1)))), small.units[1]))
     with pytest.warns(UserWarning, match=r"a: .* by one of 2 ranks, so 10.0 MiB take 16.0 .*\(20.0 and 26.0 in all\)"):
-        memory_bounds.warn_padding(padded)
+        measurement.warn_padding(padded)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        memory_bounds.warn_padding(plain)
-        memory_bounds.warn_padding(small)  # much of the model, but hardly any bytes
+        measurement.warn_padding(plain)
+        measurement.warn_padding(small)  # much of the model, but hardly any bytes

@@ -33,9 +33,8 @@ from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.pipeline import SCHEDULERS, StrategyPlanner, floor_bytes, make_plan
 from mdcs.planner.recompute import Planned
-from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
 from mdcs.planner.schedulers import StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Link

@@ -25,8 +25,7 @@ from benchmarks.planners import chain
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS, floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay

@@ -31,10 +31,9 @@ from benchmarks.published_runs import CONTEXT_BYTES, DECODERS, DEVICES, INTERFER
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.pipeline import Scheduler, StrategyPlanner, floor_bytes, make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import ladder
-from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE, uniform

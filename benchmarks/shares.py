@@ -25,9 +25,8 @@ from benchmarks.layers import Decoder, Layer, Precision, layers_profile, resnet
 from mdcs.plan.job import Job
 from mdcs.plan.plan import PlanError
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
+from mdcs.planner.pipeline import Scheduler, floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Dear
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Link

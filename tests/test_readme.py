@@ -21,7 +21,7 @@ from experiments.config.files import CONF, groups
 from experiments.config.schema import fields_by_key
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

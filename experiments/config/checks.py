@@ -28,8 +28,8 @@ from experiments.config.schema import OPTION_GROUPS, OWN, Config, ConfigError, r
 from experiments.config.started import adapted
 from experiments.config.targets import TARGET, make, plain
 from experiments.tasks.builtin import Auto
+from mdcs.planner.pipeline import decides_schedule
 from mdcs.planner.recompute import KEEP
-from mdcs.planner.registry import decides_schedule
 
 
 @contextmanager

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer
     from experiments.trackers.tracker import Tracker
+    from mdcs.planner.pipeline import JointPlanner, Scheduler, StrategyPlanner
     from mdcs.planner.recompute import RecomputeRule
-    from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner
     Engine: TypeAlias = "EngineOptions"

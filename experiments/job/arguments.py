@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from experiments.config.errors import unknown_key
 from experiments.config.files import groups
 from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
-from mdcs.planner.registry import decides_schedule
+from mdcs.planner.pipeline import decides_schedule
 
 
 def submits(arguments: Sequence[str]) -> bool:

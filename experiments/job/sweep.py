@@ -27,7 +27,7 @@ from experiments.job.record import Record
 from experiments.job.tracking import show_sweep
 from hydra_plugins import _mdcs_jobs
 from launch.elastic import Occupied, claim
-from mdcs.planner.registry import decides_schedule
+from mdcs.planner.pipeline import decides_schedule
 
 ID = "sweep.id"
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")

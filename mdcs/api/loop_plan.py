@@ -21,21 +21,22 @@ from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
-from mdcs.planner.apart import call_apart
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.pipeline import lacks_recomputation, limit_of, unsharded_bytes
-from mdcs.planner.priority import Priority
-from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, in_words
-from mdcs.planner.registry import (
+from mdcs.planner.pipeline import (
     JointPlanner,
     Scheduler,
     StrategyPlanner,
     decides_schedule,
+    lacks_recomputation,
+    limit_of,
     scheduler_named,
     strategy_named,
+    unsharded_bytes,
 )
-from mdcs.planner.trials import make_plans
+from mdcs.planner.priority import Priority
+from mdcs.planner.recompute import AUTO, KEEP, RecomputeRule, in_words
+from mdcs.planner.schedulers import Solving
+from mdcs.planner.trials import call_apart, make_plans
 from mdcs.profile import cache
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import Begun, all_gather_object, on_all_ranks, on_rank_zero, phase

@@ -21,8 +21,8 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
+from mdcs.planner.pipeline import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.planner.recompute import AUTO, KEEP, Planned, RecomputeRule, recompute_named
-from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.link import Collectives, Link
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import all_gather_object, barrier, on_all_ranks, phase
@@ -146,7 +146,7 @@ def autoplan(
     typical batch and returns the loss. With ``batches``, examples of the sizes that the loop draws, ``step`` is given
     the batch: the plan has room for the largest, and its time is that of the mix.
 
-    ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority
+    ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.pipeline`); the scheduler is priority
     unless one is given, and none for a strategy that decides the schedule. ``recompute`` (auto, none, all, selective,
     random, planned, or a rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`); with auto
     none does unless no other plan keeps the budget, and one line says what that frees and costs. ``schedule_share`` is

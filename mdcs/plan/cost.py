@@ -3,8 +3,7 @@
 A message of B wire bytes that is alone on the link takes α + β·B. With other messages in flight it occupies the link
 for gap + β·B (:mod:`mdcs.profile.link`). While something computes it occupies the link at least as long as measured
 there, gap included (:class:`mdcs.profile.link.Contention`). Packing and unpacking a fused message takes two passes over
-its payload, the sum after an all-to-all one. The update after a reduction is of all elements after an all-reduce, of
-the rank's part after a reduce-scatter.
+its payload. The update is of all elements after an all-reduce, of the rank's part after a reduce-scatter.
 
 Simulator, planners, bounds and calibration read seconds only from here. Delays that depend on when a message comes (the
 contention's skew, dispatch and turn) are left out: the replay adds them.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from mdcs.plan.period import Strategy
 from mdcs.plan.schedule import MessageSeconds
@@ -33,8 +32,7 @@ class CostModel:
         """Return the seconds for which the link serves a message, after its gap, while something computes.
 
         max(β·wire, message_seconds + seconds_per_byte·wire - gap), with the contention's seconds. These were measured
-        with back-to-back messages over all ranks, so they include the gap. Within nodes, the excess of seconds_per_byte
-        over β stays the same.
+        with back-to-back messages over all ranks, gap included. Within nodes seconds_per_byte exceeds β by as much.
         """
         link, contention = self.profile.link, self.profile.contention
         per_byte = contention.seconds_per_byte
@@ -72,9 +70,8 @@ class CostModel:
         return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
 
     def message(self, kind: Kind, pieces: tuple[tuple[int, int], ...], blocking: bool = False) -> MessageSeconds:
-        """Return the cost of a message of ``pieces``: (unit, elements) of each block, all of one type.
-
-        - ``blocking``: compute waits for the message, so compute does not slow it down.
+        """Return the cost of a message of ``pieces``: (unit, elements) of each block, all of one type. ``blocking``:
+        compute waits for the message, so compute does not slow it down.
         """
         key = kind, pieces, blocking
         if key in self._known:
@@ -100,24 +97,13 @@ class CostModel:
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
         """Return the seconds per iteration by which traffic takes longer than that of all-dp: Σ β·bytes, at least 0.
-
-        - ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
+        ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
         """
-        profile = self.profile
-        all_dp = sum(
-            profile.wire(Kind.AR, layout.grad_bytes)
-            for unit, layout in zip(profile.units, profile.layouts, strict=True)
-            if unit.trainable
-        )
-        seconds = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
-        # an all-reduce may be slower than its two halves
-        return max(0.0, seconds - profile.link.beta_of(Kind.AR) * all_dp)
-
-
-# ---- parts of a step's time, named as HTA and NVIDIA's tools name them: plans, measurements and engines share them
-
-
-Times = TypeVar("Times", bound="StepTimes")
+        profile, beta_of = self.profile, self.profile.link.beta_of
+        trained = [layout for u, layout in zip(profile.units, profile.layouts, strict=True) if u.trainable]
+        all_dp = sum(profile.wire(Kind.AR, layout.grad_bytes) for layout in trained)
+        seconds = sum(beta_of(Kind(kind)) * size for kind, size in sent.items())
+        return max(0.0, seconds - beta_of(Kind.AR) * all_dp)  # an all-reduce may be slower than its two halves
 
 
 @dataclass(frozen=True)
@@ -141,9 +127,9 @@ class StepTimes:
 
     @classmethod
     def of(
-        cls: type[Times], step_s: float, compute_s: float | None = None, communication_s: float | None = None,
+        cls, step_s: float, compute_s: float | None = None, communication_s: float | None = None,
         overlap_s: float | None = None, **more: Any,
-    ) -> Times:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Return the times with the derived ones. ``more``: fields of a subclass."""
         exposed_s, stalled_s, ratio = _less(communication_s, overlap_s), _less(step_s, compute_s), None
         if communication_s is not None and overlap_s is not None:

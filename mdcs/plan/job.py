@@ -26,7 +26,7 @@ class Job:
       example): all updates wait for all reductions of the iteration.
     - ``reserve``: bytes of any budget that are kept free.
     - ``recompute``: by unit none, full or selective (:mod:`mdcs.profile.recompute`). Empty: none for all. ``profile``
-      has the slots without recomputation, ``period`` and ``planned_profile`` those with it.
+      has the slots without recomputation, ``period.profile`` those with it.
 
     Raises ValueError for numbers out of range, and for a recomputation that the profile has no option for.
     """
@@ -53,14 +53,9 @@ class Job:
         """Return the job with these choices of recomputation. None for all units becomes empty."""
         return dataclasses.replace(self, recompute=() if set(choices) <= {NONE} else tuple(choices))
 
-    @property
-    def planned_profile(self) -> Profile:
-        """The profile with the slots of ``recompute``."""
-        return self.period.profile
-
     @cached_property
     def period(self) -> Period:
-        """The circle of slots of one iteration."""
+        """The circle of slots of one iteration, with the profile that has the slots of ``recompute``."""
         return Period(recomputing(self.profile, self.recompute), self.micro_steps, not self.cross_iteration)
 
     @cached_property
@@ -73,9 +68,7 @@ class Job:
 
 
 def chosen_options(profile: Profile, choices: Sequence[str]) -> tuple[RecomputeOption, ...]:
-    """Return the options of these choices, one choice per unit. Empty: none. Raises ValueError for another number of
-    choices, and for a choice that the profile has no option for.
-    """
+    """Return the options of these choices, one per unit or none at all. Raises ValueError where one has no option."""
     if not choices:
         return ()
     if len(choices) != len(profile.units):
@@ -114,8 +107,8 @@ def recomputing(profile: Profile, choices: Sequence[str]) -> Profile:
 
 
 def peak_changes(profile: Profile, option: RecomputeOption) -> dict[int, int]:
-    """Return slot -> bytes by which its peak changes when only this unit recomputes. The changes of several units add
-    up, except in a slot in which several units recompute.
+    """Return slot -> bytes by which its peak changes when only this unit recomputes. Changes of several units add up,
+    except where several recompute in one slot.
     """
     first, out = profile.forward_slots, dict[int, int]()
     for use in option.uses:

@@ -7,14 +7,13 @@ message. Runtime, simulator and planners read these sums: admission, prediction 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from mdcs.plan.lifetimes import Moment, Row, at_rest, bytes_between, message_rows, unit_rows
 from mdcs.plan.period import Op, Period, Strategy
-from mdcs.plan.plan import Plan, PlanError
+from mdcs.plan.plan import Blocks, Plan, PlanError
 from mdcs.plan.schedule import Folded, Numbers, Schedule, SizeTable, buffer_of, fold_bytes
 from mdcs.profile.layout import cuts, owned_part
 from mdcs.profile.link import Kind
@@ -23,10 +22,6 @@ Effects = tuple[tuple[str, int], ...]
 """(category, bytes) pairs: positive bytes are allocated, negative bytes are freed."""
 
 Rows = tuple[Row, ...]
-
-
-def _total(rows: Iterable[Row]) -> int:
-    return sum([row.bytes for row in rows])
 
 
 def _bytes(category: str, *of: str) -> cached_property[int]:
@@ -38,19 +33,17 @@ def _bytes(category: str, *of: str) -> cached_property[int]:
 
 def _pairs(category: str, of: str, freed: Moment | None = None) -> cached_property[tuple[tuple[int, int], ...]]:
     """Return a property: (unit, bytes) of a category in a field, of the rows that are freed at this moment if given."""
-
-    def found(self: MessageBytes | SlotBytes) -> tuple[tuple[int, int], ...]:
-        rows: Rows = getattr(self, of)
-        rows = tuple(r for r in rows if freed is None or (r.freed and r.freed.moment == freed))
-        return tuple((r.unit, r.bytes) for r in rows if r.category == category)
-
-    return cached_property(found)
+    return cached_property(
+        lambda self: tuple(
+            (r.unit, r.bytes) for r in getattr(self, of)
+            if r.category == category and (freed is None or (r.freed and r.freed.moment == freed))
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """Bytes that one message allocates and frees. ``held``, ``freed``, ``transient``: as in
-    :class:`~mdcs.plan.schedule.Folded`.
+    """Bytes that one message allocates and frees; the numbers are those of :class:`~mdcs.plan.schedule.Folded`.
 
     - ``own``: buffers that it allocates and frees. ``kept``: that it allocates, and a slot or later message frees.
     - ``ended``: buffers of slots and earlier messages that it frees.
@@ -92,18 +85,15 @@ class MessageBytes:
     staging = _bytes("staging", "own")
     shards = _bytes("gradient_shards", "own", "kept")  # that it makes
     shards_held = _bytes("gradient_shards", "kept")  # that stay until the barrier
-    # after its update; in barrier mode those of all reductions
-    shards_freed = _bytes("gradient_shards", "own", "ended")
+    shards_freed = _bytes("gradient_shards", "own", "ended")  # after its update; with a barrier of all reductions
     scratch = _bytes("update_scratch", "own")
-    # freed when the collective ends (reduce-scatter)
-    gradients_after_link = _pairs("gradients", "ended", freed="landed")
+    gradients_after_link = _pairs("gradients", "ended", freed="landed")  # freed when a reduce-scatter ends
     gradients_after_update = _pairs("gradients", "ended", freed="done")  # freed after the update (all-reduce)
 
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Bytes that one slot allocates and frees; ``live``, ``peak`` of activations as in
-    :class:`mdcs.profile.schema.Slot`.
+    """Bytes that one slot allocates and frees; the numbers are those of :class:`mdcs.profile.schema.Slot`.
 
     - ``begun``: buffers allocated when the slot begins. ``ended``: buffers freed when it ends.
     - ``at_begin``, ``at_end``: the effects of these two events. ``allocated``, ``freed``: their bytes.
@@ -114,8 +104,8 @@ class SlotBytes:
     live: int
     peak: int
 
-    allocated = cached_property[int](lambda self: _total(self.begun))
-    freed = cached_property[int](lambda self: _total(self.ended))
+    allocated = cached_property[int](lambda self: sum(row.bytes for row in self.begun))
+    freed = cached_property[int](lambda self: sum(row.bytes for row in self.ended))
     at_begin = cached_property[Effects](lambda self: tuple((row.category, row.bytes) for row in self.begun))
     at_end = cached_property[Effects](lambda self: tuple((row.category, -row.bytes) for row in self.ended))
 
@@ -142,27 +132,23 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
     return [SlotBytes(tuple(begun.get(q, ())), tuple(ended.get(q, ())), s.live, s.peak) for q, s in enumerate(slots)]
 
 
-class _UnitBytes(NamedTuple):
-    """The part of :class:`AssignmentBytes` of one unit. ``more``: rank -> bytes of state beyond those of all ranks."""
-
-    at_rest: tuple[tuple[str, int], ...]
-    scratch: dict[tuple[int, int], int]
-    more: dict[int, int]
-
-
 @lru_cache(maxsize=1 << 13)
-def _unit_bytes(period: Period, u: int, strategy: Strategy, blocks: tuple[int, ...], rank: int | None) -> _UnitBytes:
+def _unit_bytes(
+    period: Period, u: int, strategy: Strategy, blocks: tuple[int, ...], rank: int | None
+) -> tuple[dict[str, int], dict[tuple[int, int], int], dict[int, int]]:
+    """Return ``at_rest`` and ``scratch`` of one unit, and rank -> bytes of state beyond those of all ranks."""
     profile, unit, layout = period.profile, period.profile.units[u], period.profile.layouts[u]
-    parts, resting = strategy.parts(profile), tuple(at_rest(unit_rows(period, u, strategy)).items())
+    parts, resting = strategy.parts(profile), at_rest(unit_rows(period, u, strategy))
     if not unit.trainable:
-        return _UnitBytes(resting, {}, {})
+        return resting, {}, {}
     # A copy of the gradient in the optimizer's precision.
     copies = layout.updated_width if layout.updated_width != layout.grad_width else 0
     if layout.is_whole:
         most = max(p.scratch for p in layout.whole) + layout.elements // parts * copies
-        return _UnitBytes(resting, {(u, 0): most}, {})
+        return resting, {(u, 0): most}, {}
     opt, found = profile.optimizers[unit.optimizer], cuts(layout.ends(unit.segments), blocks, parts)
-    fixed, more = (len(blocks) + found.everywhere) * opt.state_fixed, Counter[int]()
+    resting["optimizer"] += (len(blocks) + found.everywhere) * opt.state_fixed
+    more = Counter[int]()
     for part, count in found.on_rank:
         more.update(dict.fromkeys(range(part, profile.world, parts), count * opt.state_fixed))
     scratch = {}
@@ -171,7 +157,7 @@ def _unit_bytes(period: Period, u: int, strategy: Strategy, blocks: tuple[int, .
             own = owned_part(sum(blocks[:b]), blocks[b], parts, rank)
             largest = max(n for _, n, _ in layout.pieces(unit.segments, own))
         scratch[u, b] = opt.scratch(largest, layout.updated_width) + blocks[b] // parts * copies
-    return _UnitBytes((*resting, ("optimizer", fixed)), scratch, more)
+    return resting, scratch, more
 
 
 class AssignmentBytes:
@@ -185,21 +171,17 @@ class AssignmentBytes:
     """
 
     def __init__(
-        self,
-        period: Period,
-        strategies: tuple[Strategy, ...],
-        blocks: Sequence[tuple[int, ...]],
-        rank: int | None = None,
+        self, period: Period, strategies: tuple[Strategy, ...], blocks: Blocks, rank: int | None = None
     ) -> None:
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self.scratch: dict[tuple[int, int], int] = {}
         more = Counter[int]()  # rank -> bytes
         for u, strategy in enumerate(strategies):
-            own = _unit_bytes(period, u, strategy, blocks[u], rank)
-            for category, size in own.at_rest:
+            resting, scratch, own = _unit_bytes(period, u, strategy, blocks[u], rank)
+            for category, size in resting.items():
                 self.at_rest[category] = self.at_rest.get(category, 0) + size
-            self.scratch.update(own.scratch)
-            more.update(own.more)
+            self.scratch.update(scratch)
+            more.update(own)
         self.at_rest["optimizer"] += max(more.values(), default=0) if rank is None else more[rank]
         self.rest_bytes = sum(self.at_rest.values())
         self.slots = _slots(period, strategies)
@@ -214,18 +196,21 @@ class Ledger(AssignmentBytes):
 
     def __init__(self, plan: Plan, rank: int | None = None) -> None:
         super().__init__(plan.period, plan.strategies, plan.blocks, rank)
-        self.plan, none = plan, [0] * len(plan.messages)
+        self.plan, n = plan, len(plan.messages)
         self.payloads = [plan.payload(m) for m in plan.messages]
         scratch = [0 if m.kind.is_gather else max([self.scratch[part] for part in m.parts]) for m in plan.messages]
-        own = [
-            own_bytes(plan.period, m.kind, payload, len(m.parts), size)
-            for m, payload, size in zip(plan.messages, self.payloads, scratch, strict=True)
-        ]
+        own = self._own(scratch)
         columns = {name: [getattr(each, name) for each in own] for name in OwnBytes._fields[1:]}
         self.buffer_bytes, gradients = sizes_of_units(plan.period, plan.strategies)
         sizes = SizeTable(**columns, buffer_bytes=self.buffer_bytes, gradient_bytes=gradients)
-        self.folded = Folded(list(none), list(none), list(none))
-        fold_bytes(plan.table, sizes, range(len(none)), plan.schedule, self.folded)
+        self.folded = Folded([0] * n, [0] * n, [0] * n)
+        fold_bytes(plan.table, sizes, range(n), plan.schedule, self.folded)
+
+    def _own(self, scratch: list[int]) -> list[OwnBytes]:
+        return [
+            own_bytes(self.plan.period, m.kind, payload, len(m.parts), size)
+            for m, payload, size in zip(self.plan.messages, self.payloads, scratch, strict=True)
+        ]
 
     @cached_property
     def messages(self) -> list[MessageBytes]:
@@ -245,10 +230,7 @@ class Ledger(AssignmentBytes):
         for m, update in zip(plan.messages, s.updated_by, strict=True):
             if update >= 0:
                 scratch[update] = max(scratch[update], *(self.scratch[part] for part in m.parts))
-        own = [
-            own_bytes(plan.period, m.kind, payload, len(m.parts), size).rows
-            for m, payload, size in zip(plan.messages, self.payloads, scratch, strict=True)
-        ]
+        own = [each.rows for each in self._own(scratch)]
         for i, update in enumerate(s.updated_by):
             if update not in (-1, i):  # its shards stay until a later message's update
                 stay = [row for row in own[i] if row.freed is not None and row.freed.moment == "done"]
@@ -295,8 +277,7 @@ def sizes_of_units(period: Period, strategies: tuple[Strategy, ...]) -> tuple[li
 
 def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[int]:
     """Return the bytes needed at each slot: the larger of prologue and steady period, with all earlier messages done.
-
-    Compute can always wait for messages that are issued. Therefore admission cannot deadlock if these bytes fit.
+    Compute can always wait for messages that are issued. So admission cannot deadlock if these bytes fit.
     """
     ledger = ledger or Ledger(plan)
     slots, length = ledger.slots, plan.period.length
@@ -312,12 +293,11 @@ def fill_demands(
     turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, s: Schedule,
     sizes: Folded, arrival: Numbers, running: Numbers,
 ) -> None:  # fmt: skip
-    """Fill the bytes that each slot needs when compute arrives, while it waits for messages, and while it is running.
-
-    A loop over numbers, which :mod:`mdcs.simulator.simulate` compiles for searches.
+    """Fill the bytes that each slot needs when compute arrives, while it waits for messages, and while it is running. A
+    loop over numbers, which :mod:`mdcs.simulator.simulate` compiles for searches.
 
     - ``turn``: first forward slot, where the prologue starts. ``rest``: bytes at rest.
-    - by slot: ``live``, ``peak``, ``allocated``, ``released``, as in :class:`~mdcs.plan.ledger.SlotBytes`.
+    - by slot: ``live``, ``peak``, ``allocated``, ``released``, as in :class:`SlotBytes`.
     """
     length, now = len(arrival), rest
     for q in range(length):

@@ -32,42 +32,26 @@ CATEGORIES = (
 """Categories of bytes in every measurement and prediction."""
 
 Moment = Literal["begin", "end", "start", "landed", "update", "done"]
-"""Begin and end of a slot. Start of a message, end of its collective, begin and end of its update.
-
-In barrier mode the last reduction of the period makes the updates of all reductions.
+"""Begin and end of a slot. Start of a message, end of its collective, begin and end of its update (with a barrier the
+last reduction of the period makes the updates of all).
 """
-
-THIS: Literal["this"] = "this"
-"""The message that the row belongs to."""
 
 
 class Event(NamedTuple):
-    """A moment of a slot (an index, unrolled), or of a message (an operation, or ``THIS``)."""
+    """A moment of a slot (an index, unrolled), or of a message: an operation's, or the one that the row belongs to."""
 
     moment: Moment
     of: int | Op | Literal["this"]
 
 
 class Row(NamedTuple):
-    """One buffer, of a unit, or of a message (-1).
-
-    - ``allocated``, ``freed``: the events. None for bytes at rest, which are always held.
-    """
+    """One buffer, of a unit, or of a message (-1). Bytes at rest have no events: they are always held."""
 
     category: str
     bytes: int
     allocated: Event | None
     freed: Event | None
     unit: int = -1
-
-
-def state_bytes(profile: Profile, unit: int, parts: int) -> int:
-    """Return the optimizer state of a trainable unit, on the rank of ``parts`` that has the most."""
-    layout = profile.layouts[unit]
-    if layout.is_whole:
-        return max(sum([p.state for p in own]) for own in layout.owned(parts))
-    tensors = profile.optimizers[profile.units[unit].optimizer].state_tensors
-    return int(layout.elements // parts * (layout.updated_width * tensors))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -80,9 +64,12 @@ def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
     size = layout.elements // (parts if strategy.sharded else 1)
     # 0: the master shard is all
     parameters = 0 if strategy.sharded and layout.master_width else size * layout.param_width
-    optimizer = layout.elements // parts * layout.master_width + (
-        state_bytes(profile, unit, parts) if of.trainable else 0
-    )
+    optimizer = layout.elements // parts * layout.master_width
+    if of.trainable and layout.is_whole:  # state of the rank that has the most
+        optimizer += max(sum([p.state for p in own]) for own in layout.owned(parts))
+    elif of.trainable:
+        tensors = profile.optimizers[of.optimizer].state_tensors
+        optimizer += int(layout.elements // parts * (layout.updated_width * tensors))
     rows = [Row("parameters", parameters, None, None, unit), Row("optimizer", optimizer, None, None, unit)]
     for op in period.ops(unit, strategy):
         if op.kind.is_gather and strategy.sharded:
@@ -96,24 +83,21 @@ def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
 
 
 def message_rows(profile: Profile, kind: Kind, payload: int, parts: int, scratch: int) -> tuple[Row, ...]:
-    """Return the buffers of one message of ``payload`` bytes in so many ``parts``.
-
-    - ``scratch``: temporary bytes of its updates, the largest of all: updates run one after another.
+    """Return the buffers of one message of ``payload`` bytes in so many ``parts``. ``scratch``: temporary bytes of its
+    updates, the largest of all: updates run one after another.
     """
     staging = staging_bytes(profile, kind, payload, parts)
-    rows = [Row("staging", staging, Event("start", THIS), Event("landed", THIS))]
+    rows = [Row("staging", staging, Event("start", "this"), Event("landed", "this"))]
     if kind.plain is Kind.RS:
         shard = payload // profile.group(kind)
-        rows.append(Row("gradient_shards", shard, Event("start", THIS), Event("done", THIS)))
+        rows.append(Row("gradient_shards", shard, Event("start", "this"), Event("done", "this")))
     if not kind.is_gather:
-        rows.append(Row("update_scratch", scratch, Event("update", THIS), Event("done", THIS)))
+        rows.append(Row("update_scratch", scratch, Event("update", "this"), Event("done", "this")))
     return tuple([row for row in rows if row.bytes])
 
 
 def staging_bytes(profile: Profile, kind: Kind, payload: int, parts: int) -> int:
-    """Return the bytes of a message's buffers beside the payload: the one that a fused message is packed into, and what
-    the algorithm needs (:mod:`mdcs.profile.link`).
-    """
+    """Return the bytes that a message is packed into, and those of the algorithm (:mod:`mdcs.profile.link`)."""
     packed = payload if profile.world > 1 and parts > 1 else 0
     return packed + profile.buffer(kind, payload)
 
@@ -138,17 +122,18 @@ def extra_bytes_vs_fsdp(period: Period, unit: int, strategy: Strategy) -> int:
     last = period.micro_steps - 1
     used = period.forward(unit, last)[1]
 
-    def gathered(of: Event) -> bool:
-        return isinstance(of.of, Op) and of.of.kind.plain is Kind.AG_F and of.of.micro == last
+    def is_held(row: Row) -> bool:
+        """Return whether it is at rest, or gathered for the last forward pass and still there when that ends."""
+        if row.allocated is None or row.freed is None:
+            return row.allocated is None
+        op, end = row.allocated.of, row.freed.of
+        is_gathered = isinstance(op, Op) and op.kind.plain is Kind.AG_F and op.micro == last
+        return is_gathered and isinstance(end, int) and end > used
 
-    def held(strategy: Strategy) -> int:
-        """Bytes at rest, and gathered for the last forward pass and still there when it ends."""
-        rows = unit_rows(period, unit, strategy)
-        moving = [(row.allocated, row.freed, row.bytes) for row in rows if row.allocated and row.freed]
-        kept = [size for a, f, size in moving if gathered(a) and isinstance(f.of, int) and f.of > used]
-        return sum(at_rest(rows).values()) + sum(kept)
-
-    return held(strategy) - held(Strategy.fsdp)
+    held, of_fsdp = (
+        sum([row.bytes for row in unit_rows(period, unit, k) if is_held(row)]) for k in (strategy, Strategy.fsdp)
+    )
+    return held - of_fsdp
 
 
 # ---- admission: which bytes may be taken now, beside all that is promised and in flight. Pure numbers, without threads
@@ -157,14 +142,12 @@ def extra_bytes_vs_fsdp(period: Period, unit: int, strategy: Strategy) -> int:
 class Admission:
     """Bytes promised to messages and slots, under a limit. Not thread-safe.
 
-    It serves the runtime's queue on every device, and tests replay plans with it; the replay's loops ask the same
-    questions of arrays (:mod:`mdcs.simulator.kernel`). A message that is issued reserves what stays after it, and may
-    need bytes of its own while it is in flight; when it is done, it frees buffers of slots and earlier messages
-    (:class:`mdcs.plan.schedule.Folded`). Only ``depth`` messages need their own bytes at a time. The worst case by slot
-    (:mod:`mdcs.plan.ledger`) says that waiting for messages that are issued makes room in the end.
+    The runtime's queue asks it; the replay's loops ask the same questions of arrays (:mod:`mdcs.simulator.kernel`). A
+    message that is issued reserves what stays after it, and may need bytes of its own while it is in flight; when it is
+    done, it frees buffers of slots and earlier messages (:class:`mdcs.plan.schedule.Folded`). Only ``depth`` messages
+    need their own bytes at a time. Waiting for messages makes room in the end, as the worst case by slot says.
 
-    - ``cap``: bytes that may be reserved; None: no limit. ``soft_cap``: bytes above which messages are waited for
-      although there is no limit; None: they are not.
+    - ``cap``: bytes that may be reserved; None: no limit. ``soft_cap``: above it messages are waited for nevertheless.
     - ``at_rest``: bytes held between iterations. ``depth``: messages in flight.
     - ``reserved``: bytes promised, to messages and to slots. ``excess``: activation bytes beyond the profiled ones.
     """
@@ -175,23 +158,19 @@ class Admission:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with nothing in flight: only the bytes at rest are reserved."""
+        """Begin with nothing in flight."""
         self.reserved = self.at_rest
         self._freeing = 0  # bytes that the messages in flight free when they are done
         self._in_flight = InFlightBytes(self.depth)
-
-    # -- questions ------------------------------------------------------------------------------------------------
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit under the cap beside what is reserved, not counting messages in flight."""
         return self.cap is None or self.reserved + size <= self.cap
 
     def admits(self, size: int, transient: int = 0) -> bool:
-        """Return whether ``size`` bytes fit beside everything reserved and in flight, and a message of ``transient``
-        bytes.
-
-        The excess is counted as far as waiting can make room for it: if the bytes would not fit beside it with nothing
-        in flight, waiting is in vain.
+        """Return whether ``size`` bytes, and ``transient`` bytes of a message, fit beside all that is reserved and in
+        flight. The excess is counted as far as waiting can make room for it: if the bytes would not fit beside it with
+        nothing in flight, waiting is in vain.
         """
         if self._limit is None:
             return True
@@ -204,8 +183,6 @@ class Admission:
         """Return whether a message fits as in :meth:`admits`, beside all of the excess."""
         needed = self.reserved + size + self.excess
         return self._limit is None or needed + self._in_flight.most(transient) <= self._limit
-
-    # -- events ---------------------------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> None:
         """Promise bytes to compute; a negative size takes a promise back."""

@@ -1,13 +1,12 @@
-"""The strategies of units, and the period: one iteration in steady state as a circle of slots, with the windows of the
-operations that strategies need.
-"""
+"""The strategies of units, and the period: one iteration in steady state as a circle of slots, with windows."""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from mdcs.profile.link import Kind
@@ -81,22 +80,16 @@ def blocks_by_readiness(profile: Profile, unit: int, blocks: tuple[int, ...]) ->
 
 
 def gradient_ends(profile: Profile, unit: int) -> tuple[int, ...]:
-    """Return where each parameter ends in the unit's flat buffer (elements, padding included); empty if the profile
-    does not say when gradients become ready.
-    """
+    """Return where each parameter ends in the unit's flat buffer (elements); empty if gradients have no times."""
     gradients = profile.units[unit].gradients
     return profile.layouts[unit].ends([n for n, _ in gradients]) if gradients else ()
 
 
 def ready_fraction_in_slot(profile: Profile, unit: int) -> float:
     """Return the fraction of a unit's gradients that are ready before its last backward slot ends."""
-    layout, gradients = profile.layouts[unit], profile.units[unit].gradients
-    begin, within = 0, 0
-    for (_, part), end in zip(gradients, gradient_ends(profile, unit), strict=True):
-        if part < 1:
-            within += end - begin
-        begin = end
-    return within / layout.elements
+    spans = itertools.pairwise([0, *gradient_ends(profile, unit)])
+    timed = zip(profile.units[unit].gradients, spans, strict=True)
+    return sum(end - begin for (_, part), (begin, end) in timed if part < 1) / profile.layouts[unit].elements
 
 
 def parameters_in_block(profile: Profile, unit: int, blocks: tuple[int, ...], block: int) -> range:
@@ -123,12 +116,8 @@ def _overlapped(ends: Sequence[int], begin: int, end: int) -> range:
 
 @lru_cache(maxsize=4096)
 def _parts_of(ends: tuple[int, ...], parts: tuple[float, ...], blocks: tuple[int, ...]) -> tuple[float, ...]:
-    out, begin = [], 0
-    for size in blocks:
-        own = _overlapped(ends, begin, begin + size)
-        out.append(max(parts[own.start : own.stop]))
-        begin += size
-    return tuple(out)
+    spans = itertools.pairwise(itertools.accumulate(blocks, initial=0))
+    return tuple([max(parts[own.start : own.stop]) for own in (_overlapped(ends, *span) for span in spans)])
 
 
 class Op(NamedTuple):
@@ -148,23 +137,13 @@ class PeriodSlot(NamedTuple):
     place: int
 
 
-class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
-    """Cache of windows by operation. A plain tuple finds the entry of an equal :class:`Op`."""
-
-    def __init__(self, period: Period) -> None:
-        self._period = period
-
-    def __missing__(self, op: tuple[Kind, int, int]) -> tuple[int, int]:
-        found = self[op] = self._period.find_window(Op(*op))
-        return found
-
-
 class Period:
     """The circle of slots of one iteration in steady state, from the first backward slot of the last micro-step on.
 
     - ``update_slot``: no update runs before this slot. With a barrier it is the turn: all updates of the iteration come
       between its reductions and its forward pass. Otherwise -1: updates run when their reductions are done.
     - ``turn``: index of the first forward slot. ``length``: number of slots. ``seconds``: profiled seconds of each.
+    - ``window(op)``: the first and the last slot at which an operation can be issued (both unrolled).
 
     Indices in windows and releases are *unrolled*: they may exceed ``length`` and then lie in the next period.
     """
@@ -178,7 +157,7 @@ class Period:
         slots = [(profile.slots[place], place, micro) for place, micro in places]
         self.slots = tuple(PeriodSlot(s.unit, s.phase, micro, place) for s, place, micro in slots)
         self.seconds = tuple(s.seconds for s, *_ in slots)
-        self.windows = _Windows(self)
+        self.window = cache(self._window)
 
     def ops(self, unit: int, strategy: Strategy) -> list[Op]:
         """Return the operations of a unit: the gathers of a sharded one are sent in every micro-step."""
@@ -196,8 +175,7 @@ class Period:
         return start + first, start + last
 
     def backward(self, unit: int, micro: int) -> tuple[int, int] | None:
-        """Return the first and last backward slot. Unrolled, so that it follows :meth:`forward` of the same micro-step.
-        """
+        """Return the first and last backward slot, unrolled: behind :meth:`forward` of the same micro-step."""
         span = self.profile.units[unit].backward
         if span is None:
             return None
@@ -217,13 +195,9 @@ class Period:
         span = self.backward(unit, micro)
         return self.forward(unit, micro)[1] if span is None else span[1]
 
-    def window(self, op: Op) -> tuple[int, int]:
-        """Return the first and the last slot at which ``op`` can be issued (both unrolled)."""
-        return self.windows[op]
-
-    def find_window(self, op: Op) -> tuple[int, int]:
-        """Compute :meth:`window`: from the end of the previous use to the use that the operation is sent for. With a
-        barrier, units that are trained are reduced by the turn, and gathered from there on.
+    def _window(self, op: Op) -> tuple[int, int]:
+        """From the end of the previous use to the use that the operation is sent for. With a barrier, units that are
+        trained are reduced by the turn, and gathered from there on.
         """
         kind, unit, micro = op
         last = self.needed_by(op)

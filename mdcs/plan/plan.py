@@ -1,8 +1,7 @@
-"""The plan: a strategy per unit and the ordered messages of one period. Immutable, stored as JSON, identified by a
-hash.
+"""The plan: a strategy per unit and the ordered messages of one period. Immutable, stored as JSON, with a hash.
 
-Every block is sent once, in its window, and nothing is gathered before its update. :func:`mdcs.plan.ledger.check`
-checks whether the bytes fit a budget.
+Every block is sent once, in its window, and nothing is gathered before its update. Whether the bytes fit a budget is
+for :func:`mdcs.plan.ledger.check`.
 """
 
 from __future__ import annotations
@@ -12,29 +11,16 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from mdcs.plan import schedule
 from mdcs.plan.cost import Prediction
 from mdcs.plan.job import Job
 from mdcs.plan.period import Period, Strategy
-from mdcs.plan.schedule import (
-    BACKWARDS,
-    NO_SLOT,
-    OUTSIDE,
-    REASONS,
-    STALE,
-    Message,
-    MessageSeconds,
-    MessageTable,
-    Schedule,
-    arrange,
-    empty_schedule,
-    fold_seconds,
-    message_table,
-)  # fmt: skip
+from mdcs.plan.schedule import Message, MessageSeconds, MessageTable, Schedule
 from mdcs.profile.layout import owned_part
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile, read
@@ -48,24 +34,6 @@ Blocks = tuple[tuple[int, ...], ...]
 """For each unit, the elements of each block."""
 
 
-def validate(
-    job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message], budget: int | None
-) -> None:
-    """Raise PlanError for a plan that cannot run, whatever its order: the messages must carry every block of every unit
-    exactly once per kind.
-    """
-    units = job.profile.units
-    require_nodes(job.profile, strategies)
-    if budget is not None and budget <= job.reserve:
-        raise PlanError(f"budget {budget} bytes is not above the reserve of {job.reserve}")
-    if not len(strategies) == len(blocks) == len(units):
-        raise PlanError(f"{len(units)} units but {len(strategies)} strategies, {len(blocks)} block lists")
-    empty = next((i for i, m in enumerate(messages) if not m.parts), None)
-    if empty is not None:
-        raise PlanError(f"message {empty} is empty")
-    _check_contents(job, strategies, blocks, messages)
-
-
 def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
     """Raise PlanError for a strategy within nodes if the profile has no nodes."""
     within = next((k for k in strategies if k.in_node), None)
@@ -75,15 +43,10 @@ def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
         )
 
 
-Block = tuple[Kind, int, int, int]
-"""(kind, unit, micro-step, block): a piece that one message carries."""
-
-
 @lru_cache(maxsize=256)  # a planner compares many plans of one mix
-def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tuple[int, ...], ...]) -> set[Block]:
-    """Return every block that the strategies require. Raises PlanError for invalid block sizes."""
-    world = period.profile.world
-    out: set[Block] = set()
+def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: Blocks) -> set[tuple[Kind, int, int, int]]:
+    """Return (kind, unit, micro-step, block) of every block that is required. Raises PlanError for invalid sizes."""
+    world, out = period.profile.world, set[tuple[Kind, int, int, int]]()
     for u, (unit, strategy, sizes) in enumerate(zip(period.profile.units, strategies, blocks, strict=True)):
         layout = period.profile.layouts[u]
         total = layout.elements
@@ -97,55 +60,6 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
     return out
 
 
-def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message]) -> None:
-    """Check that the messages carry exactly the blocks that the strategies require, each once."""
-    units = job.profile.units
-    expected = _expected(job.period, strategies, blocks)
-    carried = [(m.kind, u, m.micro, b) for m in messages for u, b in m.parts]
-    if len(carried) == len(expected) and set(carried) == expected:
-        for i, m in enumerate(messages):
-            if len(m.parts) > 1 and len({units[u].dtype_on_wire(m.kind.is_gather) for u, _ in m.parts}) > 1:
-                raise PlanError(f"{_where(job, messages, i)}: carries elements of several types")
-        return
-    for i, m in enumerate(messages):
-        for u, b in m.parts:
-            if (m.kind, u, m.micro, b) not in expected:
-                raise PlanError(f"{_where(job, messages, i)}: the strategies have no block {b} of unit {u} to send")
-    for (kind, u, _, b), times in Counter(carried).items():
-        if times != 1:
-            raise PlanError(f"block {b} of {units[u].name} is sent {times} times as {kind}")
-    kind, u, micro, b = min(expected.difference(carried))
-    raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
-
-
-def arranged(job: Job, table: MessageTable, messages: Sequence[Message]) -> Schedule:
-    """Return the schedule of a plan's messages, numbered in wire order. Raises PlanError for an order that cannot run.
-    """
-    schedule, slots = empty_schedule(len(messages), job.period), [m.slot for m in messages]
-    found = arrange(table, job.period.turn, range(len(messages)), slots, schedule)
-    if found == 0:
-        return schedule
-    i, reason = divmod(found, REASONS)
-    slot, length = slots[i], job.period.length
-    raise PlanError(
-        f"{_where(job, messages, i)}: "
-        + {
-            NO_SLOT: f"no slot {slot} in a period of {length}",
-            BACKWARDS: f"issue slot {slot} comes before {slots[i - 1]} of the message ahead of it",
-            OUTSIDE: f"issue slot {slot} is outside its window {table.first[i]}..{table.last[i]}",
-            STALE: "gathers parameters before their update",
-        }[reason]
-        + ("" if job.cross_iteration else "; cross_iteration is off")
-    )
-
-
-def _where(job: Job, messages: Sequence[Message], i: int) -> str:
-    """Return the message in words. Its units may not exist."""
-    message, units = messages[i], job.profile.units
-    names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
-    return f"message {i} ({message.kind} of {', '.join(names)})"
-
-
 SCHEMA = 2
 """Schema of plan.json."""
 
@@ -157,24 +71,20 @@ class Plan:
     """A strategy per unit, and the messages of one period.
 
     - ``job``: the profile, its settings, and what is recomputed.
-    - ``strategies``: one strategy per unit.
-    - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world``.
+    - ``blocks``: sizes of the blocks (elements) of each unit. Each is a multiple of ``world``.
     - ``messages``: messages in wire order.
     - ``budget``: bytes that the plan was made for, of which the job's reserve stays free. None: unlimited.
-    - ``limit``: bytes that admission enforces, reserve included, where a share leaves less than the budget. None: the
-      budget.
-    - ``strategy``, ``scheduler``: names of the planners.
-    - ``outcome``: status of the solver. Empty if no solver was used.
-    - ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was
-      proven.
+    - ``limit``: bytes that admission enforces, reserve included, where a share leaves less. None: the budget.
+    - ``strategy``, ``scheduler``: names of the planners. ``outcome``: status of the solver, if one was used.
+    - ``bound_s``: proven lower bound (seconds) of the step of any plan within the budget. None: nothing was proven.
     - ``prediction``: result of the replay.
 
-    Raises PlanError for a plan that cannot run (:func:`mdcs.plan.plan.validate`).
+    Raises PlanError for a plan that cannot run, such as one that does not send every block exactly once.
     """
 
     job: Job
     strategies: tuple[Strategy, ...]
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: Blocks
     messages: tuple[Message, ...]
     budget: int | None = None
     limit: int | None = None
@@ -186,8 +96,37 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        validate(self.job, self.strategies, self.blocks, self.messages, self.budget)
+        units = self.job.profile.units
+        require_nodes(self.job.profile, self.strategies)
+        if self.budget is not None and self.budget <= self.reserve:
+            raise PlanError(f"budget {self.budget} bytes is not above the reserve of {self.reserve}")
+        if not len(self.strategies) == len(self.blocks) == len(units):
+            raise PlanError(f"{len(units)} units but {len(self.strategies)} strategies, {len(self.blocks)} block lists")
+        empty = next((i for i, m in enumerate(self.messages) if not m.parts), None)
+        if empty is not None:
+            raise PlanError(f"message {empty} is empty")
+        expected = _expected(self.period, self.strategies, self.blocks)
+        carried = [(m.kind, u, m.micro, b) for m in self.messages for u, b in m.parts]
+        if len(carried) != len(expected) or set(carried) != expected:
+            for i, m in enumerate(self.messages):
+                for u, b in m.parts:
+                    if (m.kind, u, m.micro, b) not in expected:
+                        raise PlanError(f"{self._where(i)}: the strategies have no block {b} of unit {u} to send")
+            for (kind, u, _, b), times in Counter(carried).items():
+                if times != 1:
+                    raise PlanError(f"block {b} of {units[u].name} is sent {times} times as {kind}")
+            kind, u, micro, b = min(expected.difference(carried))
+            raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
+        for i, m in enumerate(self.messages):
+            if len(m.parts) > 1 and len({units[u].dtype_on_wire(m.kind.is_gather) for u, _ in m.parts}) > 1:
+                raise PlanError(f"{self._where(i)}: carries elements of several types")
         assert self.schedule is not None  # raises for an order that cannot run
+
+    def _where(self, i: int) -> str:
+        """Return the message in words. Its units may not exist."""
+        message, units = self.messages[i], self.job.profile.units
+        names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
+        return f"message {i} ({message.kind} of {', '.join(names)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # without cached properties
@@ -195,7 +134,7 @@ class Plan:
     @property
     def profile(self) -> Profile:
         """The profile that the plan was made for, with the slots of its recomputation."""
-        return self.job.planned_profile
+        return self.job.period.profile
 
     @property
     def world(self) -> int:
@@ -239,9 +178,8 @@ class Plan:
         return tuple(tuple(itertools.accumulate(sizes[:-1], initial=0)) for sizes in self.blocks)
 
     def runs(self, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
-        """Return (start, elements, segment) of each *run* of a block: a piece that ``rank`` updates as one tensor.
-
-        Boundaries of segments cut a rank's part of a block. Starts are in the unit's flat buffer.
+        """Return (start, elements, segment) of each *run* of a block: a piece that ``rank`` updates as one tensor, for
+        boundaries of segments cut its part of a block. Starts are in the unit's flat buffer.
         """
         parts = self.strategies[unit].parts(self.profile)
         part = owned_part(self.offsets[unit][block], self.blocks[unit][block], parts, rank)
@@ -273,12 +211,27 @@ class Plan:
     @cached_property
     def table(self) -> MessageTable:
         """The values of the messages that do not depend on their order."""
-        return message_table(self.period, self.blocks, self.messages)
+        return schedule.message_table(self.period, self.blocks, self.messages)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The plan's messages as arrays: which message and slot waits for which."""
-        return arranged(self.job, self.table, self.messages)
+        period, table, slots = self.period, self.table, [m.slot for m in self.messages]
+        made = schedule.empty_schedule(len(slots), period)
+        broken = schedule.arrange(table, period.turn, range(len(slots)), slots, made)
+        if broken == 0:
+            return made
+        i, reason = divmod(broken, schedule.REASONS)
+        raise PlanError(
+            f"{self._where(i)}: "
+            + {
+                schedule.NO_SLOT: f"no slot {slots[i]} in a period of {period.length}",
+                schedule.BACKWARDS: f"issue slot {slots[i]} comes before {slots[i - 1]} of the message ahead of it",
+                schedule.OUTSIDE: f"issue slot {slots[i]} is outside its window {table.first[i]}..{table.last[i]}",
+                schedule.STALE: "gathers parameters before their update",
+            }[reason]
+            + ("" if self.cross_iteration else "; cross_iteration is off")
+        )
 
     @cached_property
     def held_update(self) -> int | None:
@@ -300,7 +253,7 @@ class Plan:
         ]
         by_number = MessageSeconds(*([each[i] for each in costs] for i in range(len(MessageSeconds._fields))))
         out = MessageSeconds(*([0.0] * n for _ in MessageSeconds._fields))
-        fold_seconds(by_number, self.profile.contention.compute_per_work, range(n), self.schedule, out)
+        schedule.fold_seconds(by_number, self.profile.contention.compute_per_work, range(n), self.schedule, out)
         return out
 
     @cached_property
@@ -310,8 +263,7 @@ class Plan:
 
     @cached_property
     def execution_hash(self) -> str:
-        """Identity of what is executed, whatever the budget: with equal predictions, plans of one differ only by noise.
-        """
+        """Identity of what is executed, whatever the budget: with equal predictions, plans differ only by noise."""
         return _hash({k: v for k, v in self._flat().items() if k not in ("budget", "limit")} | {"budget": None})
 
     def sent_bytes(self) -> dict[str, int]:
@@ -337,9 +289,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Return the plan of :meth:`to_json`. Raises PlanError for another text, another schema, and a hash that does
-        not match.
-        """
+        """Return the plan of :meth:`to_json`. Raises PlanError for another text or schema, and for another hash."""
         try:
             d: dict[str, Any] = json.loads(text)
             if d["schema"] != SCHEMA:

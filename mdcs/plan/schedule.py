@@ -27,8 +27,7 @@ Numbers = Any
 class Message:
     """One collective on the wire.
 
-    - ``parts``: (unit, block) pairs of one type. A fused message carries several units, a partitioned one a block of
-      one.
+    - ``parts``: (unit, block) pairs of one type: of several units if it is fused, one block if a unit is partitioned.
     - ``slot``: index into the period. The message may start when compute arrives there; a reduction earlier, once its
       gradients are ready (:attr:`Schedule.ready`).
     - ``blocking``: compute waits at the slot until the message is done, before anything else is issued.
@@ -48,14 +47,12 @@ class Schedule(NamedTuple):
     By message:
 
     - ``slot``: issue slot, on the scale of its window. ``blocking``: as in :class:`Message`.
-    - ``waits_for``: the message that must be done before it starts (its end runs the update of what is gathered), or
-      -1.
+    - ``waits_for``: the message that must be done before it starts (its end updates what is gathered), or -1.
     - ``updated_by``: the message whose end runs the update of a reduction; -1 for a gather.
     - ``ready``: the fraction of the slot before its own after which a reduction may leave, as DDP's buckets do: its
       gradients are ready then, if all messages ahead of it are issued and its bytes fit. 1: at its own slot.
     - ``needed_by``: the slot that cannot start before it is done; -1 for a reduce-scatter, whose gather is needed.
-    - ``in_prologue``: whether it is sent before the first iteration, which starts at the first forward slot: a gather
-      for forward that is issued in a backward slot.
+    - ``in_prologue``: whether it is sent before the first iteration: a gather for forward, issued in a backward slot.
 
     By slot: ``issued``, the number of messages issued by then; ``required``, the number that must be done when the slot
     begins (0 or less: in the period before). Messages end in order: who waits for one waits for all before it.
@@ -135,8 +132,7 @@ class Folded(NamedTuple):
 # ---- loops
 
 NO_SLOT, BACKWARDS, OUTSIDE, STALE = 1, 2, 3, 4
-"""Why an order cannot run: no such slot; a slot before that of the message ahead; outside of the window; gathered
-before its update."""
+"""Why it cannot run: no such slot; before the message ahead; outside of the window; gathered before its update."""
 REASONS = 5
 
 
@@ -259,32 +255,21 @@ def fold_bytes(t: MessageTable, sizes: SizeTable, order: Numbers, s: Schedule, o
 
 # ---- values of messages
 
-
 BY_MESSAGE = MessageTable._fields[: MessageTable._fields.index("begin")]
 """The columns of a :class:`MessageTable` that have a value per message."""
 
 
-def window(period: Period, message: Message) -> tuple[int, int]:
-    """Return the first and the last slot (unrolled) at which a message can be issued, whatever its slot is now."""
-    spans = [period.windows[message.kind, u, message.micro] for u, _ in message.parts]
-    return spans[0] if len(spans) == 1 else (max(first for first, _ in spans), min(last for _, last in spans))
-
-
-class MessageValues(NamedTuple):
-    """Values of a message, whatever its slot and its place. ``row``: its values in the columns :data:`BY_MESSAGE`.
-
-    - ``parts``: by part the buffer that it is gathered into (or -1), and 1 if the block is updated in the same period
-      (reduced, or gathered behind its update), else 0.
-    - ``elements``: of all its blocks, padding included.
-    """
-
-    row: tuple[Any, ...]
-    parts: tuple[tuple[int, int], ...]
-    elements: int
+MessageValues = tuple[tuple[Any, ...], tuple[tuple[int, int], ...], int]
 
 
 def message_values(period: Period, message: Message, blocks: Sequence[tuple[int, ...]]) -> MessageValues:
-    """Return the values of a message. ``blocks``: those of each unit (elements)."""
+    """Return values of a message that do not depend on its slot and its place. ``blocks``: those of each unit.
+
+    - its values in the columns :data:`BY_MESSAGE`;
+    - by part the buffer that it is gathered into (or -1), and 1 if the block is updated in the same period (reduced, or
+      gathered behind its update), else 0;
+    - the elements of all its blocks, padding included.
+    """
     parts = message.parts
     sizes = (blocks[parts[0][0]],) if len(parts) == 1 else tuple([blocks[u] for u, _ in parts])
     return _message_values(period, message.kind, parts, message.micro, message.blocking, sizes)
@@ -295,20 +280,22 @@ def _message_values(
     period: Period, kind: Kind, parts: tuple[tuple[int, int], ...], micro: int, blocking: bool,
     sizes: tuple[tuple[int, ...], ...],
 ) -> MessageValues:  # fmt: skip
-    first, last = window(period, Message(kind, parts, 0, micro=micro))
+    ops = [Op(kind, u, micro) for u, _ in parts]
+    windows = [period.window(op) for op in ops]
+    first, last = max([opens for opens, _ in windows]), min([closes for _, closes in windows])
     plain, profile, early = kind.plain, period.profile, 1.0
     if not kind.is_gather and profile.has_gradient_times:
         early = max(
             block_ready_fractions(profile, u, own)[b]
-            for (u, b), own in zip(parts, sizes, strict=True)
-            if period.windows[kind, u, micro][0] == first
+            for (u, b), own, (opens, _) in zip(parts, sizes, windows, strict=True)
+            if opens == first
         )
-    needed_by = -1 if plain is Kind.RS else min([period.needed_by(Op(kind, u, micro)) for u, _ in parts])
+    needed_by = -1 if plain is Kind.RS else min(map(period.needed_by, ops))
     prologue_from = 0 if plain is Kind.AG_F else period.turn if plain is Kind.AG_B else period.length
     updated = not kind.is_gather or (plain is Kind.AG_F and micro == 0)
-    return MessageValues(
+    return (
         (int(not kind.is_gather), int(plain is Kind.RS), int(blocking), first, last, needed_by, early, prologue_from),
-        tuple([(buffer_of(period, Op(kind, u, micro)), int(updated and profile.units[u].trainable)) for u, _ in parts]),
+        tuple([(buffer_of(period, op), int(updated and profile.units[op.unit].trainable)) for op in ops]),
         sum([own[b] for (_, b), own in zip(parts, sizes, strict=True)]),
     )
 
@@ -326,9 +313,9 @@ def message_table(period: Period, blocks: Sequence[tuple[int, ...]], messages: S
     begin, rows = [0], list[tuple[Any, ...]]()
     units, numbers, buffers = list[int](), list[int](), list[int]()
     for m in messages:
-        values = message_values(period, m, blocks)
-        rows.append(values.row)
-        for (u, b), (buffer, is_updated) in zip(m.parts, values.parts, strict=True):
+        row, parts, _ = message_values(period, m, blocks)
+        rows.append(row)
+        for (u, b), (buffer, is_updated) in zip(m.parts, parts, strict=True):
             units.append(u)
             numbers.append(starts[u] + b if is_updated else -1)
             buffers.append(buffer)

@@ -2,7 +2,7 @@
 
 - ``strategies``, ``schedulers``: heuristics.
 - ``ilp``: planners that use a solver.
-- ``pipeline``: combines a strategy planner and a scheduler. ``trials``: the choice among a few plans.
+- ``pipeline``: what planners are, and plans made by them. ``trials``: a few plans, and the choice among them.
 - ``search``: moves, judged by replays. ``feasibility``, ``budget_repair``: what fits.
 
 Planners are judged by replays. Imports `mdcs.simulator` and the layers below it. The runtime does not import planners.

@@ -19,8 +19,7 @@ from mdcs.profile.schema import Profile, Slot
 ProfileOf = Callable[[int], Profile]
 """Batch -> profile, such as :meth:`BatchScaling.profile`."""
 Make = Callable[[Profile], Plan]
-"""Profile -> plan with its prediction (:func:`mdcs.planner.pipeline.make_plan` with a budget). Raises InfeasibleBudget.
-"""
+"""Profile -> plan with its prediction, within a budget. Raises InfeasibleBudget."""
 
 _ROUNDS = 2  # of batches between the fastest and its neighbours
 
@@ -41,8 +40,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class BatchScaling:
-    """The profile of any batch, from profiles of one job by batch. Raises ValueError unless they differ in the batch
-    alone.
+    """The profile of any batch, from profiles of one job by batch. Raises ValueError for those of several jobs.
 
     The smallest and the largest batch give the others. Of one profile all seconds and bytes count as proportional to
     the batch, which is too much for larger batches, and too little for smaller ones.
@@ -53,21 +51,15 @@ class BatchScaling:
     def __post_init__(self) -> None:
         if not self.profiles or min(self.profiles) < 1:
             raise ValueError(f"profiles of batches >= 1 are needed, got {[*self.profiles]}")
+        largest = max(self.profiles)
         for batch, profile in self.profiles.items():
-            if _shape(profile) != _shape(self._large[1]):
-                raise ValueError(f"the profiles of batches {batch} and {self._large[0]} have other units or slots")
-
-    @property
-    def _small(self) -> tuple[int, Profile]:
-        return min(self.profiles.items(), key=lambda each: each[0])
-
-    @property
-    def _large(self) -> tuple[int, Profile]:
-        return max(self.profiles.items(), key=lambda each: each[0])
+            if _shape(profile) != _shape(self.profiles[largest]):
+                raise ValueError(f"the profiles of batches {batch} and {largest} have other units or slots")
 
     def profile(self, batch: int) -> Profile:
         """Return the profile of a batch."""
-        (less, small), (more, large) = self._small, self._large
+        less, more = min(self.profiles), max(self.profiles)
+        small, large = self.profiles[less], self.profiles[more]
         is_proportional = less == more
         part = batch / more if is_proportional else (batch - less) / (more - less)
 
@@ -113,9 +105,7 @@ def _uses(option: RecomputeOption) -> object:
 
 def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
     """Return the largest batch that ``make`` has a plan for, up to ``at_most``; larger ones are taken not to fit
-    either.
-
-    Raises InfeasibleBudget if a batch of one does not fit.
+    either. Raises InfeasibleBudget if a batch of one does not fit.
     """
     best, too_large = PlannedBatch(1, make(profile_of(1))), at_most + 1
     ask = 2
@@ -129,8 +119,8 @@ def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) 
 
 
 def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> tuple[PlannedBatch, ...]:
-    """Return some batches with their plans, smallest first: the largest that fits, halves of it, and more near the
-    fastest. Raises InfeasibleBudget as :func:`largest_batch` does.
+    """Return batches with their plans, smallest first: the largest that fits, halves of it, and more near the fastest.
+    Raises InfeasibleBudget as :func:`largest_batch` does.
     """
     largest = largest_batch(profile_of, make, at_most=at_most)
     found = {largest.batch: largest}

@@ -1,8 +1,7 @@
 """Fit a schedule to a byte budget: gathers as late as the bytes ask for, and if that is not enough, tighter messages.
 
 The planner makes these changes, so that admission at run time never changes the order on the wire and no plan can
-deadlock (:func:`mdcs.plan.ledger.check`). The last resort is the sequential schedule of the mix, by
-which mixes are judged.
+deadlock (:func:`mdcs.plan.ledger.check`). The last resort is the sequential schedule, by which mixes are judged.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ _AHEAD = (4, 2, 1)  # slots
 
 
 def repair(plan: Plan, budget: int) -> Plan:
-    """Return the plan with ``budget`` (bytes, reserve included) and issue slots that fit it.
-
-    Raises PlanError when even the latest gathers and the earliest reductions do not fit.
+    """Return the plan with ``budget`` (bytes, reserve included) and issue slots that fit it. Raises PlanError when even
+    the latest gathers and the earliest reductions do not.
     """
     cap = budget - plan.reserve
     over = _over(plan, Ledger(plan), cap)
@@ -43,14 +41,12 @@ def repair(plan: Plan, budget: int) -> Plan:
 
 
 def fastest_repair(plan: Plan, budget: int) -> Plan:
-    """Return the plan within ``budget`` (bytes, reserve included).
+    """Return the plan within ``budget`` (bytes, reserve included). Raises PlanError as :func:`repair` does.
 
     If it must change, return the fastest of several variants by replay: :func:`repair`, with gathers at most a few
     slots before they are needed, with reductions as early as possible, and with fused messages split. A schedule made
     without a budget gathers as early as it can, far earlier than hiding the gathers needs. Bytes gathered that early
     are missing for gradients, whose reductions then wait for each other.
-
-    Raises PlanError as :func:`repair` does.
     """
     found = [repair(plan, budget)]
     if found[0].messages == plan.messages:
@@ -70,11 +66,8 @@ def fastest_repair(plan: Plan, budget: int) -> Plan:
 
 def delay_gathers(plan: Plan, ahead: int) -> Plan:
     """Return the plan with every gather at most ``ahead`` slots before it is needed."""
-    s = plan.schedule
-    return _moved(plan, [
-        max(slot, needed_by - ahead) if m.kind.is_gather else slot
-        for m, slot, needed_by in zip(plan.messages, s.slot, s.needed_by, strict=True)
-    ])  # fmt: skip
+    unmoved = zip(plan.messages, plan.schedule.slot, plan.schedule.needed_by, strict=True)
+    return _moved(plan, [max(slot, need - ahead) if m.kind.is_gather else slot for m, slot, need in unmoved])
 
 
 def reduce_when_ready(plan: Plan) -> Plan:
@@ -82,11 +75,8 @@ def reduce_when_ready(plan: Plan) -> Plan:
 
     In a slot reductions come before gathers, and those of one unit follow each other: the last frees the gradient.
     """
-    slots = [
-        slot if m.kind.is_gather else first
-        for m, slot, first in zip(plan.messages, plan.schedule.slot, plan.table.first, strict=True)
-    ]
-    moved = _moved(plan, slots).messages
+    unmoved = zip(plan.messages, plan.schedule.slot, plan.table.first, strict=True)
+    moved = _moved(plan, [slot if m.kind.is_gather else first for m, slot, first in unmoved]).messages
     place: dict[tuple[int, int], int] = {}  # (slot, unit) -> its first message
     for i, m in enumerate(moved):
         place.setdefault((m.slot, m.parts[0][0]), i)
@@ -118,9 +108,8 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
 
 
 def with_block_sizes(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:
-    """Return the plan with blocks of these sizes (elements) for ``unit``.
-
-    Its gathers are sent where the first old block was, its reductions where the last was.
+    """Return the plan with blocks of these sizes (elements) for ``unit``. Its gathers are sent where the first old
+    block was, its reductions where the last was.
     """
     blocks = (*plan.blocks[:unit], sizes, *plan.blocks[unit + 1 :])
     at: dict[Op, Message] = {}
@@ -144,8 +133,7 @@ def with_block_sizes(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:
 
 
 def _split(plan: Plan) -> Plan | None:
-    """Return the plan with its largest fused message split by unit, or by block if it has one unit. None without any.
-    """
+    """Return the plan with its largest fused message split by unit, or by block if it has one unit. None: no such."""
     fused = [m for m in plan.messages if len(m.parts) > 1]
     if not fused:
         return None
@@ -206,13 +194,8 @@ def _delayed(plan: Plan, cap: int) -> Plan | None:
 
 def _moved(plan: Plan, slots: list[int]) -> Plan:
     """Return the plan with new unrolled slots, in order of slot. Moved messages go behind the others of their slot."""
-    period = plan.period
-
-    def key(item: tuple[Message, int, int]) -> tuple[tuple[int, bool], bool]:
-        message, slot, before = item
-        return period.place(slot, message.kind), slot != before
-
-    ordered = sorted(zip(plan.messages, slots, plan.schedule.slot, strict=True), key=key)
-    new = ((m, slot % period.length) for m, slot, _ in ordered)
+    moved = zip(plan.messages, slots, plan.schedule.slot, strict=True)
+    ordered = sorted(moved, key=lambda each: (plan.period.place(each[1], each[0].kind), each[1] != each[2]))
+    new = ((m, slot % plan.period.length) for m, slot, _ in ordered)
     messages = tuple(m if m.slot == slot else dataclasses.replace(m, slot=slot) for m, slot in new)
     return dataclasses.replace(plan, messages=messages)

@@ -48,18 +48,6 @@ class Candidate(NamedTuple):
     recompute: tuple[str, ...] = ()
 
 
-class Activations(NamedTuple):
-    """Times and bytes of the slots with a recomputation, [slots], as in :class:`~mdcs.simulator.kernel.PeriodArrays`.
-
-    - ``grown``: seconds at the beginning of the slot in which it recomputes.
-    """
-
-    seconds: Any
-    live: Any
-    peak: Any
-    grown: Any
-
-
 class Score(NamedTuple):
     """Result of a candidate's replay, in seconds.
 
@@ -92,8 +80,7 @@ _BY_MESSAGE = Schedule._fields[: Schedule._fields.index("issued")]
 
 
 class Candidates:
-    """The candidates for one job, with any recomputation, within some admissible bytes. They have a cache of their
-    messages."""
+    """The candidates for one job, with any recomputation, within some admissible bytes, and all their messages."""
 
     def __init__(self, job: Job, admissible: int | None) -> None:
         self._loops = compiled_loops()
@@ -105,9 +92,8 @@ class Candidates:
         self._jobs = lru_cache(maxsize=64)(job.with_recompute)
         self.all: list[Message] = []  # by number; their slots are not used
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")} | {
-            "begin": [0]
-        }
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*_BY_NUMBER, "unit", "block", "buffer")}
+        self._columns["begin"] = [0]
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
         self._circle = lru_cache(maxsize=1000)(
@@ -119,23 +105,20 @@ class Candidates:
         self._activations = lru_cache(maxsize=1000)(self._slots_of)
         self._arrival, self._running = numbers([0] * self.length), numbers([0] * self.length)
 
-    # ---- between plans and numbers
-
     def of(self, plan: Plan) -> Candidate:
         """Return the candidate of a plan of this job."""
         found = [self.number(m, plan.strategies, plan.blocks) for m in plan.messages]
         return Candidate(found, [m.slot for m in plan.messages], plan.strategies, plan.blocks, plan.recompute)
 
-    def plan(self, candidate: Candidate, like: Plan) -> Plan:
-        """Return the plan of a candidate, with the names of ``like``. Raises PlanError if the plan cannot run."""
-        sent = zip(candidate.messages, candidate.slots, strict=True)
-        return dataclasses.replace(
-            like,
-            job=like.job if candidate.recompute == like.recompute else self._jobs(candidate.recompute),
-            strategies=candidate.strategies,
-            blocks=candidate.blocks,
-            messages=tuple(dataclasses.replace(self.all[i], slot=slot) for i, slot in sent),
-        )
+    def plan(self, candidate: Candidate, like: Plan | None = None) -> Plan:
+        """Return the plan of a candidate, with budget and names of ``like``. Raises PlanError if it cannot run."""
+        _, slots, strategies, blocks, recompute = candidate
+        sent = zip(candidate.messages, slots, strict=True)
+        messages = tuple(dataclasses.replace(self.all[i], slot=slot) for i, slot in sent)
+        if like is None:
+            return Plan(self._jobs(recompute) if recompute else self.job, strategies, blocks, messages)
+        job = like.job if recompute == like.recompute else self._jobs(recompute)
+        return dataclasses.replace(like, job=job, strategies=strategies, blocks=blocks, messages=messages)
 
     def number(self, message: Message, strategies: tuple[Strategy, ...], blocks: Blocks) -> int:
         """Return the number of a message in this mix. Its slot does not matter."""
@@ -149,22 +132,20 @@ class Candidates:
 
     def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
         kind, parts, profile, period = message.kind, message.parts, self.job.profile, self.job.period
-        pieces, values = tuple([(u, blocks[u][b]) for u, b in parts]), message_values(period, message, blocks)
-        payload = values.elements * profile.layouts[parts[0][0]].width(kind.is_gather)
+        row, buffers, elements = message_values(period, message, blocks)
+        payload = elements * profile.layouts[parts[0][0]].width(kind.is_gather)
         scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
         sizes = own_bytes(period, kind, payload, len(parts), scratch)[1:]
-        seconds = self.job.cost.message(kind, pieces, message.blocking)
-        for name, value in zip(_BY_NUMBER, (*values.row, *seconds, *sizes), strict=True):
+        seconds = self.job.cost.message(kind, tuple([(u, blocks[u][b]) for u, b in parts]), message.blocking)
+        for name, value in zip(_BY_NUMBER, (*row, *seconds, *sizes), strict=True):
             self._columns[name].append(value)
         known = self._block_numbers
-        for (u, b), (buffer, is_updated) in zip(parts, values.parts, strict=True):
+        for (u, b), (buffer, is_updated) in zip(parts, buffers, strict=True):
             self._columns["unit"].append(u)
             self._columns["block"].append(known.setdefault((u, blocks[u], b), len(known)) if is_updated else -1)
             self._columns["buffer"].append(buffer)
         self._columns["begin"].append(len(self._columns["unit"]))
         self._tables = None
-
-    # ---- scores
 
     def window(self, number: int) -> tuple[int, int]:
         """Return the first and the last slot (unrolled) at which a message can be issued."""
@@ -177,13 +158,11 @@ class Candidates:
         return min(last, max(first, unrolled + far)) % self.length
 
     def score(self, candidate: Candidate, limit: float) -> Score | None:
-        """Return the score of a candidate; None if it cannot run, does not fit, or has an energy above ``limit``
-        seconds.
-        """
+        """Return the score of a candidate; None if it cannot run, does not fit, or has an energy above ``limit`` s."""
         c: PeriodArrays = self._circle(candidate.strategies, candidate.blocks)
         if candidate.recompute:
-            changed = self._activations(candidate.recompute)
-            c = c._replace(seconds=changed.seconds, live=changed.live, peak=changed.peak)
+            slot_s, live, peak, _ = self._activations(candidate.recompute)
+            c = c._replace(seconds=slot_s, live=live, peak=peak)
         known = self._known()
         has_early = candidate.recompute and self.job.profile.has_gradient_times
         table = self._recomputing(candidate.recompute) if has_early else known.table
@@ -214,12 +193,13 @@ class Candidates:
         last = slice(end - self.length, end)
         return Score(step_s, energy, np.array(begin[last]) - np.array(arrival[last]), np.array(s.required))
 
-    def _slots_of(self, recompute: tuple[str, ...]) -> Activations:
-        profile, places = recomputing(self.job.profile, recompute), [slot.place for slot in self.job.period.slots]
-        slots = [profile.slots[place] for place in places]
+    def _slots_of(self, recompute: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
+        """Return seconds, ``live`` and ``peak`` of slots with a recomputation, and the seconds that it adds."""
+        profile = recomputing(self.job.profile, recompute)
+        slots = [profile.slots[slot.place] for slot in self.job.period.slots]
         seconds = numbers([slot.seconds for slot in slots], seconds=True)
         live, peak = numbers([slot.live for slot in slots]), numbers([slot.peak for slot in slots])
-        return Activations(seconds, live, peak, np.array(seconds) - np.array(self.job.period.seconds))
+        return seconds, live, peak, np.array(seconds) - np.array(self.job.period.seconds)
 
     def _known(self) -> _Tables:
         """Return the values of all messages known so far, and room for a candidate's."""
@@ -244,10 +224,9 @@ class Candidates:
         return self._known().sizes._replace(buffer_bytes=numbers(buffers), gradient_bytes=numbers(gradients))
 
     def _table_of(self, recompute: tuple[str, ...]) -> MessageTable:
-        """Return the table of messages that leave later within a slot that recomputes first: all gradients come later
-        in it."""
-        changed, before = self._activations(recompute), (np.array(self._columns["first"]) - 1) % self.length
-        grown, seconds = changed.grown[before], np.array(changed.seconds)[before]
+        """Return the table of messages: within a slot that recomputes first, gradients come later."""
+        before = (np.array(self._columns["first"]) - 1) % self.length
+        seconds, _, _, grown = (np.array(each)[before] for each in self._activations(recompute))
         early = np.array(self._columns["early"])
         later = np.minimum(1.0, (grown + early * (seconds - grown)) / np.maximum(seconds, 1e-12))
         return self._known().table._replace(early=numbers(list(np.where(grown > 0, later, early)), seconds=True))

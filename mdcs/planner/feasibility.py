@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mdcs.plan.job import Job, peak_changes
-from mdcs.plan.ledger import min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.plan.ledger import worst_case_bytes_by_slot
 from mdcs.plan.period import Strategy, choices
 from mdcs.plan.plan import Plan
 from mdcs.planner.schedulers import StrategyAssignment, sequential
@@ -45,11 +45,10 @@ class _Needs(NamedTuple):
         """Return the units that the slot of the peak uses, or that its messages carry."""
         slot, period = self.by_slot.index(self.peak), self.plan.period
         found = {u for m in self.plan.messages if m.slot == slot for u, _ in m.parts}
-        for u in range(len(self.plan.profile.units)):
-            for micro in range(period.micro_steps):
-                for span in (period.forward(u, micro), period.backward(u, micro)):
-                    if span is not None and any(q % period.length == slot for q in range(span[0], span[1] + 1)):
-                        found.add(u)
+        for u, micro in itertools.product(range(len(self.plan.profile.units)), range(period.micro_steps)):
+            for span in (period.forward(u, micro), period.backward(u, micro)):
+                if span is not None and (slot - span[0]) % period.length <= span[1] - span[0]:
+                    found.add(u)
         return sorted(found)
 
 
@@ -59,10 +58,7 @@ def _needs(job: Job, mix: tuple[Strategy, ...]) -> _Needs:
 
 
 def _descended(start: _T, needs: Callable[[_T], _Needs], changed: Callable[[_T, int], list[_T]]) -> _T:
-    """Return ``start`` after changes of one unit at the peak at a time, as long as they lower the peak.
-
-    - ``needs``: those of a choice. ``changed``: the choices that differ in one unit.
-    """
+    """Return ``start`` after changes (``changed``) of one unit at the peak at a time, while they lower the peak."""
     tried = 0
     while tried < _MOST:
         changes = [each for u in needs(start).units_at_peak() for each in changed(start, u)]
@@ -123,8 +119,7 @@ def min_peak_job(job: Job) -> Job:
 
 
 def recompute_steps(job: Job, mix: tuple[Strategy, ...]) -> list[Job]:
-    """Return the job with more and more recomputation, from none. Each frees most in the slots that need most, per
-    second.
+    """Return the job with more and more recomputation, from none. Each frees most per second where most is needed.
 
     Needs are those of the sequential schedule of ``mix``, and estimated: :func:`mdcs.plan.job.peak_changes` add up.
     """
@@ -205,8 +200,7 @@ class InfeasibleBudget(ValueError):
     def in_words_of(self, asked: Budget, ddp: Callable[[], int], before: str = "") -> InfeasibleBudget:
         """Return the error as it is said to somebody who typed this budget: in per cent of DDP, or in MiB.
 
-        - ``ddp``: returns the bytes that DDP needs.
-        - ``before``: begins the message: the key of a config.
+        - ``ddp``: returns the bytes that DDP needs. ``before``: begins the message: the key of a config.
         """
         if asked.of_ddp is None:
             said = f"{self.what} does not fit {_in_words(self.budget)}; {self._enough(_in_words)}"
@@ -244,7 +238,7 @@ class PlanningProblem:
     @property
     def profile(self) -> Profile:
         """The profile of the job, with the slots of its recomputation."""
-        return self.job.planned_profile
+        return self.job.period.profile
 
     @property
     def admissible(self) -> int | None:
@@ -261,33 +255,21 @@ class PlanningProblem:
         """Return the mix of these strategies, one per unit."""
         return StrategyAssignment(self.job, tuple(strategies))
 
-    def sequential(self, strategies: Sequence[Strategy]) -> Plan:
-        """Return the sequential schedule of a mix."""
-        return sequential(self.mix(strategies))
+    def sequential_needs(self, strategies: Sequence[Strategy]) -> list[int]:
+        """Return the bytes that each slot of the sequential schedule of a mix needs, reserve included."""
+        return [need + self.job.reserve for need in worst_case_bytes_by_slot(sequential(self.mix(strategies)))]
 
     def peak(self, strategies: Sequence[Strategy]) -> int:
         """Return the bytes that the sequential schedule of a mix needs, reserve included."""
-        return min_feasible_budget(self.sequential(strategies))
-
-    def sequential_needs(self, strategies: Sequence[Strategy]) -> list[int]:
-        """Return the bytes that each slot of the sequential schedule needs, reserve included.
-
-        :meth:`peak` is the largest.
-        """
-        return [need + self.job.reserve for need in worst_case_bytes_by_slot(self.sequential(strategies))]
+        return max(self.sequential_needs(strategies))
 
     def seconds(self, strategies: Sequence[Strategy]) -> float:
-        """Return the seconds of communication, sums and updates in one iteration without overlap.
-
-        This is the sequential step minus compute.
-        """
+        """Return the seconds of a sequential step without those of compute: of communication, sums and updates."""
         return sum(self.job.cost.unit_s(u, k, self.job.micro_steps) for u, k in enumerate(strategies))
 
     @property
     def floor(self) -> int:
-        """Smallest feasible peak (bytes): the sequential peak of the
-        :func:`~mdcs.planner.feasibility.min_peak_strategies` mix.
-        """
+        """Smallest feasible peak (bytes): the sequential peak of the :func:`min_peak_strategies` mix."""
         if self.recomputes:
             return PlanningProblem(min_peak_job(dataclasses.replace(self.job, recompute=())), None).floor
         return self.peak(min_peak_strategies(self.job))
@@ -298,13 +280,8 @@ class PlanningProblem:
         Raises InfeasibleBudget, with the floor, if the budget is below the floor.
         """
         mix, all_fsdp = min_peak_strategies(self.job), (Strategy.fsdp,) * len(self.profile.units)
-        counts = Counter(map(str, mix))
-        said = (
-            f"all {mix[0]}"
-            if len(counts) == 1
-            else f"the leanest mix ({', '.join(f'{n} {k}' for k, n in counts.items())})"
-        )
-        self.require(mix, f"even {said}")
+        each = [f"{n} {k}" for k, n in Counter(map(str, mix)).items()]
+        self.require(mix, f"even all {mix[0]}" if len(each) == 1 else f"even the leanest mix ({', '.join(each)})")
         return [mix] if mix == all_fsdp or not self.fits(all_fsdp) else [mix, all_fsdp]
 
     def fits(self, strategies: Sequence[Strategy]) -> bool:

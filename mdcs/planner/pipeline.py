@@ -1,4 +1,9 @@
-"""Steps from a job and a byte budget to a plan: choose a mix, schedule it, fit it to the budget, replay it."""
+"""Planners: what each is, those of mdcs by name, and their steps from a job and a byte budget to a plan: choose a mix,
+schedule it, fit it to the budget, replay it.
+
+A planner is any object with the methods below. One that a config can choose is a frozen dataclass whose fields are
+options (:mod:`mdcs.options`).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,19 @@ import bisect
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeGuard, TypeVar, cast
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import check
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan, PlanError
+from mdcs.planner import schedulers
 from mdcs.planner.budget_repair import fastest_repair
-from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
+from mdcs.planner.ilp.joint import Joint, MemoryAware
+from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.priority import COARSER, Priority
 from mdcs.planner.recompute import (
     AUTO,
@@ -28,8 +36,8 @@ from mdcs.planner.recompute import (
     recompute_named,
     refined,
 )
-from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
-from mdcs.planner.strategies import Greedy
+from mdcs.planner.schedulers import Solving, StrategyAssignment
+from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.schema import Profile
 from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
@@ -38,11 +46,72 @@ from mdcs.sizes import MIB, Budget
 _T = TypeVar("_T")
 
 
-def floor_bytes(job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int:
-    """Return the smallest feasible peak in bytes, reserve included, with the recomputation of :func:`make_plan`.
+class _Named(Protocol):
+    @property
+    def name(self) -> str:
+        """Name in tables."""
 
-    It is the sequential peak of the :func:`mdcs.planner.feasibility.min_peak_strategies` mix. A profile counts as a
-    job with default settings.
+
+class StrategyPlanner(_Named, Protocol):
+    """Chooses strategies, judged with the sequential schedule."""
+
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        """Return a mix that fits the problem's budget. Raises InfeasibleBudget, with the smallest feasible budget."""
+
+
+class JointPlanner(_Named, Protocol):
+    """Chooses strategies and schedule together. It takes no scheduler, and divides the budget itself."""
+
+    def plan(self, problem: PlanningProblem) -> Plan:
+        """Return a plan within the problem's budget. Raises InfeasibleBudget."""
+
+
+class Scheduler(_Named, Protocol):
+    """Turns a mix into messages."""
+
+    def schedule(self, mix: StrategyAssignment) -> Plan:
+        """Return a plan for the mix, within ``mix.budget`` or not (:mod:`mdcs.planner.budget_repair` fits it)."""
+
+
+STRATEGIES: dict[str, Callable[[], StrategyPlanner | JointPlanner]] = {
+    **{str(strategy): partial(Uniform, str(strategy)) for strategy in Strategy},
+    "random": RandomMix, "greedy": Greedy, "ilp": Ilp, "joint": Joint,
+}  # fmt: skip
+
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "sequential": schedulers.Sequential, "wfbp": schedulers.Wfbp, "fusion": schedulers.Fusion,
+    "mg_wfbp": schedulers.MgWfbp, "partitioning": schedulers.Partitioning, "priority": Priority,
+    "dear": schedulers.Dear, "random": schedulers.RandomOrder, "memory_aware": MemoryAware,
+}  # fmt: skip
+
+
+def decides_schedule(strategy: StrategyPlanner | JointPlanner) -> TypeGuard[JointPlanner]:
+    """Return whether the planner needs no scheduler."""
+    return hasattr(strategy, "plan")
+
+
+def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
+    """Return the strategy planner of this name. Raises ValueError, which lists the names, for an unknown name."""
+    return _named("strategy", STRATEGIES, name)
+
+
+def scheduler_named(name: str) -> Scheduler:
+    """Return the scheduler of this name. Raises ValueError, which lists the names, for an unknown name."""
+    return _named("scheduler", SCHEDULERS, name)
+
+
+def _named(what: str, table: Mapping[str, Callable[[], _T]], name: str) -> _T:
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: {', '.join(table)}")
+    return table[name]()
+
+
+# ---- the steps
+
+
+def floor_bytes(job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int:
+    """Return the smallest feasible peak in bytes, reserve included, with the recomputation of :func:`make_plan`: the
+    sequential peak of :func:`mdcs.planner.feasibility.min_peak_strategies`. A profile is a job with default settings.
     """
     return _problem(Job.of(job), None, recompute).floor
 
@@ -65,23 +134,17 @@ def lacks_recomputation(job: Job, budget: Budget) -> bool:
 
 
 def make_plan(
-    job: Job | Profile,
-    strategy: StrategyPlanner | JointPlanner,
-    scheduler: Scheduler | None = None,
-    *,
-    budget: int | None = None,
-    schedule_share: float | None = None,
-    activation_share: float | None = None,
+    job: Job | Profile, strategy: StrategyPlanner | JointPlanner, scheduler: Scheduler | None = None, *,
+    budget: int | None = None, schedule_share: float | None = None, activation_share: float | None = None,
     recompute: str | RecomputeRule | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
 
     - ``job``: a job, or a profile, which counts as a job with default settings.
     - ``strategy``: a strategy planner, or a joint planner. A joint planner takes no scheduler and no share.
     - ``schedule_share``: part s in [0, 1] of the slack above the floor that is for the schedule. The strategies may use
       floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
-      sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
-      rest.
+      sequential peak of its mix) is capped at s·slack. None: strategies may use all, and the schedule the rest.
     - ``activation_share``: part a in [0, 1] of what ``schedule_share`` leaves, (1 - s)·slack, that is for activations.
       As little is recomputed as fits floor + a·(1 - s)·slack beside the leanest strategies. The strategies may use the
       rest. None: what is recomputed is what makes the plan fastest.
@@ -89,8 +152,7 @@ def make_plan(
       (:mod:`mdcs.planner.recompute`). None: as the job says. With ``planned`` the floor is that with recomputation, and
       without a budget nothing is recomputed. ``auto`` is ``planned`` where there is no plan with ``none``.
 
-    Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
-    each other.
+    Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for contradicting arguments.
     """
     if schedule_share is not None and not 0 <= schedule_share <= 1:
         raise ValueError(f"schedule_share must be in [0, 1], got {schedule_share}")
@@ -98,17 +160,22 @@ def make_plan(
         raise ValueError("schedule_share divides a budget: set one")
     rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     if rule == AUTO and activation_share is None and budget is not None and Job.of(job).profile.recompute:
+        made = partial(make_plan, job, strategy, scheduler, budget=budget, schedule_share=schedule_share)
         try:
-            return make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=KEEP)
+            return made(recompute=KEEP)
         except InfeasibleBudget as e:
             with contextlib.suppress(InfeasibleBudget):
-                return make_plan(
-                    job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=Planned()
-                )
+                return made(recompute=Planned())
             raise e
     problem = _problem(Job.of(job), budget, rule)
     if activation_share is not None:
-        _require_divisible(problem, schedule_share, activation_share)
+        if not 0 <= activation_share <= 1:
+            raise ValueError(f"activation_share must be in [0, 1], got {activation_share}")
+        if schedule_share is None:
+            raise ValueError("activation_share divides what schedule_share leaves: set both")
+        if not problem.recomputes:
+            more = "a profile that says what recomputation frees"
+            raise ValueError(f"activation_share needs recompute=planned, and {more}")
     try:
         return _made(problem, strategy, scheduler, schedule_share, activation_share)
     except InfeasibleBudget as e:
@@ -121,12 +188,9 @@ def make_plan(
 
 
 def _made(
-    problem: PlanningProblem,
-    strategy: StrategyPlanner | JointPlanner,
-    scheduler: Scheduler | None,
-    schedule_share: float | None,
-    activation_share: float | None,
-) -> Plan:
+    problem: PlanningProblem, strategy: StrategyPlanner | JointPlanner, scheduler: Scheduler | None,
+    schedule_share: float | None, activation_share: float | None,
+) -> Plan:  # fmt: skip
     if decides_schedule(strategy):
         if scheduler is not None or schedule_share is not None:
             raise ValueError(f"strategy {strategy.name} decides the schedule and divides the budget itself")
@@ -138,14 +202,14 @@ def _made(
     if scheduler is None:
         raise ValueError(f"strategy {strategy.name} needs a scheduler")
     floor = problem.floor if schedule_share is not None else None
-    quick = (
-        Greedy() if isinstance(strategy, Solving) else strategy,
-        Priority() if isinstance(scheduler, Solving) else scheduler,
-    )
-    if activation_share is None:
-        problem = _with_fastest_recompute(problem, *quick, schedule_share)
-    else:
-        problem = _with_least_recompute(problem, cast(float, schedule_share), activation_share)
+    if activation_share is None or schedule_share is None or problem.budget is None:
+        quick = Greedy() if isinstance(strategy, Solving) else strategy
+        quick_scheduler = Priority() if isinstance(scheduler, Solving) else scheduler
+        problem = _with_fastest_recompute(problem, quick, quick_scheduler, schedule_share)
+    else:  # as little as fits the activations' share of the slack
+        slack = max(0, problem.budget - problem.floor)
+        limit = problem.floor + int(activation_share * (1 - schedule_share) * slack)
+        problem = PlanningProblem(least_within(problem.job, limit), problem.budget)
     is_open = problem.recomputes
     # what a solver decides without the schedule may be slower with it
     is_twice = is_open and isinstance(strategy, Solving)
@@ -172,24 +236,6 @@ def _made(
 def _in_half_the_time(planner: _T) -> _T:
     """Return the planner with half of its seconds, if it uses a solver."""
     return dataclasses.replace(planner, seconds=planner.seconds / 2) if isinstance(planner, Solving) else planner
-
-
-def _require_divisible(problem: PlanningProblem, schedule_share: float | None, activation_share: float) -> None:
-    """Raise ValueError unless a plan can divide its memory between strategies and activations."""
-    if not 0 <= activation_share <= 1:
-        raise ValueError(f"activation_share must be in [0, 1], got {activation_share}")
-    if schedule_share is None:
-        raise ValueError("activation_share divides what schedule_share leaves: set both")
-    if not problem.recomputes:
-        raise ValueError("activation_share needs recompute=planned, and a profile that says what recomputation frees")
-
-
-def _with_least_recompute(problem: PlanningProblem, schedule_share: float, activation_share: float) -> PlanningProblem:
-    """Return the problem with the least recomputation within the activations' share of the slack."""
-    assert problem.budget is not None
-    slack = max(0, problem.budget - problem.floor)
-    limit = problem.floor + int(activation_share * (1 - schedule_share) * slack)
-    return PlanningProblem(least_within(problem.job, limit), problem.budget)
 
 
 def _with_fastest_recompute(
@@ -222,10 +268,7 @@ def _problem(job: Job, budget: int | None, rule: str | RecomputeRule | None) -> 
 def _proposed(
     problem: PlanningProblem, strategy: StrategyPlanner, scheduler: Scheduler, share: float | None, floor: int | None
 ) -> tuple[Plan, int | None]:
-    """Return a plan that may exceed the budget, and the bytes that it must be fitted to (None: any).
-
-    - ``floor``: bytes above which a share divides the budget.
-    """
+    """Return a plan, and the bytes that it must be fitted to (None: any). A share divides bytes above ``floor``."""
     if problem.budget is None or share is None or floor is None:
         choice, cap = strategy.choose(problem), problem.budget
     else:
@@ -262,10 +305,7 @@ def _shared(
 
 
 def _predicted(plan: Plan, strategy: str) -> Plan:
-    """Return the plan with its strategy's name and the prediction of its replay.
-
-    Planners' own estimates are never reported.
-    """
+    """Return the plan with its strategy's name and the prediction of its replay: never a planner's own estimate."""
     found = replay(plan)
     outcome = plan.outcome
     if not found.settled:

@@ -49,7 +49,6 @@ class Priority(Blocks):
     """Blocks, sent in the order in which their units are needed, among the ready ones."""
 
     name: ClassVar[str] = "priority"
-
     block_mib: float | None = option(
         None, "size of a block, MiB; null: the fastest by replay, or, where that is as fast, the largest", above=0,
     )  # fmt: skip
@@ -86,17 +85,17 @@ def settled(
     sends blocks when they are ready, unless ``windows`` are given, narrower than the mix's own: a gather then holds its
     buffer later, and a reduction frees its gradient earlier.
     """
-    own = {op: mix.period.window(op) for op in mix.ops}
+    within = windows or {op: mix.period.window(op) for op in mix.ops}
 
     def ordered(times: Steady, waits: bool) -> Plan:
-        return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows or own, times, waits=waits))
+        return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, within, times, waits=waits))
 
     plan = best = ordered(undelayed(mix.period), True)
     times = shortest = replay(plan).steady()
     for waits in (True, False) if windows is None else (True,):
         if not waits:
             ready = [
-                Message(op.kind, ((op.unit, b),), min(max(ready_slot(mix, op), own[op][0]), own[op][1]), micro=op.micro)
+                Message(op.kind, ((op.unit, b),), ready_slot(mix, op), micro=op.micro)
                 for op in mix.ops for b in blocks_by_readiness(mix.profile, op.unit, blocks[op.unit])
             ]  # fmt: skip
             ready.sort(key=lambda m: (m.slot, m.kind.is_gather))
@@ -116,16 +115,12 @@ def nearest_deadline_first(
 ) -> list[Message]:
     """Return messages: whenever the link is free, send the ready block with the nearest deadline.
 
-    - ``times``: when compute arrives at the slots, and how long they take.
-    - ``waits``: whether compute waits at a slot for the blocks that are needed there, and arrives later at all that
-      follow.
+    - ``times``: when compute arrives at the slots, and how long they take. ``waits``: whether compute waits at a slot
+      for the blocks that are needed there, and arrives later at all that follow.
     """
     length, depth = mix.period.length, mix.profile.link.depth
-    costs = {
-        (op, b): mix.job.cost.message(op.kind, ((op.unit, size),))
-        for op in mix.ops
-        for b, size in enumerate(blocks[op.unit])
-    }
+    sizes = [(op, b, size) for op in mix.ops for b, size in enumerate(blocks[op.unit])]
+    costs = {(op, b): mix.job.cost.message(op.kind, ((op.unit, size),)) for op, b, size in sizes}
     orders = [blocks_by_readiness(mix.profile, u, own) for u, own in enumerate(blocks)]
     # slot -> blocks whose window begins there, and when they are ready
     opening: dict[int, list[tuple[float, _Block]]] = {}
@@ -191,10 +186,9 @@ def _of_one_period(sent: Sequence[tuple[int, _Block]], length: int) -> list[Mess
     """Return the blocks in the order in which they were sent in the last period but one."""
     chosen: dict[tuple[Op, int], int] = {}  # -> unrolled slot
     last = _PERIODS - 2
-    # The second time: blocks that were not sent in that period, as the order has not settled yet.
-    for in_period in (lambda slot, block: slot // length == last, lambda slot, block: block.period == last):
-        for slot, block in sent:
-            if in_period(slot, block):
-                chosen.setdefault((block.op, block.number), slot - block.period * length)
+    in_period = [each for each in sent if each[0] // length == last]
+    # Then blocks that were not sent in that period, as the order has not settled yet.
+    for slot, block in (*in_period, *(each for each in sent if each[1].period == last)):
+        chosen.setdefault((block.op, block.number), slot - block.period * length)
     messages = [Message(op.kind, ((op.unit, b),), slot, micro=op.micro) for (op, b), slot in chosen.items()]
     return sorted(messages, key=lambda m: m.slot % length)

@@ -1,6 +1,4 @@
-"""Choose the units that recompute their activations: the same for all, drawn, or decided with the plan, by the steps of
-a :func:`ladder` from none to the floor.
-"""
+"""Which units recompute: alike for all, drawn, or decided with the plan, by a :func:`ladder` from none to the floor."""
 
 from __future__ import annotations
 
@@ -32,12 +30,9 @@ class RecomputeRule(Protocol):
     @property
     def name(self) -> str:
         """Name in tables."""
-        ...
 
     def choices(self, profile: Profile) -> tuple[str, ...] | None:
-        """Return a choice per unit (:data:`mdcs.profile.recompute.CHOICES`). None: the plan decides, under its budget.
-        """
-        ...
+        """Return a choice per unit (:data:`mdcs.profile.recompute.CHOICES`). None: the plan decides."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +60,13 @@ class Random(Checked):
     """Draws a choice per unit. The same ``seed`` gives the same choices. They may exceed a budget."""
 
     name: ClassVar[str] = "random"
-
     seed: int = option(0, "seed of the draw", at_least=0)
 
     def choices(self, profile: Profile) -> tuple[str, ...]:
         """Return one of each unit's choices."""
         rng, having = random.Random(self.seed), {(o.unit, o.choice) for o in profile.recompute}
-        return tuple(
-            rng.choice([c for c in CHOICES if c == NONE or (u, c) in having]) for u in range(len(profile.units))
-        )
+        known = ([c for c in CHOICES if c == NONE or (u, c) in having] for u in range(len(profile.units)))
+        return tuple(map(rng.choice, known))
 
 
 @dataclass(frozen=True)
@@ -131,10 +124,9 @@ def in_words(plan: Plan) -> str:
 
 
 def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job], float]) -> Job:
-    """Return the step of the job's :func:`ladder` with the smallest ``step_s`` found, or the last if all are infinite.
-
-    Of the steps that fit, the first is tried, ever fewer beyond, and those halfway between the fastest and its
-    neighbours, where ``estimate_s`` (quick, mostly not above, infinite for what does not fit) is below what is known.
+    """Return the step of :func:`ladder` with the smallest ``step_s`` found, or the last if all are infinite. Of those
+    that fit, the first is tried, ever fewer beyond, and those halfway between the fastest and its neighbours, where
+    ``estimate_s`` (quick, mostly not above, infinite for what does not fit) is below what is known.
     """
     steps = ladder(job)
     estimate = cache(lambda k: estimate_s(steps[k]))
@@ -154,14 +146,9 @@ def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job]
 
 
 def least_within(job: Job, limit: int) -> Job:
-    """Return the first step of the job's :func:`ladder`, or the last, that fits ``limit`` bytes with the leanest
-    strategies.
-    """
+    """Return the first step of :func:`ladder`, or the last, whose leanest strategies fit ``limit`` bytes."""
     steps = ladder(job)
-    first = bisect.bisect_left(
-        range(len(steps) - 1), True, key=lambda k: PlanningProblem(steps[k], None).floor <= limit
-    )
-    return steps[first]
+    return steps[bisect.bisect_left(steps[:-1], True, key=lambda each: PlanningProblem(each, None).floor <= limit)]
 
 
 def refined(plan: Plan) -> Plan:
@@ -187,9 +174,7 @@ def refined(plan: Plan) -> Plan:
 
 
 def ladder(job: Job) -> list[Job]:
-    """Return the job with more and more recomputation, from none to the floor. Each step needs less than the one before
-    it, with the leanest strategies, and estimated.
-    """
+    """Return the job with more and more recomputation, from none to the floor: each step needs less, as estimated."""
     leanest = min_peak_job(job)
     if not leanest.recompute:
         return [dataclasses.replace(job, recompute=())]

@@ -1,18 +1,14 @@
-"""Communication schedulers without a solver: from a strategy mix (:class:`StrategyAssignment`) to an ordered list of
-messages.
+"""Communication schedulers without a solver: from a strategy mix (:class:`StrategyAssignment`) to ordered messages.
 
 A proposed plan is fitted to its budget afterwards (:func:`mdcs.planner.budget_repair.repair`). The scheduler that sends
 the nearest deadline first is :mod:`mdcs.planner.priority`.
 
 - sequential: no overlap; compute waits for every message. It decides whether strategies fit a budget.
 - wait-free back-propagation (Poseidon, PyTorch DDP): a reduction is issued when the backward of its unit ends. The
-  gather of zero2 follows at once, as in a decomposed all-reduce; those of sdp and fsdp are prefetched one unit ahead,
-  as FSDP does.
+  gather of zero2 follows at once, as in a decomposed all-reduce; those of sdp and fsdp come one unit ahead, as in FSDP.
 - fusion: several units in one message, which then pays α once. ``Fusion`` fills buckets of a fixed size, as Horovod and
-  DDP do. ``MgWfbp`` merges optimally for the α–β model (MG-WFBP, Shi et al., INFOCOM 2019), here by dynamic programming
-  over the ready times.
-- DeAR (Zhang et al., ICDCS 2023), a decoupled all-reduce: reduce-scatters overlap with backward, all-gathers with the
-  next forward.
+  DDP do. ``MgWfbp`` merges optimally for the α–β model (MG-WFBP, Shi et al., INFOCOM 2019), by dynamic programming.
+- DeAR (Zhang et al., ICDCS 2023): a decoupled all-reduce; reduce-scatters beside backward, all-gathers beside forward.
 - random: a baseline, and the generator of property tests.
 """
 
@@ -57,19 +53,18 @@ class StrategyAssignment:
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategy of each unit."""
-        return tuple(map(self._effective, range(len(self.chosen)), self.chosen))
-
-    def _effective(self, unit: int, strategy: Strategy) -> Strategy:
-        if not strategy.regathers:
-            return strategy
-        span = self.period.backward(unit, 0)
-        kept = span is None or self.period.forward(unit, 0)[1] + 1 == span[0]
-        return strategy.without_reshard if kept else strategy
+        out = list(self.chosen)
+        for u, strategy in enumerate(self.chosen):
+            if strategy.regathers:
+                span = self.period.backward(u, 0)
+                if span is None or self.period.forward(u, 0)[1] + 1 == span[0]:
+                    out[u] = strategy.without_reshard
+        return tuple(out)
 
     @property
     def profile(self) -> Profile:
         """The profile of the job, with the slots of its recomputation."""
-        return self.job.planned_profile
+        return self.job.period.profile
 
     @property
     def period(self) -> Period:
@@ -127,8 +122,7 @@ class StrategyAssignment:
 def sequential(mix: StrategyAssignment) -> Plan:
     """Return the sequential schedule. A reduction is sent when it is ready, a gather when it is needed."""
     messages = []
-    # Reductions come first, so that gradients are freed before the next unit is gathered.
-    for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):
+    for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):  # gradients are freed before the next gather
         slot = mix.period.window(op)[1 if op.kind.is_gather else 0]
         messages.append(Message(op.kind, ((op.unit, 0),), slot, blocking=True, micro=op.micro))
     return mix.plan("sequential", mix.unpartitioned_blocks(), messages)
@@ -180,6 +174,13 @@ class Wfbp:
 
 
 @dataclass(frozen=True)
+class Solving(Checked):
+    """Options of planners that use a solver (:mod:`mdcs.planner.ilp`)."""
+
+    seconds: float = option(20.0, "limit of the solver, seconds", above=0)
+
+
+@dataclass(frozen=True)
 class Blocks(Checked):
     """Options of schedulers that partition units."""
 
@@ -201,10 +202,7 @@ class Partitioning(Blocks):
         return as_ready(mix, self.name, self.partition(mix))
 
 
-Grouping = Callable[[list[Op]], list[list[Op]]]
-
-
-def fuse(mix: StrategyAssignment, name: str, grouping: Grouping) -> Plan:
+def fuse(mix: StrategyAssignment, name: str, grouping: Callable[[list[Op]], list[list[Op]]]) -> Plan:
     """Group each stream of operations (kind, micro-step) in its order of use. Return the plan with fused groups.
 
     A fused reduction is issued when its last member is ready, a fused gather in time for its first member. Such a slot
@@ -236,7 +234,6 @@ class Fusion(Checked):
     """Buckets of a fixed size. The default is that of DDP."""
 
     name: ClassVar[str] = "fusion"
-
     bucket_mib: float = option(25.0, "size of a fused message, MiB", above=0)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
@@ -270,8 +267,7 @@ class MgWfbp:
 
 
 def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
-    """Return the groups that minimize the end of the last message: end[j] = min over i of max(ready, end[i]) + α +
-    β·bytes(i..j).
+    """Return the groups whose last message ends first: end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j).
 
     A gather stream is the same problem in reversed time: deadlines become ready times, the first message the last.
     """
@@ -284,8 +280,7 @@ def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
     wire = [mix.profile.wire(kind, mix.payload(op)) for op in ops]
     best: list[tuple[float, int]] = [(min(ready), 0)]
     for j in range(1, len(ops) + 1):
-        choices = []
-        size, last_ready = 0, -float("inf")
+        choices, size, last_ready = [], 0, -float("inf")
         for i in range(j - 1, -1, -1):
             size += wire[i]
             last_ready = max(last_ready, ready[i])
@@ -296,9 +291,7 @@ def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
         i = best[j][1]
         groups.append(ops[i:j])
         j = i
-    if kind.is_gather:
-        return [group[::-1] for group in groups]
-    return groups[::-1]
+    return [group[::-1] for group in groups] if kind.is_gather else groups[::-1]
 
 
 @dataclass(frozen=True)
@@ -306,10 +299,7 @@ class Dear(Checked):
     """Fuses neighbours up to ``bucket_mib``. Gathers fsdp units ``ahead`` slots before their use."""
 
     name: ClassVar[str] = "dear"
-
-    bucket_mib: float | None = option(
-        None, "size of a fused message, MiB; null: one message per unit", above=0
-    )
+    bucket_mib: float | None = option(None, "size of a fused message, MiB; null: one message per unit", above=0)
     ahead: int = option(2, "slots between the gather of an fsdp unit and its use", at_least=0)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
@@ -324,11 +314,8 @@ class Dear(Checked):
                 slot = first if keep else max(first, need - self.ahead)
             drafts.append((slot % period.length, m.kind.is_gather, max(need, 0), m, slot))
         drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
-        return mix.plan(
-            self.name,
-            mix.unpartitioned_blocks(),
-            [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts],
-        )
+        messages = [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts]
+        return mix.plan(self.name, mix.unpartitioned_blocks(), messages)
 
 
 @dataclass(frozen=True)
@@ -336,16 +323,13 @@ class RandomOrder(Checked):
     """Cuts units, fuses messages and chooses issue slots at random. The same ``seed`` gives the same plan."""
 
     name: ClassVar[str] = "random"
-
     seed: int = option(0, "seed of the draw", at_least=0)
     max_blocks: int = option(3, "largest number of blocks of a unit", at_least=1)
     fuse: float = option(0.3, "probability that a message is fused with the one before it", at_least=0, at_most=1)
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return a random valid plan."""
-        rng = random.Random(self.seed)
-        world = mix.profile.world
-        blocks = []
+        rng, world, blocks = random.Random(self.seed), mix.profile.world, []
         for layout in mix.profile.layouts:
             total = layout.elements
             cuts = [rng.randint(0, total // world) * world for _ in range(rng.randrange(self.max_blocks))]

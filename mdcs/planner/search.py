@@ -1,8 +1,8 @@
 """Search for faster plans by simulated annealing over small changes, judged by replays, from several plans in a race.
 
 A plan is searched as numbers (:mod:`mdcs.planner.candidates`). Thousands of candidates are replayed in a second. A move
-returns another candidate, or None if it finds nothing to change. Some moves change a plan, and raise PlanError if the
-result cannot run. Moves do not check whether bytes fit.
+returns another candidate, or None if it finds nothing to change, and may raise PlanError if the result cannot run.
+Moves do not check whether bytes fit.
 
 Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220 (1983).
 """
@@ -15,20 +15,12 @@ import itertools
 import math
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from mdcs.plan.period import (
-    Op,
-    Strategy,
-    blocks_by_readiness,
-    choices,
-    snap_to_parameter_boundary,
-)
+from mdcs.plan.period import Op, Strategy, blocks_by_readiness, choices, snap_to_parameter_boundary
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
 from mdcs.planner.budget_repair import with_block_sizes
@@ -40,13 +32,12 @@ from mdcs.simulator.simulate import replay
 
 Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
 """A change to a candidate. The score shows where the candidate stalls."""
-PlanMove = Callable[[Plan, random.Random], Plan | None]
 
 _NEAR = (1, 1, 1, 2, 2, 3, 4, 6, 9, 14)  # distances that messages move, in places: mostly short ones
 _MOST_PARTS = 8  # most blocks of a unit
 
 
-# ---- moves of candidates
+# ---- moves
 
 
 def advance_blocking(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
@@ -107,9 +98,7 @@ def shift_run(among: Candidates, now: Candidate, score: Score, rng: random.Rando
 
 
 def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Change the strategy of one unit, or of two.
-
-    Often the second takes the first one's, which keeps the bytes about the same.
+    """Change the strategy of one unit, or of two: often the second takes the first one's, for about the same bytes.
 
     Operations that both strategies have keep their place, all blocks at once: gathers where the first block was,
     reductions where the last was. A new reduction is sent when it is ready, a new gather shortly before it is needed.
@@ -163,10 +152,8 @@ def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random
 
 
 def change_recompute(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Change what one unit recomputes.
-
-    Often another unit takes the first one's choice in exchange, which keeps the bytes about the same, or the strategy
-    of a unit changes, too: bytes that are freed buy strategies, and the other way round.
+    """Change what one unit recomputes. Often another unit takes the first one's choice in exchange, which keeps the
+    bytes about the same, or the strategy of a unit changes, too: bytes that are freed buy strategies, and vice versa.
     """
     options = among.options
     if not options:
@@ -182,10 +169,8 @@ def change_recompute(among: Candidates, now: Candidate, score: Score, rng: rando
 
 
 def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
-    """Move the message at place ``i`` before the message at ``place``.
-
-    Its slot is ``slot``, or the nearest slot that its neighbours and its window allow. Return None if nothing changes
-    or no slot is possible.
+    """Move the message at place ``i`` before the message at ``place``, to ``slot`` or the nearest slot that its
+    neighbours and its window allow. Return None if nothing changes or no slot is possible.
     """
     messages, slots, length = list(now.messages), list(now.slots), among.length
     number, before = messages.pop(i), slots.pop(i)
@@ -206,11 +191,9 @@ def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> 
     return now._replace(messages=messages, slots=slots)
 
 
-# ---- moves of plans
-
-
-def repartition(plan: Plan, rng: random.Random) -> Plan | None:
-    """Send a unit in twice as many blocks, or half as many."""
+def repartition(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Send a unit in twice as many blocks, or half as many. Takes as long as a dozen other moves."""
+    plan = among.plan(now)
     u = rng.randrange(len(plan.blocks))
     now = len(plan.blocks[u])
     count = rng.choice((now * 2, now // 2, now // 2))
@@ -220,17 +203,13 @@ def repartition(plan: Plan, rng: random.Random) -> Plan | None:
     cuts = [total * b // count // step * step for b in range(1, count)]
     inner = [snap_to_parameter_boundary(plan.profile, u, cut, step, total // count) for cut in cuts]
     sizes = tuple(b - a for a, b in itertools.pairwise([0, *inner, total]))
-    return with_block_sizes(plan, u, sizes)
+    return among.of(with_block_sizes(plan, u, sizes))
 
 
-MOVES: dict[Move, float] = {advance_blocking: 1, shift: 5, swap: 3, shift_run: 5, change_strategy: 3}
-"""Moves of candidates, and the relative frequency of each."""
-
-RECOMPUTE_MOVES: dict[Move, float] = {change_recompute: 3}
-"""Moves of candidates whose recomputation is open."""
-
-PLAN_MOVES: dict[PlanMove, float] = {repartition: 0.2}
-"""Moves of plans, and the relative frequency of each. One takes as long as a dozen moves of candidates."""
+MOVES: dict[Move, float] = {
+    advance_blocking: 1, shift: 5, swap: 3, shift_run: 5, change_strategy: 3, change_recompute: 3, repartition: 0.2,
+}  # fmt: skip
+"""All moves, and the relative frequency of each."""
 
 
 # ---- searches
@@ -242,74 +221,57 @@ _CLOSE = 1e-5  # the search ends at this relative distance to the bound
 
 
 def anneal(
-    plan: Plan,
-    seconds: float,
-    *,
-    bound: float = 0.0,
-    strategies: bool = True,
-    recompute: bool = False,
-    stop: Callable[[], bool] = lambda: False,
-    seed: int = 0,
-) -> Plan:
+    plan: Plan, seconds: float, *, bound: float = 0.0, strategies: bool = True, recompute: bool = False,
+    stop: Callable[[], bool] = lambda: False, seed: int = 0,
+) -> Plan:  # fmt: skip
     """Return the fastest plan found by a search from ``plan``, or ``plan`` if none is faster.
 
-    - ``seconds``: approximate time limit.
-    - ``bound``: the search ends at this step time (seconds).
-    - ``strategies``: whether strategies may change.
-    - ``recompute``: whether units may begin or cease to recompute their activations.
-    - ``stop``: the search ends when it returns True.
-    - ``seed``: seed of the search.
+    - ``seconds``: approximate time limit. ``bound``: the search ends at this step time (seconds). ``stop``: or when
+      this returns True.
+    - ``strategies``, ``recompute``: whether strategies, and what units recompute, may change.
 
     Plans are judged by replay and stay within the budget of ``plan``. The number of candidates grows with the plan. If
     the time suffices for all of them, the same ``seed`` gives the same plan.
     """
     among, rng = Candidates(plan.job, plan.admissible), random.Random(seed)
-    moves = MOVES | (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
+    moves = {move: often for move, often in MOVES.items() if recompute or move is not change_recompute}
     schedules = {move: often for move, often in moves.items() if move is not change_strategy}
     # A strategy is judged by the schedule that it gets, so schedules come first.
     for weights in (schedules, moves) if strategies else (schedules,):
-        part = seconds / (1 + strategies)
-        found = deque(_improvements(among, plan, part, bound, weights, stop, rng), maxlen=1)
-        plan = among.plan(found[0], plan) if found else plan
+        found = _annealed(among, plan, seconds / (1 + strategies), bound, weights, stop, rng)
+        plan = plan if found is None else among.plan(found, plan)
     return plan
 
 
-def _improvements(
-    among: Candidates, plan: Plan, seconds: float, bound: float, weights: Mapping[Move | PlanMove, float],
+def _annealed(
+    among: Candidates, plan: Plan, seconds: float, bound: float, weights: Mapping[Move, float],
     stop: Callable[[], bool], rng: random.Random,
-) -> Iterator[Candidate]:  # fmt: skip
+) -> Candidate | None:  # fmt: skip
+    """Return the fastest candidate found. None: none is faster than the plan."""
     began = time.monotonic()
-    moves, often = list(weights), list(accumulate(weights.values()))
+    moves, often = list(weights), list(itertools.accumulate(weights.values()))
     now = among.of(plan)
+    fastest: Candidate | None = None
     score = among.score(now, math.inf)
     if score is None:
-        return
+        return None
     best = score.step_s
     most = max(_FEWEST, _TRIES * len(plan.messages) ** 2)
     for tried in range(most):
         spent = max(tried / most, (time.monotonic() - began) / max(seconds, 1e-9))
         if spent >= 1 or best <= bound * (1 + _CLOSE) or stop():
-            return
+            break
         limit = score.energy - _WARMTH * best * (1 - spent) ** 2 * math.log(1 - rng.random())
         try:
-            found = _made(rng.choices(moves, cum_weights=often)[0], among, now, score, plan, rng)
+            found = rng.choices(moves, cum_weights=often)[0](among, now, score, rng)
         except PlanError:
             continue
         worth = None if found is None else among.score(found, limit)
         if found is not None and worth is not None:
             now, score = found, worth
             if score.step_s < best * (1 - 1e-9):
-                best = score.step_s
-                yield now
-
-
-def _made(
-    move: Move | PlanMove, among: Candidates, now: Candidate, score: Score, plan: Plan, rng: random.Random
-) -> Candidate | None:
-    if move in PLAN_MOVES:
-        made = move(among.plan(now, plan), rng)
-        return None if made is None else among.of(made)
-    return cast(Move, move)(among, now, score, rng)
+                best, fastest = score.step_s, now
+    return fastest
 
 
 _BEYOND_REPLAY = 5e-5  # s per message beyond the replay; measured 30 to 130 µs on plans with hundreds of messages
@@ -337,15 +299,9 @@ RACING = 3  # plans that a race starts from
 
 
 def race(
-    plans: Sequence[EvaluatedPlan],
-    until: float,
-    *,
-    strategies: bool,
-    recompute: bool = False,
-    bound: float | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    most: int = RACING,
-) -> list[EvaluatedPlan]:
+    plans: Sequence[EvaluatedPlan], until: float, *, strategies: bool, recompute: bool = False,
+    bound: float | None = None, stop: Callable[[], bool] = lambda: False, most: int = RACING,
+) -> list[EvaluatedPlan]:  # fmt: skip
     """Return the plans of searches that end at the time ``until``, by successive halving.
 
     Each of the ``most`` best plans is searched from in turn. The better half of the results is searched from again, and

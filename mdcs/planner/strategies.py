@@ -36,12 +36,11 @@ class RandomMix(Checked):
     """Draws a strategy per unit. The same ``seed`` gives the same mix."""
 
     name: ClassVar[str] = "random"
-
     seed: int = option(0, "seed of the draw", at_least=0)
 
     def choose(self, problem: PlanningProblem) -> StrategyDecision:
-        """Return a random mix that fits. While it is too large, one more random unit becomes fsdp, or takes its
-        strategy in the leanest mix if all fsdp does not fit. Raises InfeasibleBudget.
+        """Return a random mix. While it is too large, one more random unit becomes fsdp, or takes its strategy in the
+        leanest mix if all fsdp does not fit. Raises InfeasibleBudget.
         """
         smallest = problem.starts()[-1]
         rng = random.Random(self.seed)
@@ -73,15 +72,9 @@ class Greedy:
         profile, period, units = problem.profile, problem.job.period, range(len(problem.profile.units))
         mix = list(problem.mix(start).strategies)  # Mix turns fsdp into sdp where a second gather gains nothing
         cost = [{k: problem.job.cost.unit_s(u, k, problem.job.micro_steps) for k in choices(profile)} for u in units]
-        changes = sorted(
-            (
-                (-saved / max(1, extra_bytes_vs_fsdp(period, u, k)), u, k)
-                for u in units
-                for k in _BEYOND_FSDP
-                if k in cost[u] and (saved := cost[u][mix[u]] - cost[u][k]) > 0
-            ),
-            key=lambda c: c[:2],
-        )
+        saved = [(cost[u][mix[u]] - cost[u][k], u, k) for u in units for k in _BEYOND_FSDP if k in cost[u]]
+        changes = [(-s / max(1, extra_bytes_vs_fsdp(period, u, k)), u, k) for s, u, k in saved if s > 0]
+        changes.sort(key=lambda c: c[:2])
         # One ranking serves all rounds, because costs are per unit. A unit may later improve on an earlier choice.
         # After changes that fit, twice as many are tried at once; after changes that do not fit, half as many.
         held, i, many = problem.sequential_needs(mix), 0, 1
@@ -109,11 +102,9 @@ def _is_too_much(
     """Return whether a unit of this strategy certainly exceeds the budget, found without making a schedule: between its
     forward and its backward it holds its extra bytes beside those of the mix by slot, ``held``.
     """
-    if problem.budget is None:
-        return False
     period, micro = problem.job.period, problem.job.micro_steps - 1
     backward = period.backward(unit, micro)
-    if backward is None:
+    if problem.budget is None or backward is None:
         return False
     more = extra_bytes_vs_fsdp(period, unit, strategy) - extra_bytes_vs_fsdp(period, unit, mix[unit])
     between = range(period.forward(unit, micro)[1] + 1, backward[0])

@@ -1,4 +1,5 @@
-"""Plans that a run tries, and the choice among them: a handful that differ, and successive halving by measured steps.
+"""Plans that a run tries, and the choice among them: a handful that differ, made in a process of its own beside a run
+that trains, and successive halving by measured steps.
 
 A prediction is wrong by some percent. Among many plans, the best predicted one is the one that the model flatters most.
 So the run trains under a few of them in turns (Karnin, Koren, Somekh: successive halving, ICML 2013).
@@ -6,14 +7,19 @@ So the run trains under a few of them in turns (Karnin, Koren, Somekh: successiv
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import os
+import pickle
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import NormalDist, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -23,13 +29,14 @@ from mdcs.plan.plan import Plan, PlanError
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.pipeline import make_plan
+from mdcs.planner.pipeline import JointPlanner, Scheduler, StrategyPlanner, make_plan
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import AUTO, RecomputeRule, ladder, recompute_named
-from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Wfbp
 from mdcs.planner.strategies import Greedy
 from mdcs.sizes import MIB
+
+T = TypeVar("T")
 
 # ---- plans that differ
 
@@ -43,16 +50,9 @@ _ALIKE = 0.005  # relative difference of predictions up to which plans with the 
 
 
 def make_plans(
-    job: Job,
-    strategy: StrategyPlanner | JointPlanner,
-    scheduler: Scheduler | None,
-    *,
-    budget: int | None,
-    schedule_share: float | None,
-    recompute: RecomputeRule,
-    trials: int,
-    seconds: float,
-) -> list[Plan]:
+    job: Job, strategy: StrategyPlanner | JointPlanner, scheduler: Scheduler | None, *, budget: int | None,
+    schedule_share: float | None, recompute: RecomputeRule, trials: int, seconds: float,
+) -> list[Plan]:  # fmt: skip
     """Return the plan of :func:`mdcs.planner.pipeline.make_plan`, and up to ``trials`` - 1 of its :func:`proposals`."""
     plan = make_plan(job, strategy, scheduler, budget=budget, schedule_share=schedule_share, recompute=recompute)
     return [plan] if job.profile.world == 1 else proposals(plan, trials, recompute=recompute, seconds=seconds)
@@ -170,6 +170,48 @@ def _predicted_s(plan: Plan) -> float:
     return math.inf if plan.prediction is None else plan.prediction.step_s
 
 
+# ---- calls in a process of its own: threads of this one do not wait for the interpreter while it plans
+
+_CHILD = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from mdcs.planner.trials import answer
+answer()
+"""
+
+
+def call_apart(function: Callable[..., T], *arguments: object) -> T:
+    """Return ``function(*arguments)``, called in a new process that ends with this one. All are pickled. Raises what
+    the function raises, and ChildProcessError if the process ends otherwise.
+    """
+    child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(child.kill)
+    try:
+        said, _ = child.communicate(pickle.dumps(sys.path) + pickle.dumps((function, arguments)))
+    finally:
+        atexit.unregister(child.kill)
+        child.kill()
+    if child.returncode:
+        raise ChildProcessError(f"the process that plans ended with exit status {child.returncode}")
+    value, error = pickle.loads(said)
+    if error is not None:
+        raise error
+    return cast(T, value)
+
+
+def answer() -> None:
+    """Call the function that stdin says, and write its value or its error to stdout. What it prints goes to stderr."""
+    function, arguments = pickle.load(sys.stdin.buffer)
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        told: tuple[object, Exception | None]
+        try:
+            told = function(*arguments), None
+        except Exception as error:  # any error is the caller's
+            told = None, error
+        pickle.dump(told, out)
+
+
 # ---- which one is fastest
 
 _TAIL = 0.02  # chance that the fastest of equal candidates counts as faster than some other one after a round
@@ -184,8 +226,7 @@ class Standing(NamedTuple):
     - ``median_s``: median seconds of these steps. NaN without any.
     - ``slower_s``: seconds by which a step is longer than the winner's (before the end: than the fastest's), by steps
       of the same rounds. NaN without any.
-    - ``interval_s``: half of the 96 % interval of ``slower_s``, for all candidates together. Infinite with too few
-      steps.
+    - ``interval_s``: half of its 96 % interval, for all candidates together. Infinite with too few steps.
     - ``dropped``: the round (from 1) after which the candidate was dropped. None: never.
     """
 
@@ -232,9 +273,7 @@ class SuccessiveHalving:
         return 0 if self.winner is not None else self._length - self._counted + (not self._is_warm)
 
     def add(self, seconds: float) -> None:
-        """Take the seconds of a step that ran :attr:`current`; after the end nothing changes. Raises ValueError unless
-        above 0.
-        """
+        """Take the seconds (above 0, else ValueError) of a step that ran :attr:`current`; ignored after the end."""
         if not 0 < seconds < math.inf:
             raise ValueError(f"a step takes seconds above 0, got {seconds}")
         if self.winner is not None:
@@ -245,13 +284,11 @@ class SuccessiveHalving:
             return
         self._seconds.append((self._turns[0], self._round, seconds))
         self._counted += 1
-        if self._counted < self._length:
-            return
-        self._counted = 0
-        self._turns.pop(0)
-        self._is_warm = False
-        if not self._turns:
-            self._end_round()
+        if self._counted == self._length:
+            self._turns.pop(0)
+            self._counted, self._is_warm = 0, False
+            if not self._turns:
+                self._end_round()
 
     def table(self) -> tuple[Standing, ...]:
         """Return the measurements of all candidates, by number."""
@@ -263,8 +300,6 @@ class SuccessiveHalving:
             middle = median(s for _, s in own) if own else math.nan
             out.append(Standing(c, len({r for r, _ in own}), len(own), middle, *slower[c], self._dropped.get(c)))
         return tuple(out)
-
-    # ---- rounds
 
     def _begin_round(self, candidates: Sequence[int]) -> None:
         """Begin a round of these candidates, or end if there is one, or too few steps are left."""
@@ -285,8 +320,6 @@ class SuccessiveHalving:
         self._dropped.update((c, self._round) for c in ran if c not in stay)
         self._begin_round([c for c in reversed(ran) if c in stay])
 
-    # ---- comparison
-
     def _fastest(self) -> int:
         """Return the candidate with the shortest steps, of those that have not been dropped."""
         if not self._seconds:
@@ -295,17 +328,14 @@ class SuccessiveHalving:
         return min(self._candidates, key=lambda c: (round(slower[c][0] / _EXACT), c))
 
     def _slower_than(self, reference: int) -> list[tuple[float, float]]:
-        """Return for each candidate by how many seconds its steps are longer, and half of the 96 % interval.
-
-        Least squares: a step takes what its candidate and its round take. So candidates are compared within rounds.
+        """Return for each candidate by how many seconds its steps are longer, and half of the 96 % interval. By least
+        squares: a step takes what its candidate and its round take. So candidates are compared within rounds.
         """
         shortest = {c: min(s for each, _, s in self._seconds if each == c) for c, *_ in self._seconds}
         # What disturbed a step is cut off. The first step of a turn is no measure: it waits for no step before it.
         rows = [(c, r, min(s, (1 + _SPIKE) * shortest[c])) for c, r, s in self._seconds]
-        columns = {
-            key: i
-            for i, key in enumerate(sorted({("candidate", c) for c, _, _ in rows} | {("round", r) for _, r, _ in rows}))
-        }
+        keys = {("candidate", c) for c, _, _ in rows} | {("round", r) for _, r, _ in rows}
+        columns = {key: i for i, key in enumerate(sorted(keys))}
         unknown = math.nan, math.inf
         if ("candidate", reference) not in columns:
             return [unknown] * self._count

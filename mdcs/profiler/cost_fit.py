@@ -30,9 +30,8 @@ from mdcs.plan.job import Job
 from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, StrategyDecision
-from mdcs.planner.pipeline import make_plan
+from mdcs.planner.pipeline import Scheduler, StrategyPlanner, make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Partitioning, StrategyAssignment, Wfbp, buckets, fuse
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.schema import Profile

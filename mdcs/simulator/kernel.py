@@ -2,8 +2,7 @@
 the link follows from earlier times, in one pass.
 
 For one replay, Python runs these functions as they are; for a search with thousands of replays, numba compiles them. So
-there are only numbers, sequences of numbers and loops here, and each sequence is an argument of its own, which numba
-handles faster than tuples of sequences.
+there are only loops, numbers and sequences of numbers here, each an argument of its own, which numba handles fastest.
 
 Messages are counted in wire order and slots in executed order, both from the start of the prologue. Message ``g`` of a
 replay is message ``g % n`` of the plan. Times are seconds since the prologue began, sizes are bytes.
@@ -19,12 +18,8 @@ MAX_PERIODS = 12
 LONG_AGO = -1e300
 _REPEATS = 1e-9  # fraction of a period: periods that differ by less count as equal
 SETTLED, UNSETTLED, DEADLOCK = 0, 1, 2
-"""How a replay ended.
+"""How a replay ended: the period repeats; it still changed after ``MAX_PERIODS``; bytes never fitted."""
 
-- ``SETTLED``: the period repeats.
-- ``UNSETTLED``: the period still changed after ``MAX_PERIODS``.
-- ``DEADLOCK``: the bytes of a message or slot never fitted.
-"""
 
 class PeriodArrays(NamedTuple):
     """The slots of a period (one number per slot), and constants of the replay."""
@@ -71,10 +66,7 @@ SENT, BUSY, PAID, RETIRED, HELD, MOST, ARRIVALS, STUCK, NEEDED = range(9)
 def finish_time_under_interference(
     start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now: float, work: float
 ) -> float:
-    """Return when ``work`` seconds of compute that begin now end.
-
-    Compute takes ``slowdown`` times as long beside a message.
-    """
+    """Return when ``work`` seconds of compute that begin now end: ``slowdown`` times as long beside a message."""
     if slowdown == 1:
         return now + work
     sent, g = count[SENT], count[BUSY]
@@ -95,9 +87,7 @@ def finish_time_under_interference(
 
 
 def add_message_overhead(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
-    """Return when a slot that would run from ``begin`` to ``end`` ends, with the compute time lost to messages that
-    complete during it.
-    """
+    """Return when a slot from ``begin`` to ``end`` ends, with what it loses to messages that complete during it."""
     n, g = len(lost), count[PAID]
     while g < count[SENT] and done[g] <= end:
         if done[g] > begin:  # otherwise it completed while compute was waiting, and cost nothing
@@ -111,8 +101,7 @@ def end_slot(
     start: Numbers, finish: Numbers, done: Numbers, lost: Numbers, arrival: Numbers, count: Numbers, slowdown: float,
     contended: bool, released: int, begin: float, work: float,
 ) -> float:  # fmt: skip
-    """Return the end of the slot that computes from ``begin`` for ``work`` seconds; record it, and free ``released``
-    bytes."""
+    """Return and record the end of the slot that computes from ``begin`` for ``work`` s; free ``released`` bytes."""
     end = finish_time_under_interference(start, finish, count, slowdown, begin, work)
     if contended:
         end = add_message_overhead(done, lost, count, begin, end)
@@ -196,9 +185,7 @@ def admit(
     done: Numbers, freed: Numbers, transient: Numbers, in_prologue: Numbers, count: Numbers, cap: int, depth: int,
     now: float, size: int, upcoming: int,
 ) -> float:  # fmt: skip
-    """Return when ``size`` bytes fit beside all bytes held and in flight; -1 if never, with the need in
-    ``count[NEEDED]``.
-    """
+    """Return when ``size`` bytes fit beside those held and in flight; -1: never, with the need in ``count[NEEDED]``."""
     while True:
         retire_completed(done, freed, count, now)
         if count[HELD] + size + count[MOST] <= cap:
@@ -216,8 +203,7 @@ def repeats(
     start: Numbers, finish: Numbers, done: Numbers, flight: Numbers, sent: int, now: float, base: int, before: int,
     tolerance: float,
 ) -> int:  # fmt: skip
-    """Compare the messages in flight at this turn with those at the last. Return their number k if they are equal, else
-    -1 - k.
+    """Compare the messages in flight at this turn with those at the last. Return their number k, or -1 - k if unequal.
 
     - ``base``: first message of the period. ``before``: number of messages in flight at the last turn.
     - ``tolerance``: largest difference (seconds) of equal times.
@@ -357,14 +343,7 @@ def run(c: PeriodArrays, s: Schedule, m: MessageSeconds, sizes: Folded, t: Repla
 
 
 LOOPS = (
-    finish_time_under_interference,
-    add_message_overhead,
-    end_slot,
-    retime_while_compute_blocked,
-    retire_completed,
-    max_in_flight_bytes,
-    admit,
-    repeats,
-    run,
-)
+    finish_time_under_interference, add_message_overhead, end_slot, retime_while_compute_blocked, retire_completed,
+    max_in_flight_bytes, admit, repeats, run,
+)  # fmt: skip
 """Functions that :func:`mdcs.simulator.simulate.compiled_loops` compiles."""

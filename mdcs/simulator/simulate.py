@@ -6,8 +6,7 @@ data is ready and compute has arrived at its issue slot. Messages and slots are 
 admission never changes the order.
 
 Only compute issues messages, and it waits only for messages issued before. So every time follows from earlier times:
-the replay is one pass without an event queue. Periods are replayed from the prologue until they repeat, at most
-``MAX_PERIODS``.
+the replay is one pass without an event queue, from the prologue until periods repeat, at most ``MAX_PERIODS``.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Replay:
 
     - ``spans``: (start, end) of each message on the link.
     - ``landed``: when each message is summed or unpacked. ``processed``: when it and all before are updated.
-    - ``arrivals``: when compute arrives at each slot; the last entry is the end. ``begins``: when it begins to run
-      each.
+    - ``arrivals``: when compute arrives at each slot; the last entry is the end. ``begins``: when it runs each.
     - ``began``: start of the last period. ``period_s``: its length.
     - ``settled``: whether the last period equals the one before, so that all later periods are equal.
     """
@@ -68,9 +66,7 @@ class Replay:
         return [(a - began, b - began) for a, b in zip(self.begins[-last:], self.arrivals[-last:], strict=True)]
 
     def seen(self, spans: list[Span]) -> dict[int, Span]:
-        """Return the spans of messages in the last period, by message index, relative to its start and cut off at its
-        ends.
-        """
+        """Return the spans in the last period, by message index, relative to its start and cut off at its ends."""
         began, ended = self.began, self.arrivals[-1]
         oldest = max(0, len(spans) - 2 * len(self._plan.messages))  # those of the period before may still be in flight
         return {
@@ -87,7 +83,22 @@ class Replay:
     @cached_property
     def intervals(self) -> list[Interval]:
         """Slots, messages and updates of the period, in the format of a measured timeline."""
-        return _intervals(self._plan, self)
+        plan, units, first = self._plan, self._plan.profile.units, len(self.spans) - 2 * len(self._plan.messages)
+        out = [
+            Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
+            for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, self.compute(), strict=True))
+        ]
+        # An update beside the link may wait for the one before it.
+        begun = [*map(max, self.landed[first:], [0.0, *self.processed][first:])]
+        messages = self.seen(self.spans)
+        updates = self.seen([*self.spans[:first], *zip(begun, self.processed[first:], strict=True)])
+        for g in sorted({*messages, *updates}):
+            kind, names, wire = plan.labels[g % len(plan.messages)]
+            if g in messages:
+                out.append(Interval("message", f"{kind}:{names}", kind, names, *messages[g], wire))
+            if g in updates and begun[g - first] < self.processed[g]:
+                out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
+        return out
 
     @property
     def peak(self) -> dict[str, int]:
@@ -97,7 +108,31 @@ class Replay:
     @cached_property
     def curve(self) -> list[dict[str, int]]:
         """The same bytes for every slot of the period. A slot includes the wait before it."""
-        return _memory(self._plan, self._ledger or Ledger(self._plan), self)
+        ledger = self._ledger or Ledger(self._plan)
+        live, events = _events(self._plan, ledger, self)
+        known, rest = sum(live.values()), 0
+        window: dict[str, int] | None = None
+        curve: list[dict[str, int]] = []
+        for _, what, size in sorted(events, key=itemgetter(0)):
+            if what == _ARRIVE:
+                rest = ledger.slots[size].live
+                window = dict(live, activations=rest, total=known + rest)
+                curve.append(window)
+            elif what == _END:
+                window = None
+            elif what == _BEGIN:
+                rest = ledger.slots[size].peak
+            else:
+                live[what] += size
+                known += size
+            if window is not None:
+                if what in live and live[what] > window[what]:
+                    window[what] = live[what]
+                if rest > window["activations"]:
+                    window["activations"] = rest
+                if known + rest > window["total"]:
+                    window["total"] = known + rest
+        return curve
 
     def prediction(self) -> Prediction:
         """Return the part of the result that is stored with the plan."""
@@ -122,12 +157,8 @@ def replay(plan: Plan) -> Replay:
     """Replay a plan until its period repeats. Messages are admitted by its bytes if it has a budget. Raises PlanError,
     naming the slot, when admission deadlocks.
     """
-    return run(plan, None if plan.admissible is None else Ledger(plan))
-
-
-def run(plan: Plan, ledger: Ledger | None) -> Replay:
-    """Replay a plan as :func:`replay` does, with its ledger if the caller has one. None: bytes are not counted."""
-    slots, n = for_loops(period_arrays(plan.job, plan.admissible, ledger)), len(plan.messages)
+    ledger, n = None if plan.admissible is None else Ledger(plan), len(plan.messages)
+    slots = for_loops(period_arrays(plan.job, plan.admissible, ledger))
     sizes = Folded([0] * n, [0] * n, [0] * n) if ledger is None else ledger.folded
     track = for_loops(empty_replay(n, plan.period.length))
     how = kernel.run(slots, for_loops(plan.schedule), for_loops(plan.seconds), for_loops(sizes), track)
@@ -159,7 +190,7 @@ def period_arrays(job: Job, admissible: int | None, held: AssignmentBytes | None
         turn_s=float(contention.turn_seconds),
         skew_s=float(contention.skew_seconds),
         rest=0 if held is None else held.rest_bytes,
-        cap=-1 if admissible is None or held is None else admissible,
+        cap=-1 if admissible is None else admissible,
     )
 
 
@@ -195,64 +226,13 @@ def undelayed(period: Period) -> Steady:
     return Steady(edges[-1], tuple((begin, begin, end) for begin, end in itertools.pairwise(edges)), ())
 
 
-# ---- the last period, in detail
-
-
-def _intervals(plan: Plan, trace: Replay) -> list[Interval]:
-    units, first = plan.profile.units, len(trace.spans) - 2 * len(plan.messages)
-    out = [
-        Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
-        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
-    ]
-    # An update beside the link may wait for the one before it.
-    begun = [
-        max(landed, before)
-        for landed, before in zip(trace.landed[first:], [0.0, *trace.processed][first:], strict=False)
-    ]
-    messages = trace.seen(trace.spans)
-    updates = trace.seen([*trace.spans[:first], *zip(begun, trace.processed[first:], strict=True)])
-    for g in sorted({*messages, *updates}):
-        kind, names, wire = plan.labels[g % len(plan.messages)]
-        if g in messages:
-            out.append(Interval("message", f"{kind}:{names}", kind, names, *messages[g], wire))
-        if g in updates and begun[g - first] < trace.processed[g]:
-            out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
-    return out
+# ---- bytes of the last period
 
 
 _Event = tuple[float, str, int]
 """(time, category or mark, bytes or slot). Events with equal times keep their order."""
 
 _ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
-
-
-def _memory(plan: Plan, ledger: Ledger, trace: Replay) -> list[dict[str, int]]:
-    """Return for each slot of the last period, with the wait before it, the peak bytes of each category, and "total".
-    """
-    live, events = _events(plan, ledger, trace)
-    known, rest = sum(live.values()), 0
-    window: dict[str, int] | None = None
-    curve: list[dict[str, int]] = []
-    for _, what, size in sorted(events, key=itemgetter(0)):
-        if what == _ARRIVE:
-            rest = ledger.slots[size].live
-            window = dict(live, activations=rest, total=known + rest)
-            curve.append(window)
-        elif what == _END:
-            window = None
-        elif what == _BEGIN:
-            rest = ledger.slots[size].peak
-        else:
-            live[what] += size
-            known += size
-        if window is not None:
-            if what in live and live[what] > window[what]:
-                window[what] = live[what]
-            if rest > window["activations"]:
-                window["activations"] = rest
-            if known + rest > window["total"]:
-                window["total"] = known + rest
-    return curve
 
 
 def _events(plan: Plan, ledger: Ledger, trace: Replay) -> tuple[dict[str, int], list[_Event]]:
@@ -271,17 +251,12 @@ def _events(plan: Plan, ledger: Ledger, trace: Replay) -> tuple[dict[str, int], 
     times = zip(trace.spans[first:], trace.landed[first:], trace.processed[first:], strict=True)
     messages = [(start, landed, done) for (start, _), landed, done in times]
     for e, (start, landed, done) in zip(ledger.messages, messages[:n], strict=True):
-        if done <= began:
-            continue
         for event in _effects(e, start, landed, done):
             if event[0] > began:  # earlier events are already counted in ``live``
                 live[event[1]] -= event[2]
                 out.append(event)
-    arrivals, begins = trace.arrivals[-length - 1 :], trace.begins[-length:]
-    sent = 0
-    for q, (arrival, begin, end, slot) in enumerate(
-        zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)
-    ):
+    edges, sent = itertools.pairwise(trace.arrivals[-length - 1 :]), 0
+    for q, ((arrival, end), begin, slot) in enumerate(zip(edges, trace.begins[-length:], ledger.slots, strict=True)):
         out.append((arrival, _ARRIVE, q))
         for i in range(sent, plan.schedule.issued[q]):
             out += _effects(ledger.messages[i], *messages[n + i])
@@ -311,8 +286,6 @@ _SECONDS = {
     *("seconds", "early", "ready", *schedule.MessageSeconds._fields),
     *(name for name in kernel.ReplayArrays._fields if name != "count"),
 }  # fmt: skip
-
-
 _is_compiled = False
 
 
@@ -339,12 +312,10 @@ def compiled_loops() -> Loops:
             for loop in kernel.LOOPS:
                 setattr(kernel, loop.__name__, _compiled(loop))  # they call each other
             _is_compiled = True
-    if not _is_compiled:
-        return Loops(schedule.arrange, schedule.fold_seconds, schedule.fold_bytes, ledger.fill_demands, kernel.run)
-    return Loops(
-        _compiled(schedule.arrange), _compiled(schedule.fold_seconds), _compiled(schedule.fold_bytes),
-        _compiled(ledger.fill_demands), kernel.run,
-    )  # fmt: skip
+    as_python: list[Callable[..., Any]] = [
+        schedule.arrange, schedule.fold_seconds, schedule.fold_bytes, ledger.fill_demands,
+    ]  # fmt: skip
+    return Loops(*([_compiled(loop) for loop in as_python] if _is_compiled else as_python), kernel.run)
 
 
 @cache

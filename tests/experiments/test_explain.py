@@ -9,9 +9,8 @@ from experiments import explain
 from experiments.explain import ScheduleChoice, binding_slot, bounds_of, choices, schedule_choice
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.period import Strategy
-from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.pipeline import SCHEDULERS, Scheduler, floor_bytes, make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers import Fusion, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy
 from mdcs.simulator.simulate import replay

@@ -7,9 +7,8 @@ import pytest
 from experiments.points import Make, best, front, plane, point, shares
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.pipeline import Scheduler, StrategyPlanner, floor_bytes, make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Dear, Sequential, Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from tests.mdcs.planner.test_every_plan import job

@@ -18,8 +18,7 @@ from mdcs.options import Checked, option
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.registry import StrategyDecision
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.schedulers import StrategyAssignment
 from tests.experiments import one_process
 from tests.mdcs.planner.test_every_plan import job

@@ -20,9 +20,8 @@ from mdcs.plan import job
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.pipeline import make_plan
+from mdcs.planner.pipeline import Scheduler, StrategyPlanner, make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers import Dear, Fusion, MgWfbp, Partitioning, RandomOrder, Sequential, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import ALGORITHMS, Collectives, Kind, Link

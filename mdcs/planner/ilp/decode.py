@@ -40,29 +40,25 @@ from mdcs.sizes import MIB
 
 
 def linearize_costs(profile: Profile) -> Profile:
-    """Return the profile with all costs of a block in β, its seconds by its bytes, and lost compute time as
-    interference; the profile itself if its link has no gaps and there is no contention.
+    """Return the profile with all costs of a block in β, and lost compute time as interference; the profile itself if
+    its link has no gaps and there is no contention.
     """
     link, cost = profile.link, CostModel(profile)
     if not any(link.gap) and profile.contention == Contention():
         return profile
     largest = max(range(len(profile.units)), key=lambda u: profile.layouts[u].grad_bytes)
-    elements = max(profile.world, profile.block // profile.layouts[largest].grad_width)
-    beta, lost = [], 0.0
+    layout, beta, lost = profile.layouts[largest], list[float](), 0.0
+    elements = max(profile.world, profile.block // layout.grad_width)
     for kind in link.kinds:
         block = cost.message(kind, ((largest, elements),))
-        wire = profile.wire(kind, elements * profile.layouts[largest].width(kind.is_gather))
+        wire = profile.wire(kind, elements * layout.width(kind.is_gather))
         each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
         beta.append(each / wire if wire else link.beta_of(kind))
         lost = max(lost, cost.lost_s(wire, block.copy + block.update) / each if each else 0.0)
     lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # lost compute time, as a fraction of sending time
     none = (0.0,) * len(beta)
-    return dataclasses.replace(
-        profile,
-        link=dataclasses.replace(link, alpha=none, beta=tuple(beta), gap=none),
-        contention=Contention(),
-        interference=lost / (1 - lost),
-    )
+    link = dataclasses.replace(link, alpha=none, beta=tuple(beta), gap=none)
+    return dataclasses.replace(profile, link=link, contention=Contention(), interference=lost / (1 - lost))
 
 
 Mix = tuple[tuple[Strategy, ...], tuple[str, ...]]
@@ -106,8 +102,7 @@ def _with_recompute(model: SlotModel, values: Sequence[float], strategies: tuple
 
 
 def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple[str, ...]:
-    """Return choices that free about ``more`` times the bytes of the solution: what one unit lacks, the next ones free.
-    """
+    """Return choices that free about ``more`` times the solution's bytes: what one unit lacks, the next ones free."""
     out, owed = [NONE] * len(model.profile.units), 0.0
     for u in range(len(out)):
         own = {option: x for option, x in model.recompute.columns.items() if option.unit == u}
@@ -131,10 +126,9 @@ SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, a
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A job and budget to plan for, and the time limit.
+    """A job and budget to plan for, the planner's name, and the time limit: ``seconds`` from ``began`` on.
 
-    - ``name``: name of the planner. ``fixed``: strategies of the units. None: open.
-    - ``seconds``, ``began``: the time limit, and the clock when it began.
+    - ``fixed``: strategies of the units. None: open.
     - ``block_bytes``: size of a block. ``coarser``: whether larger blocks may be tried.
     """
 
@@ -170,9 +164,8 @@ class SearchRequest:
         if budget is not None:
             mix = problem.mix([Strategy.fsdp] * len(problem.profile.units))
             sizes = Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).folded
-            budget -= min(
-                max_in_flight_bytes(sizes.transient, problem.profile.link.depth), max(0, budget - problem.floor) // 2
-            )
+            in_flight = max_in_flight_bytes(sizes.transient, problem.profile.link.depth)
+            budget -= min(in_flight, max(0, budget - problem.floor) // 2)
         job = dataclasses.replace(problem.job, profile=linearize_costs(problem.job.profile))
         return dataclasses.replace(problem, job=job, budget=budget)
 
@@ -200,8 +193,7 @@ def solve_whole(request: SearchRequest, problem: PlanningProblem, known: Evaluat
 
 
 def solve_bound(request: SearchRequest) -> SolverResult:
-    """Return a bound from the linear relaxation of a coarse model, then of finer ones while time allows and it rises.
-    """
+    """Return a bound from the relaxation of a coarse model, then of finer ones while time allows and it rises."""
     bound: float | None = None
     for width, tight in _finer(request, request.problem):
         model = SlotModel(request.problem, fixed=request.fixed, width=width, tight=tight)
@@ -223,14 +215,14 @@ def solve_relaxed(request: SearchRequest, problem: PlanningProblem, solved: Call
     if answer.values is None:
         return SolverResult(answer.status, None, [])
     solved()
-    return SolverResult("feasible", None, decode(request, _resolved(request, mixes(model, answer.values))))
+    near = _resolved(request, problem, mixes(model, answer.values))
+    return SolverResult("feasible", None, decode(request, near))
 
 
-def _resolved(request: SearchRequest, near: Sequence[Mix]) -> Iterator[SlotDecision]:
-    """Yield decisions of mixes near a relaxation. Windows come from the relaxation of each mix alone: buffers of
+def _resolved(request: SearchRequest, realistic: PlanningProblem, near: Sequence[Mix]) -> Iterator[SlotDecision]:
+    """Yield decisions of mixes near a relaxation. Windows come from the relaxation of each mix alone, for buffers of
     fractional strategies say little about when whole ones fit. The models get finer while time allows.
     """
-    realistic = request.realistic()
     for strategies, recompute in near:
         problem = realistic.decided(recompute)
         for width, tight in itertools.islice(_finer(request, problem), 1, None):
@@ -253,13 +245,12 @@ def _finer(request: SearchRequest, problem: PlanningProblem) -> Iterator[tuple[i
     needs = problem.sequential_needs(request.fixed or [Strategy.fsdp] * len(problem.profile.units))
     yield -(-length // _COARSE), {needs.index(max(needs))}
     apart, began = -(-length // (2 * _COARSE)), time.monotonic()
-    yield 2 * apart if apart > 1 else 1, set(range(0, length, apart))
-    while apart > 1 and length // apart < _FINEST:
-        apart = -(-apart // 2)
-        took, began = time.monotonic() - began, time.monotonic()
-        if began + 3 * took > request.at(SOLVING):
-            return
+    while True:
         yield 2 * apart if apart > 1 else 1, set(range(0, length, apart))
+        took, began = time.monotonic() - began, time.monotonic()
+        if apart == 1 or length // apart >= _FINEST or began + 3 * took > request.at(SOLVING):
+            return
+        apart = -(-apart // 2)
 
 
 def _solved(
@@ -272,8 +263,7 @@ def _solved(
 def decode(request: SearchRequest, decisions: Iterable[SlotDecision]) -> list[EvaluatedPlan]:
     """Return the plans of these decisions, as far as time allows: they differ by some percent, so that many are tried.
 
-    The one with the best plan is also tried with finer blocks (fewer bytes are then in flight), coarser ones, whole
-    units.
+    The one with the best plan is also tried with finer blocks (fewer bytes in flight), coarser ones, whole units.
     """
     until = max(time.monotonic() + DECODING * request.seconds, request.at(_DECODED))
     others = [*([COARSER * request.block_bytes] * request.coarser), 0]
@@ -301,8 +291,7 @@ def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[
 
 
 def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:
-    """Evaluate plans until the next, if it takes as long as the last, would miss the deadline. Always yield the first.
-    """
+    """Evaluate plans, at least one, until the next would miss the deadline if it took as long as the last."""
     began = time.monotonic()
     for plan in plans:
         yield evaluate(plan)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import ClassVar
 
 from mdcs.options import option
@@ -39,9 +40,8 @@ from mdcs.planner.ilp.decode import (
     solve_whole,
     while_time_remains,
 )  # fmt: skip
-from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.priority import COARSER, Priority
-from mdcs.planner.schedulers import Dear, StrategyAssignment, Wfbp
+from mdcs.planner.schedulers import Dear, Solving, StrategyAssignment, Wfbp
 from mdcs.planner.search import EvaluatedPlan, evaluate, race
 from mdcs.planner.strategies import Greedy
 from mdcs.profile.link import Kind
@@ -53,6 +53,7 @@ _WHOLE = 60
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
 _HEURISTICS, _SEARCH, _MERGING = 0.3, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
+_cost_s = attrgetter("cost_s")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class SlotPlanner(Solving):
     ) -> Plan:
         """Return the best plan found within ``seconds`` for ``problem.budget``, with its outcome and the proven bound.
 
-        - ``fixed``: strategies of the units; only the schedule is then open. ``start``: a plan that the result is not
-          slower than.
+        - ``fixed``: strategies of the units; only the schedule is then open. ``start``: the result is not slower.
 
         The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may
         be slower. Raises PlanError if no plan was found.
@@ -75,14 +75,11 @@ class SlotPlanner(Solving):
         compiled_loops()  # before the clock starts: compiling, once on a machine, takes seconds, and so does loading
         replay(Wfbp().schedule(problem.decided().mix([Strategy.dp] * len(problem.profile.units))))
         block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
-        strategies = None if fixed is None else tuple(fixed)
-        request = SearchRequest(
-            problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic()
-        )
+        strategies, coarser = None if fixed is None else tuple(fixed), self.block_mib is None
+        request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, coarser, time.monotonic())
         with ThreadPoolExecutor() as pool:
             bounding = None if request.is_small and request.is_priceless else pool.submit(solve_bound, request)
-            known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
-            known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
+            known = [*while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))]
             known += [] if start is None else [evaluate(start)]
             found, raced = _solve_beside_race(request, known, pool, bounding)
         candidates = [*found.plans, *raced, *known]
@@ -96,9 +93,8 @@ class SlotPlanner(Solving):
             )
             best = min([best, *again], key=_cost_s)
         best = merge_blocks(best, request.at(_MERGING))
-        begun = best.plan.scheduler  # a search keeps the name of the plan that it started from
         plan = minimize_peak(best, problem.floor, request.at(1.0))
-        outcome = found.status
+        outcome, begun = found.status, best.plan.scheduler  # a search keeps the name of the plan that it started from
         if begun != name:
             why = "faster than the solver's plan" if found.plans else "the solver gave nothing"
             outcome = f"best heuristic ({begun}): {why} ({found.status})"
@@ -141,9 +137,7 @@ def _solve_beside_race(
 
 
 def heuristics(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
-    """Yield the plans of the best heuristics, fitted to the budget: greedy mixes for several shares of the budget, or
-    the fixed mix.
-    """
+    """Yield the best heuristics' plans, fitted to the budget, of greedy mixes for shares of it, or of the fixed mix."""
     coarse = Priority(COARSER * problem.profile.block / MIB)
     mixes: dict[StrategyAssignment, None] = {}
     for scheduler in (coarse, Dear(), Wfbp(), Priority()):
@@ -166,15 +160,6 @@ def _mixes(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterat
     for share in _SHARES:
         part = dataclasses.replace(problem, budget=problem.budget - int(share * slack))
         yield problem.mix(Greedy().choose(part).strategies)
-
-
-def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
-    """Yield the greedy plan of the recomputation that the problem starts from."""
-    start = problem.decided()
-    plan = Priority(COARSER * start.profile.block / MIB).schedule(start.mix(Greedy().choose(start).strategies))
-    if problem.budget is not None:
-        with contextlib.suppress(PlanError):
-            yield fastest_repair(plan, problem.budget)
 
 
 def merge_blocks(best: EvaluatedPlan, until: float) -> EvaluatedPlan:
@@ -227,8 +212,8 @@ def merge_adjacent_blocks(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
             dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts]))
         )
     sizes = [0] * number[-1]
-    for b, size in enumerate(plan.blocks[unit]):
-        sizes[number[b] - 1] += size
+    for b, size in zip(number, plan.blocks[unit], strict=True):
+        sizes[b - 1] += size
     blocks = (*plan.blocks[:unit], tuple(sizes), *plan.blocks[unit + 1 :])
     return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
 
@@ -251,10 +236,6 @@ def minimize_peak(best: EvaluatedPlan, floor: int, until: float) -> Plan:
     return plan
 
 
-def _cost_s(each: EvaluatedPlan) -> float:
-    return each.cost_s
-
-
 @dataclass(frozen=True)
 class Joint(SlotPlanner):
     """Strategies and schedule in one program, under the whole budget.
@@ -263,17 +244,14 @@ class Joint(SlotPlanner):
     """
 
     name: ClassVar[str] = "joint"
-
     trials: int | None = option(
-        None,
-        "plans that take turns in the first steps, heuristics' too; the fastest is kept. null: 3 in a long run",
+        None, "plans that take turns in the first steps, heuristics' too; the fastest is kept. null: 3 in a long run",
         at_least=1,
-    )
+    )  # fmt: skip
 
     def plan(self, problem: PlanningProblem) -> Plan:
         """Return a plan within ``problem.budget``. Raises InfeasibleBudget. Where recomputation is open but not needed,
-        the plan without it comes first, and the rest goes on from it, in half as many seconds: the result is never
-        slower.
+        the plan without it comes first, and the rest goes on from it in half as many seconds, so is never slower.
         """
         problem.starts()
         kept = dataclasses.replace(problem, job=dataclasses.replace(problem.job, recompute=()), recomputes=False)
@@ -290,7 +268,5 @@ class MemoryAware(SlotPlanner):
     name: ClassVar[str] = "memory_aware"
 
     def schedule(self, mix: StrategyAssignment) -> Plan:
-        """Return the best schedule found, the heuristics' included. Raises PlanError if none is within the mix's
-        budget.
-        """
+        """Return the best schedule found, the heuristics' included. Raises PlanError if none fits the mix's budget."""
         return self.solved(PlanningProblem(mix.job, mix.budget), self.name, mix.strategies)

@@ -63,10 +63,8 @@ class SlotDecision:
 
     def windows(self, mix: StrategyAssignment) -> dict[Op, tuple[int, int]]:
         """Return the windows of the mix, narrowed by the decision."""
-        windows = {op: mix.period.window(op) for op in mix.ops}
-        return {
-            op: (max(a, self.earliest.get(op, a)), min(b, self.latest.get(op, b))) for op, (a, b) in windows.items()
-        }
+        windows = ((op, *mix.period.window(op)) for op in mix.ops)
+        return {op: (max(a, self.earliest.get(op, a)), min(b, self.latest.get(op, b))) for op, a, b in windows}
 
 
 class SlotModel(SlotSchedule):
@@ -78,13 +76,9 @@ class SlotModel(SlotSchedule):
     """
 
     def __init__(
-        self,
-        problem: PlanningProblem,
-        *,
-        fixed: Sequence[Strategy] | None = None,
-        width: int = 1,
+        self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1,
         tight: Collection[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(problem, fixed=fixed, width=width, apart=tight or ())
         self.tight = frozenset(range(self.period.length) if tight is None else tight)
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
@@ -129,9 +123,9 @@ class SlotModel(SlotSchedule):
             return range(self.period.length)
         start, end = row.allocated.of, row.freed.of
         if isinstance(end, int):
-            return range(self._window(start)[1] if isinstance(start, Op) else int(start), end + 1)
+            return range(self.period.window(start)[1] if isinstance(start, Op) else int(start), end + 1)
         if isinstance(start, int) and isinstance(end, Op):
-            first = self._window(end)[0]
+            first = self.period.window(end)[0]
             return range(start, first if start < first else first + self.period.length)
         return range(0)
 
@@ -143,18 +137,16 @@ class SlotModel(SlotSchedule):
             size = min((b for b in sizes.values() if b), default=0)
             if not size:
                 continue
-            first, last = self._window(op)
+            first, last = self.period.window(op)
             free = [(self.assign[u][k], -1.0) for k in users if not sizes[k]]
             columns, before = self.started.setdefault(op, {}), None
             for q in self._tight_in(first, last):
-                sent = self._held_from(sending, q)
-                if not sent:
-                    continue
-                x = columns[q] = self._shared(sent, before)
-                if x != before:
-                    self.program.at_most([*sent, (x, -1.0), *free], 0.0)
-                held[q % self.period.length].append((x, float(size)))
-                before = x
+                if sent := self._held_from(sending, q):
+                    x = columns[q] = self._shared(sent, before)
+                    if x != before:
+                        self.program.at_most([*sent, (x, -1.0), *free], 0.0)
+                    held[q % self.period.length].append((x, float(size)))
+                    before = x
 
     def _hold_until_reduced(
         self, u: int, rows: Mapping[Strategy, Sequence[Row]], held: list[Terms], base: list[float]
@@ -165,7 +157,7 @@ class SlotModel(SlotSchedule):
         if not size:
             return
         reductions, columns, before = self._reductions(u), self.done[u], None
-        first, last = self._window(reductions[0].op)
+        first, last = self.period.window(reductions[0].op)
         updated = [k for k, own in until.items() if any(r.freed and r.freed.moment == "done" for r in own)]
         late = [(self.assign[u][k], 1.0) for k in updated]  # freed by the update
         for q in self._tight_in(first, last):
@@ -186,9 +178,7 @@ class SlotModel(SlotSchedule):
         return (q for q in range(first, last) if q % self.period.length in self.tight)
 
     def _shared(self, sent: Terms, before: int | None) -> int:
-        """Return a binary column for a slot, never below that of the tight slot ``before``; the same one for the same
-        terms.
-        """
+        """Return a binary column for a slot, never below that of the tight slot ``before``: that one for its terms."""
         key = tuple(x for x, _ in sent)
         if before is not None and self._keys[before] == key:
             return before
@@ -257,9 +247,7 @@ class SlotModel(SlotSchedule):
         return values if not self.program.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
-        """Yield (operation, stage, fraction of the operation) for the bytes on the link in the replay; stage: 2·slot, +
-        1 while compute runs.
-        """
+        """Yield (operation, stage, fraction of it) of bytes on the replay's link. Stage: 2·slot, + 1 while it runs."""
         steady = replay(plan).steady()
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
         stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))] + [math.inf]
@@ -279,17 +267,13 @@ class SlotModel(SlotSchedule):
                 i += 1
 
     def decide(
-        self,
-        values: Sequence[float],
-        strategies: tuple[Strategy, ...] | None = None,
-        sent: float = 0.5,
+        self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5,
         recompute: tuple[str, ...] | None = None,
-    ) -> SlotDecision:
+    ) -> SlotDecision:  # fmt: skip
         """Return the decision of a solution: strategies, and the slots in which memory allows each operation.
 
         - ``strategies``, ``recompute``: taken from the solution unless given.
-        - ``sent``: a buffer is held from the slot by which this fraction of its gather is sent, in fractional
-          solutions.
+        - ``sent``: in fractional solutions a buffer is held from the slot by which this part of its gather is sent.
         """
         mix = self.problem.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.assign))
         opens, closes = {}, {}
@@ -300,7 +284,6 @@ class SlotModel(SlotSchedule):
                 free = [q for q, x in self.started[op].items() if values[x] <= sent * max(whole, 1e-3)]
                 opens[op] = min(last, max(free) + 1) if free else first
             if not op.kind.is_gather and self.problem.budget is not None:
-                last = self._window(op)[1]
                 closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 1 - sent), default=last)
         recompute = self.recompute.choices(values) if recompute is None else recompute
         return SlotDecision(mix.strategies, opens, closes, recompute)

@@ -15,7 +15,7 @@ from mdcs.plan.period import Op, Strategy, choices, ready_fraction_in_slot
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.solver import IntegerProgram, Terms
 from mdcs.profile.link import REDUCTION
-from mdcs.profile.recompute import NONE, RecomputeOption
+from mdcs.profile.recompute import NONE
 
 _LEAN = 3e-4  # cost of holding all buffers for as long as possible, as a fraction of the seconds of compute
 
@@ -46,21 +46,18 @@ class RecomputeColumns:
         self._peaks: dict[int, dict[int, Terms]] = defaultdict(lambda: defaultdict(list))  # slot -> unit -> terms
         for option, x in self.columns.items():
             by_unit[option.unit].append((x, 1.0))
-            self._add(option, x)
+            peaks: dict[int, int] = {}
+            for use in option.uses:
+                backward = profile.forward_slots + use.backward
+                for s in range(use.forward + 1, backward + 1):
+                    self._freed[s].append((x, -float(use.freed)))
+                self._grown[backward].append((x, use.seconds))
+                self._higher[use.forward].append((x, float(use.forward_peak)))
+                peaks[backward] = max(peaks.get(backward, 0), use.peak)
+            for s, peak in peaks.items():
+                self._peaks[s][option.unit].append((x, float(peak)))
         for terms in by_unit.values():
             program.at_most(terms, 1.0)
-
-    def _add(self, option: RecomputeOption, x: int) -> None:
-        first, peaks = self._profile.forward_slots, dict[int, int]()
-        for use in option.uses:
-            backward = first + use.backward
-            for s in range(use.forward + 1, backward + 1):
-                self._freed[s].append((x, -float(use.freed)))
-            self._grown[backward].append((x, use.seconds))
-            self._higher[use.forward].append((x, float(use.forward_peak)))
-            peaks[backward] = max(peaks.get(backward, 0), use.peak)
-        for s, peak in peaks.items():
-            self._peaks[s][option.unit].append((x, float(peak)))
 
     def grown(self, place: int) -> Terms:
         """Return the seconds by which a slot of the profile grows."""
@@ -122,28 +119,22 @@ class SlotSchedule:
     """Strategies and schedule of one job, without memory.
 
     - ``fixed``: strategies of the units; only the schedule is then open.
-    - ``width``: slots per bin. More than one makes a coarser model, a relaxation. ``apart``: slots with bins of their
-      own.
+    - ``width``: slots per bin. More than one makes a coarser model, a relaxation. ``apart``: slots that are bins.
     """
 
     def __init__(
-        self,
-        problem: PlanningProblem,
-        *,
-        fixed: Sequence[Strategy] | None = None,
-        width: int = 1,
+        self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1,
         apart: Collection[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.problem, self.fixed = problem, fixed
         self.program = IntegerProgram()
         self.recompute = RecomputeColumns(self.program, problem)
         if self.recompute.columns:  # rows are for the slots without recomputation, and the columns change them
             self.problem = problem = problem.decided(())
-        self.profile = problem.profile
+        self.profile, self.period = problem.profile, problem.job.period
         units = range(len(self.profile.units))
-        self.mixes = {k: problem.mix([k] * len(self.profile.units)) for k in choices(problem.profile)}
+        self.mixes = {k: problem.mix([k] * len(units)) for k in choices(self.profile)}
         self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
-        self.period = problem.job.period
         passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
         ends = [*passes[1:], self.period.length]
         edges = {q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)}
@@ -158,15 +149,11 @@ class SlotSchedule:
         self._precedence()
         self._link()
 
-    # ---- columns
-
     def _choices(self, unit: int) -> list[Strategy]:
         if self.fixed is not None:
             return [self.problem.mix(self.fixed).strategies[unit]]
-        if not self.profile.units[unit].trainable:
-            pointless: Strategy | None = Strategy.zero2
-        else:
-            pointless = Strategy.dp if self._dominated(unit) else None
+        is_frozen = not self.profile.units[unit].trainable
+        pointless = Strategy.zero2 if is_frozen else Strategy.dp if self._dominated(unit) else None
         return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
@@ -175,24 +162,20 @@ class SlotSchedule:
         Not if gradients become ready early: an early all-reduce is then complete, an early reduce-scatter only half of
         the communication. Nor if the gather must wait for a barrier.
         """
-        opens, gather_opens = (self._window(Op(kind, unit, 0))[0] for kind in Strategy.zero2.kinds(True, True))
+        opens, gather_opens = (self.period.window(Op(kind, unit, 0))[0] for kind in Strategy.zero2.kinds(True, True))
         if self._first_part(unit) < 1 or gather_opens > opens:
             return False
-        time = {
-            k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True))
-            for k in (Strategy.dp, Strategy.zero2)
-        }
-        return self.profile.optimizer.state_tensors > 0 and time[Strategy.zero2] <= time[Strategy.dp] * (1 + 1e-9)
+        dp, zero2 = (
+            sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True)) for k in (Strategy.dp, Strategy.zero2)
+        )
+        return self.profile.optimizer.state_tensors > 0 and zero2 <= dp * (1 + 1e-9)
 
     def _seconds(self, op: Op) -> float:
-        link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
-        wire = self.profile.wire(op.kind, size)
-        return link.beta_of(op.kind) * wire + self._latency(op)
+        wire = self.profile.wire(op.kind, self.mixes[Strategy.dp].payload(op))
+        return self.profile.link.beta_of(op.kind) * wire + self._latency(op)
 
     def _latency(self, op: Op) -> float:
-        """Return the latency (seconds) of an operation: α per block with one message in flight, 0 with several, as it
-        overlaps with the bytes of others.
-        """
+        """Return the latency (seconds) of an operation: α per block; 0 where messages in flight hide each other's."""
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
         return link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
 
@@ -202,7 +185,7 @@ class SlotSchedule:
 
     def _opens(self, op: Op) -> int:
         """Return the first slot (unrolled) that may run while the operation is sent."""
-        first = self._window(op)[0]
+        first = self.period.window(op)[0]
         return first if op.kind.is_gather or self._first_part(op.unit) == 1 else first - 1
 
     def _bin(self, slot: int) -> int:
@@ -223,14 +206,13 @@ class SlotSchedule:
                 if op.unit == u:
                     needed.setdefault(op, []).append(k)
         for op, strategies in needed.items():
-            first, last = self._window(op)
+            first, last = self.period.window(op)
             # Compute waits for a gather only at the slot that needs it: waiting later holds the buffer for less time.
             bins = range(self._bin(self._opens(op)), self._bin(last) + 1)
             stages = [s for b in bins for s in (3 * b, 3 * b + 1, 3 * b + 2) if self._usable(op, s, first, last)]
             seconds = self._seconds(op)
             columns = [self.program.column() for _ in stages]
-            sending = TransferColumns(op, seconds, tuple(stages), tuple(columns))
-            self.sendings[op] = sending
+            sending = self.sendings[op] = TransferColumns(op, seconds, tuple(stages), tuple(columns))
             for i, stage in enumerate(stages):
                 price = 1 - 1 / self.slowdown if stage % 3 == 1 else 1.0
                 for x, c in sending.during(i, price * seconds):
@@ -247,8 +229,7 @@ class SlotSchedule:
         unit, [early, *_] = sending.op.unit, sending.columns
         share = ready_fraction_in_slot(self.profile, unit)
         self.program.at_most([(early, 1.0), *((self.assign[unit][k], -share) for k in strategies)], 0.0)
-        slot = self.period.slots[self._opens(sending.op) % self.period.length]
-        left = (1 - self._first_part(unit)) * self.profile.slots[slot.place].seconds
+        left = (1 - self._first_part(unit)) * self.period.seconds[self._opens(sending.op) % self.period.length]
         self.program.at_most([(early, sending.seconds)], self.slowdown * left)
 
     def _usable(self, op: Op, stage: int, first: int, last: int) -> bool:
@@ -262,8 +243,6 @@ class SlotSchedule:
             return start < last < end if op.kind.is_gather else max(first, start + 1) <= min(last, end - 1)
         return first <= start and (not op.kind.is_gather or start == last)
 
-    # ---- rows
-
     def _precedence(self) -> None:
         for op, gather in self.sendings.items():
             reduction = self.sendings.get(Op(REDUCTION[op.kind], op.unit, 0)) if op.kind in REDUCTION else None
@@ -271,26 +250,22 @@ class SlotSchedule:
                 continue
             for stage in gather.stages[:-1]:
                 # Within a bin, running and waiting stages have no order, so the row allows both.
-                self.program.at_most(
-                    [*gather.by(stage), *negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0
-                )
+                reduced = reduction.by(stage + 1 if stage % 3 == 1 else stage)
+                self.program.at_most([*gather.by(stage), *negative(reduced)], 0.0)
 
     def _link(self) -> None:
         rows: dict[int, Terms] = {}
         partial: dict[tuple[int, bool, int], Terms] = {}  # (bin, whether a suffix of it, boundary slot) -> terms
         for op, sending in self.sendings.items():
-            first, last = self._opens(op), self._window(op)[1]
+            first, last = self._opens(op), self.period.window(op)[1]
             for i, stage in enumerate(sending.stages):
                 if stage % 3 != 1:
                     continue
                 b = stage // 3 % len(self.bins)
                 terms = sending.during(i, sending.seconds)
                 rows.setdefault(b, []).extend(terms)
-                slots = self._slots(b)
-                if len(slots) == 1:
-                    continue
                 offset = (stage // 3 // len(self.bins)) * self.period.length
-                for q in slots[1:]:
+                for q in self._slots(b)[1:]:
                     if first >= q + offset:  # sent in q or later
                         partial.setdefault((b, True, q), []).extend(terms)
                     if last <= q + offset:  # sent before q
@@ -302,21 +277,13 @@ class SlotSchedule:
 
     def _fit_link(self, terms: Terms, slots: Sequence[int]) -> None:
         """Limit what is sent while these slots run to their seconds."""
-        places = [self.period.slots[q].place for q in slots]
-        grown = [(x, -self.slowdown * c) for place in places for x, c in self.recompute.grown(place)]
-        self.program.at_most(
-            [*terms, *grown], self.slowdown * sum(self.profile.slots[place].seconds for place in places)
-        )
-
-    def _window(self, op: Op) -> tuple[int, int]:
-        return self.mixes[Strategy.dp].period.window(op)
-
-    # ---- results
+        grown = [(x, -self.slowdown * c) for q in slots for x, c in self.recompute.grown(self.period.slots[q].place)]
+        self.program.at_most([*terms, *grown], self.slowdown * sum(self.period.seconds[q] for q in slots))
 
     @property
     def compute_s(self) -> float:
         """Seconds of compute in a period, without what the columns of recomputation add."""
-        return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
+        return sum(self.period.seconds)
 
     def step_bound(self, bound: float) -> float:
         """Return the step time (seconds) that follows from a bound of the problem's cost, without the latencies that it

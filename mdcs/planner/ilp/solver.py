@@ -2,6 +2,8 @@
 
 Solvers exceed their time limits and may crash: the child is killed at the deadline, and :class:`Answer` always has the
 status. The bound of the relaxation comes first: it is there if the solver of the integer program is killed.
+
+The child runs this module as a script: JSON in, JSON out. So that it starts at once, nothing of mdcs is imported here.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mdcs.options import Checked, option
+if TYPE_CHECKING or __name__ == "__main__":
+    import mip
 
-_CHILD = Path(__file__).with_name("solver_child.py")
 _OWN = 0.9  # fraction of the time that the solver gets: it exceeds its limit, and reading and answering take time
+_GAP = 1e-6  # relative gap between solution and bound that counts as optimal
 
 Terms = list[tuple[int, float]]
 """A linear expression: (column, coefficient) pairs. A column may appear more than once."""
@@ -25,9 +28,7 @@ Terms = list[tuple[int, float]]
 
 @dataclass
 class IntegerProgram:
-    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``. Every x is in [0, 1]; some are
-    integer.
-    """
+    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``. Any x is in [0, 1], some integer."""
 
     costs: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
@@ -70,13 +71,6 @@ class Answer:
     bound: float | None = None
 
 
-@dataclass(frozen=True)
-class Solving(Checked):
-    """Options of planners that use a solver."""
-
-    seconds: float = option(20.0, "limit of the solver, seconds", above=0)
-
-
 def solve(
     program: IntegerProgram, *, seconds: float = 20.0, start: Sequence[float] | None = None, relax: bool = False
 ) -> Answer:
@@ -91,7 +85,7 @@ def solve(
     }  # fmt: skip
     try:
         child = subprocess.run(
-            [sys.executable, str(_CHILD)],
+            [sys.executable, __file__],
             input=json.dumps(data), capture_output=True, text=True, timeout=max(0.1, seconds), check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as e:
@@ -102,3 +96,56 @@ def solve(
         return Answer(f"the solver failed: {lines[-1]}")
     status, values, bound = json.loads(child.stdout.splitlines()[-1])
     return Answer(status, None if values is None else tuple(values), bound)
+
+
+# ---- the child
+
+
+def main() -> None:
+    """Read a problem, solve it, print (status, values, bound), for an integer program after those of its relaxation."""
+    data = json.load(sys.stdin)
+    model = mip.Model(solver_name="HIGHS")
+    model.verbose = 0
+    model.max_mip_gap = _GAP
+    columns = [
+        model.add_var(lb=0.0, ub=1.0, obj=cost, var_type=mip.INTEGER if integer else mip.CONTINUOUS)
+        for cost, integer in zip(data["costs"], data["integer"], strict=True)
+    ]
+    for terms, equal, right in data["rows"]:
+        merged: dict[int, float] = {}
+        for x, c in terms:
+            merged[x] = merged.get(x, 0.0) + c
+        sense = "=" if equal else "<"
+        model.add_constr(mip.LinExpr([columns[x] for x in merged], list(merged.values()), -right, sense))
+    status, values, relaxed = _relaxed(model, data["until"])
+    print(json.dumps([status, values if data["relax"] else None, relaxed]), flush=True)
+    if data["relax"]:
+        return
+    if data["start"] is not None:
+        model.start = list(zip(columns, data["start"], strict=True))
+    model.lp_method = mip.LP_Method.AUTO
+    status = model.optimize(max_seconds=max(1.0, data["until"] - time.time()))
+    bound = model.objective_bound if status.name in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND") else relaxed
+    if bound is not None and not abs(bound) < 1e20:
+        bound = relaxed
+    print(json.dumps([status.name.lower().replace("_", " "), _values(model), bound]))
+
+
+def _relaxed(model: mip.Model, until: float) -> tuple[str, list[float] | None, float | None]:
+    """Return (status, values, bound) of the linear relaxation: the optimum, less the method's tolerance."""
+    # An interior point method is fast, but may end without a proof of optimality: then the default method follows.
+    for method in (mip.LP_Method.BARRIERNOCROSS, mip.LP_Method.AUTO):
+        model.lp_method = method
+        status = model.optimize(max_seconds=max(1.0, until - time.time()), relax=True)
+        if status.name in ("OPTIMAL", "INFEASIBLE") or time.time() > until:
+            break
+    bound = model.objective_value * (1 - 1e-6) if status.name == "OPTIMAL" else None
+    return status.name.lower().replace("_", " "), _values(model), bound
+
+
+def _values(model: mip.Model) -> list[float] | None:
+    return [column.x for column in model.vars] if model.num_solutions > 0 else None
+
+
+if __name__ == "__main__":
+    main()

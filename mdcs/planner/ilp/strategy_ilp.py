@@ -9,8 +9,7 @@ slot) each unit holds its own bytes[stage,u,k]::
                 Σ_u,k bytes[stage,u,k] z[u,k] <= budget - rest  memory, for every stage
 
 Columns of recomputation (:class:`~mdcs.planner.ilp.slot_schedule.RecomputeColumns`) add their seconds to the cost, and
-change the rest. The solver starts from the mix of greedy. Its answer is judged like any other mix and compared with
-that of greedy.
+change the rest. The solver starts from the mix of greedy, with which its answer is compared.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.slot_schedule import Need, RecomputeColumns
-from mdcs.planner.ilp.solver import IntegerProgram, Solving, solve
-from mdcs.planner.schedulers import StrategyAssignment, sequential
+from mdcs.planner.ilp.solver import IntegerProgram, solve
+from mdcs.planner.schedulers import Solving, StrategyAssignment, sequential
 from mdcs.planner.strategies import Greedy
-from mdcs.profile.schema import Unit
 
 Stage = tuple[int, bool, bool, int]
 """(slot, whether compute runs instead of waiting, whether it is a gather, unit). Stages sort in the order of events."""
@@ -39,9 +37,7 @@ class Ilp(Solving):
     name: ClassVar[str] = "ilp"
 
     def choose(self, problem: PlanningProblem) -> StrategyDecision:
-        """Return the better mix. Raises InfeasibleBudget. The outcome is ``optimal``, ``feasible``, or ``greedy:
-        <reason>``.
-        """
+        """Return the better mix, as ``optimal``, ``feasible``, or ``greedy: <reason>``. Raises InfeasibleBudget."""
         greedy = Greedy().choose(problem).strategies
         made, z, recompute = integer_program(problem)
         start = [0.0] * len(made.costs)
@@ -61,13 +57,8 @@ class Ilp(Solving):
         return StrategyDecision(mix, answer.status, decided.job.recompute)
 
 
-# ---- the problem, in numbers
-
-
 def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict[Strategy, int]], RecomputeColumns]:
-    """Return the integer program (costs and bytes relative to the largest), its column for every unit and strategy, and
-    those of recomputation.
-    """
+    """Return the integer program, scaled, its column for every unit and strategy, and those of recomputation."""
     made, job = IntegerProgram(), problem.job
     costs = [
         {k: job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)} for u in range(len(job.profile.units))
@@ -99,13 +90,11 @@ def memory_rows(
     cap, profile = problem.admissible, problem.profile
     if cap is None:
         return []
-    units = range(len(profile.units))
-    walks = [{k: _walk(problem, u, k) for k in choices(profile)} for u in units]
+    walks = [{k: _walk(problem, u, k) for k in choices(profile)} for u in range(len(profile.units))]
     stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit.values()))
-    period = problem.job.period
     rows = []
     for stage in sorted(stages):
-        place = period.slots[stage[0]].place
+        place = problem.job.period.slots[stage[0]].place
         held = [{k: _at(walk, stage) for k, walk in unit.items()} for unit in walks]
         rows += [(held, cap, need) for need in (recompute.peaks(place) if stage[1] else [recompute.live(place)])]
     return rows
@@ -116,14 +105,11 @@ Walk = dict[Stage, tuple[int, int]]
 
 
 def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
-    """Return the bytes of one unit in the steady period of the sequential schedule, from the ledger of a plan for it
-    alone.
-
-    Exact, except with a barrier: the last reduction of all units updates all of them; the update is placed at the turn.
+    """Return the bytes of one unit in the steady period of the sequential schedule, from a plan for it alone. Exact,
+    except with a barrier: the last reduction of all units updates all of them; the update is placed at the turn.
     """
-    alone: Unit = problem.profile.units[unit]
     slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in problem.profile.slots)
-    profile = dataclasses.replace(problem.profile, units=(alone,), slots=slots, recompute=())
+    profile = dataclasses.replace(problem.profile, units=(problem.profile.units[unit],), slots=slots, recompute=())
     plan = sequential(StrategyAssignment(dataclasses.replace(problem.job, profile=profile, recompute=()), (strategy,)))
     ledger, turn, update_slot = Ledger(plan), plan.period.turn, plan.period.update_slot
     held, waiting = ledger.rest_bytes, 0

@@ -68,7 +68,7 @@ def planned() -> dict[str, int]:
 
 
 def planners(strategy: str) -> tuple[Any, Any]:
-    from mdcs.planner.registry import scheduler_named, strategy_named
+    from mdcs.planner.pipeline import scheduler_named, strategy_named
 
     return strategy_named(strategy), scheduler_named("priority")
 

@@ -8,7 +8,7 @@ from mdcs.export.document import Group, document, groups_of, prefetch_lists
 from mdcs.plan.period import Strategy
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.planner.registry import Scheduler
+from mdcs.planner.pipeline import Scheduler
 from mdcs.planner.schedulers import Dear, StrategyAssignment
 from mdcs.profile.link import Collectives, Kind
 from mdcs.profile.schema import Profile

@@ -72,7 +72,7 @@ def test_recomputation_of_all_units_adds_up() -> None:
 def test_without_recomputation_the_profile_is_the_measured_one() -> None:
     profile = three()
     assert recomputing(profile, ()) is profile
-    assert Job(profile).with_recompute(("none",) * 3) == Job(profile) and Job(profile).planned_profile is profile
+    assert Job(profile).with_recompute(("none",) * 3) == Job(profile) and Job(profile).period.profile is profile
 
 
 def test_gradients_come_later_in_a_slot_that_recomputes_first() -> None:

@@ -11,7 +11,7 @@ from mdcs.plan.ledger import Ledger, min_feasible_budget, worst_case_bytes_by_sl
 from mdcs.plan.lifetimes import CATEGORIES, staging_bytes
 from mdcs.plan.plan import Plan
 from mdcs.plan.schedule import Message
-from mdcs.planner.registry import Scheduler
+from mdcs.planner.pipeline import Scheduler
 from mdcs.planner.schedulers import Fusion, Partitioning
 from mdcs.planner.strategies import RandomMix
 from mdcs.profile.link import Collectives, Kind

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from mdcs.planner.apart import call_apart
 from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.trials import call_apart
 
 
 def refused(budget: int) -> int:

@@ -13,8 +13,8 @@ from mdcs.plan.period import Op, Strategy
 from mdcs.plan.plan import PlanError
 from mdcs.planner.budget_repair import fastest_repair, repair
 from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.pipeline import Scheduler
 from mdcs.planner.priority import Priority, nearest_deadline_first
-from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Dear, Fusion, Partitioning, Sequential
 from mdcs.planner.strategies import RandomMix
 from mdcs.profile.link import Kind, Link

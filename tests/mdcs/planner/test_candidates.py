@@ -17,8 +17,8 @@ from mdcs.plan.plan import Plan, PlanError
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.registry import SCHEDULERS
-from mdcs.planner.search import MOVES, PLAN_MOVES, RECOMPUTE_MOVES
+from mdcs.planner.pipeline import SCHEDULERS
+from mdcs.planner.search import MOVES
 from mdcs.profile.link import Contention
 from mdcs.profile.schema import Unit
 from mdcs.simulator.simulate import replay
@@ -35,13 +35,9 @@ def walked(among: Candidates, plan: Plan, steps: int, rng: random.Random) -> lis
     out, now = [], among.of(plan)
     for _ in range(steps):
         score = among.score(now, math.inf)
-        move = rng.choice([*MOVES, *RECOMPUTE_MOVES, *PLAN_MOVES])
+        move = rng.choice([*MOVES])
         try:
-            if move in PLAN_MOVES:
-                made = move(among.plan(now, plan), rng)  # type: ignore[call-arg, arg-type]
-                found = None if made is None else among.of(made)  # type: ignore[arg-type]
-            else:
-                found = None if score is None else move(among, now, score, rng)  # type: ignore[call-arg, arg-type, assignment]
+            found = None if score is None else move(among, now, score, rng)
         except PlanError:
             continue
         if found is not None and among.score(found, math.inf) is not None:

@@ -10,7 +10,7 @@ import pytest
 import mdcs
 from mdcs.plan.job import Job
 from mdcs.plan.period import Strategy
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.schedulers import Sequential, StrategyAssignment
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import Link

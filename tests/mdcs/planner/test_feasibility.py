@@ -14,8 +14,8 @@ from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem, min_peak_strategies
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
+from mdcs.planner.pipeline import StrategyPlanner
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import StrategyPlanner
 from mdcs.planner.schedulers import Sequential
 from mdcs.planner.strategies import Greedy, RandomMix
 from mdcs.profile.schema import Profile

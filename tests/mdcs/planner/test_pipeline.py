@@ -12,8 +12,7 @@ from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import check, min_feasible_budget
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.planner.pipeline import floor_bytes, make_plan
-from mdcs.planner.registry import Scheduler, StrategyPlanner
+from mdcs.planner.pipeline import Scheduler, StrategyPlanner, floor_bytes, make_plan
 from mdcs.planner.schedulers import Sequential, Wfbp
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Kind

@@ -17,12 +17,11 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp import joint
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.priority import Priority
 from mdcs.planner.recompute import Planned, Random, Uniform, in_words, ladder, recompute_named, refined
-from mdcs.planner.schedulers import Sequential, StrategyAssignment, Wfbp
+from mdcs.planner.schedulers import Sequential, Solving, StrategyAssignment, Wfbp
 from mdcs.planner.strategies import Greedy
 from mdcs.planner.strategies import Uniform as Alike
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mdcs.plan.period import Op, Strategy, block_ready_fractions, choices
 from mdcs.plan.plan import Plan, PlanError
 from mdcs.plan.schedule import Message
+from mdcs.planner.pipeline import SCHEDULERS, Scheduler
 from mdcs.planner.priority import Priority, nearest_deadline_first
-from mdcs.planner.registry import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers import (
     Dear,
     Fusion,

@@ -12,7 +12,7 @@ from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.period import Strategy, choices
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
-from mdcs.planner.registry import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
+from mdcs.planner.pipeline import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
 from mdcs.planner.schedulers import Sequential
 from mdcs.planner.strategies import Greedy, RandomMix, Uniform
 from mdcs.profile.link import Link
@@ -23,7 +23,7 @@ dp, zero2, sdp, fsdp, *_ = Strategy
 
 
 def step_s(problem: PlanningProblem, mix: tuple[Strategy, ...]) -> float:
-    return replay(problem.sequential(mix)).period_s
+    return replay(Sequential().schedule(problem.mix(mix))).period_s
 
 
 # ---- the planning problem

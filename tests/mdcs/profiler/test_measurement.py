@@ -11,7 +11,7 @@ from torch import nn
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.planner.registry import scheduler_named, strategy_named
+from mdcs.planner.pipeline import scheduler_named, strategy_named
 from mdcs.profile.layout import WholeParameter
 from mdcs.profiler import measurement
 from tests.mdcs.measured import measure_profile

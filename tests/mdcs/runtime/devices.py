@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.profiler.merging import merge_profiles
 from mdcs.runtime.context import StepRecord
 from mdcs.runtime.executor import Executor, run_on_comm_stream

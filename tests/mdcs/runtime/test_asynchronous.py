@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.profile.link import Collectives
 from mdcs.runtime import communicator, context, initialization
 from mdcs.runtime.communicator import ProcessGroups

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import Uniform
 from mdcs.profiler.consensus import on_rank_zero
 from tests.mdcs.profiles import few

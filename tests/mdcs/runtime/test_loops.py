@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import Uniform
 from mdcs.runtime.communicator import backend_of
 from tests.mdcs.runtime.ranks import ROOT, OnTwo, Ranks

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero

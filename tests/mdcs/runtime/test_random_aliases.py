@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import mdcs
 from mdcs.plan.ledger import min_feasible_budget
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.unshard import Unsharder

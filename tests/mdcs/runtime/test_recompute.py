@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import mdcs
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import Uniform
 from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import RandomMix
 from mdcs.runtime.unshard import Unsharder
 from tests.mdcs.measured import measure_profile

@@ -27,7 +27,7 @@ from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.registry import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.pipeline import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.link import Collectives
 from mdcs.profile.recompute import CHOICES, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.plan.ledger import Ledger, min_feasible_budget
+from mdcs.plan.ledger import min_feasible_budget
 from mdcs.plan.plan import Plan
-from mdcs.planner.registry import Scheduler
+from mdcs.planner.pipeline import Scheduler
 from mdcs.planner.strategies import RandomMix
 from mdcs.profile.link import UPDATES, Contention, ExecutionModel
-from mdcs.simulator.simulate import run
+from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay
 
 
 def assert_same_times(plan: Plan) -> None:
-    trace = run(plan, Ledger(plan))
+    trace = replay(plan)
     periods = (len(trace.arrivals) - 1 - plan.period.length + plan.period.turn) // plan.period.length
     driven = DrivenReplay(plan, periods)
     assert driven.arrivals == pytest.approx(trace.arrivals, rel=1e-9, abs=1e-12)

@@ -18,9 +18,8 @@ from hypothesis import given
 from mdcs.plan.ledger import Ledger, min_feasible_budget
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan, PlanError
-from mdcs.planner.pipeline import make_plan
+from mdcs.planner.pipeline import Scheduler, make_plan
 from mdcs.planner.priority import Priority
-from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers import Dear, Partitioning, Sequential, Wfbp
 from mdcs.planner.strategies import RandomMix, Uniform
 from mdcs.profile.link import Collectives, Contention, Kind

@@ -17,8 +17,7 @@ from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.decode import SearchRequest, _diffused, linearize_costs, mixes, solve_bound
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.pipeline import make_plan
-from mdcs.planner.registry import SCHEDULERS, scheduler_named, strategy_named
+from mdcs.planner.pipeline import SCHEDULERS, make_plan, scheduler_named, strategy_named
 from mdcs.profile.link import Contention
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link

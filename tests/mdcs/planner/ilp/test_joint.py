@@ -22,7 +22,7 @@ from mdcs.planner.ilp import decode, joint
 from mdcs.planner.ilp.decode import SearchRequest
 from mdcs.planner.ilp.joint import Joint, MemoryAware, heuristics, minimize_peak
 from mdcs.planner.ilp.slot_model import SlotDecision
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.strategies import Greedy, Uniform
 from mdcs.profile.link import Contention
 from mdcs.simulator.simulate import replay

@@ -18,7 +18,7 @@ from mdcs.planner.budget_repair import repair
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.schedulers import Sequential, StrategyAssignment
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay

@@ -18,8 +18,8 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.slot_schedule import RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram, solve
+from mdcs.planner.pipeline import SCHEDULERS
 from mdcs.planner.recompute import Random
-from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import FAST, exhaustive, rows_hold

@@ -61,9 +61,14 @@ class Strategy(str, Enum):
         return 1 if not self.sharded_update else profile.per_node if self.in_node else profile.world
 
 
-def choices(profile: Profile) -> list[Strategy]:
-    """Return the strategies that are possible on the ranks of a profile."""
-    return [k for k in Strategy if profile.per_node or not k.in_node]
+def choices(profile: Profile, limited: bool = True) -> list[Strategy]:
+    """Return the strategies that are possible on the ranks of a profile; unless bytes are ``limited``, only those that
+    gain something without a limit.
+
+    sdp sends what zero2 sends, and gathers for backward only make ranks wait for each other there.
+    """
+    possible = [k for k in Strategy if profile.per_node or not k.in_node]
+    return possible if limited else [k for k in possible if not k.regathers and k is not Strategy.sdp]
 
 
 def block_ready_fractions(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:

@@ -85,7 +85,7 @@ class Candidates:
     def __init__(self, job: Job, admissible: int | None) -> None:
         self._loops = compiled_loops()
         job = dataclasses.replace(job, recompute=()) if job.recompute else job
-        self.job, self.length = job, job.period.length
+        self.job, self.length, self.admissible = job, job.period.length, admissible
         self.options: dict[int, list[str]] = {}  # unit -> its choices of recomputation
         for option in job.profile.recompute:
             self.options.setdefault(option.unit, [NONE]).append(option.choice)

@@ -104,12 +104,12 @@ def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random
     reductions where the last was. A new reduction is sent when it is ready, a new gather shortly before it is needed.
     """
     units, profile = range(len(now.strategies)), among.job.profile
-    u = rng.choice(units)
-    changes = {u: rng.choice([k for k in choices(profile) if k is not now.strategies[u]])}
+    u, possible = rng.choice(units), choices(profile, among.admissible is not None)
+    changes = {u: rng.choice([k for k in possible if k is not now.strategies[u]])}
     if len(units) > 1 and rng.random() < 0.6:
         v = u + rng.choice((-4, -3, -2, -1, 1, 2, 3, 4)) if rng.random() < 0.5 else rng.choice(units)
         if v in units and v != u:
-            changes[v] = now.strategies[u] if rng.random() < 0.7 else rng.choice(choices(profile))
+            changes[v] = now.strategies[u] if rng.random() < 0.7 else rng.choice(possible)
     mix = StrategyAssignment(among.job, tuple(changes.get(u, k) for u, k in enumerate(now.strategies)))
     if mix.strategies == now.strategies:
         return None

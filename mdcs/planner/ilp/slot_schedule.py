@@ -154,7 +154,8 @@ class SlotSchedule:
             return [self.problem.mix(self.fixed).strategies[unit]]
         is_frozen = not self.profile.units[unit].trainable
         pointless = Strategy.zero2 if is_frozen else Strategy.dp if self._dominated(unit) else None
-        return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
+        useful = choices(self.profile, self.problem.budget is not None)
+        return [k for k in useful if k is not pointless and self.mixes[k].strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
         """Return whether zero2 is no slower on the link than dp and holds no more bytes.

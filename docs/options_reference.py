@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from experiments.config.files import CONF, groups, values
-from experiments.config.help import meaning
 from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
 from experiments.config.targets import TARGET, load
+from experiments.job.arguments import meaning
 from experiments.tasks.own import KINDS
 from mdcs.options import options, shown
 

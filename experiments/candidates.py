@@ -23,16 +23,12 @@ USUAL = ("strategy=dp", "scheduler=wfbp", "recompute=auto", "collectives=auto", 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the jobs that take turns.
-
-    - budget: one of `compare.budgets`; None: whatever the job's own is.
-    - words: its overrides of the job.
-    """
+    """One of the jobs that take turns."""
 
     name: str
     config: Config
-    budget: Budget | None = None
-    words: tuple[str, ...] = ()
+    budget: Budget | None = None  # one of `compare.budgets`; None: whatever the job's own is
+    words: tuple[str, ...] = ()  # its overrides of the job
 
     def __str__(self) -> str:
         return self.name if self.budget in (None, Budget()) else f"{self.name} @ {self.budget}"
@@ -52,10 +48,8 @@ class Candidate:
 def candidates(
     config: Config, given: Sequence[str], budgets: Sequence[Budget]
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """All candidates, with each budget, and why others that cannot run are left out, by name.
-
-    given: overrides of the base. Raises ConfigError for a candidate that was named and cannot run.
-    """
+    """All candidates, with each budget, and why others that cannot run are left out, by name. given: overrides of the
+    base. Raises ConfigError for a candidate that was named and cannot run."""
     asked, found, left_out = config.compare, list[Candidate](), dict[str, str]()
     varied, only = dict(expand(asked.vary)), asked.only
     if unknown := [name for name in only if name not in varied]:
@@ -77,9 +71,8 @@ def candidates(
                 limit = [] if budget is None else [f"budget='{budget}'"]
                 one = compose_config([*overrides, *limit], like=config.profile.path)
                 if not one.engine.plans and config.link.name == "emulated":
-                    raise ConfigError(
-                        "link.name", "an emulated link paces mdcs alone: engines are compared on a real one"
-                    )
+                    problem = "an emulated link paces mdcs alone: engines are compared on a real one"
+                    raise ConfigError("link.name", problem)
                 one.engine.require()
                 found.append(Candidate(name, one, budget, tuple(words)))
         except ConfigError as error:
@@ -113,10 +106,7 @@ def _base_of(given: Sequence[str], words: Sequence[str]) -> list[str]:
 
 def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
     """Yield (name, overrides) of every candidate: an entry with values separated by commas has one for each
-    combination.
-
-    Raises ConfigError for what is no override.
-    """
+    combination. Raises ConfigError for what is no override."""
     parser = OverridesParser.create()
     for name, words in vary.items():
         try:
@@ -131,15 +121,14 @@ def expand(vary: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def _is_engine(overrides: Iterable[str]) -> bool:
-    """Return whether the overrides choose an engine without a plan."""
+    """Whether the overrides choose an engine without a plan."""
     return any(each.startswith("engine=") and each != "engine=mdcs" for each in overrides)
 
 
 def group_of(override: str) -> str:
-    """Return the config group, or the key's first part, that an override sets."""
+    """The config group, or the key's first part, that an override sets."""
     return key_of(override).partition(".")[0]
 
 
 def key_of(override: str) -> str:
-    """Return the key that an override sets."""
     return override.lstrip("+").partition("=")[0]

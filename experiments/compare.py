@@ -59,15 +59,13 @@ BOUNDS_S = 20.0  # time limit of each of two solves
 
 
 def main() -> int:
-    """Run the comparison of the command line. Return the exit code."""
-
     def compare(config: Config, folder: Path) -> str:
         given = [o for o in HydraConfig.get().overrides.task if group_of(o) != "compare"]
         return Comparison(config, given, folder).run()
 
     keys = {"engine": "compare.only", "budget": "compare.budgets"}
     lists = partial(with_lists, keys=keys, rest="compare.over", alone=("budget",))
-    return app.run(app.Program(compare, own=("compare",), on_sweep_end=lambda session: None, lists=lists))
+    return app.Program(compare, own=("compare",), on_sweep_end=lambda session: None, lists=lists).run()
 
 
 class Comparison:
@@ -84,9 +82,8 @@ class Comparison:
             raise ConfigError("compare.vary", self._nobody())
         over = [str(budget) for budget in self.budgets if budget.size is None and budget.is_limit]
         if over and not any(each.config.engine.plans for each in self.candidates):
-            raise ConfigError(
-                "compare.budgets", f"{over[0]} is a share of a plan's memory, and no candidate has a plan"
-            )
+            problem = f"{over[0]} is a share of a plan's memory, and no candidate has a plan"
+            raise ConfigError("compare.budgets", problem)
         self.base = self.asked.base or self.candidates[0].name
         if self.base not in {each.name for each in self.candidates}:
             raise ConfigError("compare.base", f"no such candidate {self.base}")
@@ -144,9 +141,8 @@ class Comparison:
         for each in self.candidates:
             if not each.config.engine.plans or each.name in self.floors and not self._recomputes(each):
                 continue
-            folder = (
-                self.folder / "runs" / f"profile-{_file_name(str(each) if each.name in self.floors else each.name)}"
-            )
+            name = str(each) if each.name in self.floors else each.name
+            folder = self.folder / "runs" / f"profile-{_file_name(name)}"
             if reason := jobs.prepare("profile", each.config, folder, self.console, known=self.known):
                 return f"no profile of {each.name}: {reason}"
             profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
@@ -188,13 +184,9 @@ class Comparison:
     def _nobody(self) -> str:
         return "no candidate is left: " + "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
 
-    @property
-    def floor(self) -> int | None:
-        """The floor for engines without a plan, in bytes: that of the base, or else of the first plan."""
-        return self.floors.get(self.base, next(iter(self.floors.values()), None))
-
     def _limit(self, budget: Budget | None, name: str) -> int | None:
-        """Bytes of a budget per rank for the candidate of that name."""
+        """Bytes of a budget per rank for the candidate of that name; of engines without a plan as of the base's, or of
+        the first plan."""
         if budget is None:
             return None
         of = name if name in self.floors else self.base if self.base in self.floors else next(iter(self.floors), "")
@@ -216,8 +208,6 @@ class Comparison:
         steps_s = [float(seconds) for seconds in run.measured_steps["step_s"]]
         self.runs.setdefault(name, []).append(run.row() | {"folder": folder, "losses": losses, "steps_s": steps_s})
 
-    # ---- what is written and shown
-
     def write(self, *, bounded: bool) -> dict[str, Any]:
         """Write comparison.json and return what it says. bounded: with the bounds, which may take a while."""
         budgets: Sequence[Budget | None] = self.budgets or [None]
@@ -228,20 +218,21 @@ class Comparison:
         alike = [each for each in ended if base is not None and each.trains == base.trains]
         curves = {str(each): [row["losses"] for row in self.runs[str(each)]] for each in alike}
         differences = {} if base is None else loss_differences(curves, str(base))
+        plans = filter(None, (_plan(rows[0]["folder"]) for rows in self.runs.values()))
+        parameters = next((sum(unit.numel for unit in plan.profile.units) for plan in plans), None)
         document = {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
             "torch": importlib.metadata.version("torch"), "model": config.model.label, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks,
-            "shaped_link": config.cluster.shaped_link(),
-            "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
-            "rounds": whole, "overrides": self.given, "base": self.base, "floor_bytes": self.floor,
-            "floors": self.floors,
+            "shaped_link": config.cluster.shaped_link(), "threads": config.cluster.resolved_threads(),
+            "steps": config.run.steps, "rounds": whole, "overrides": self.given, "base": self.base,
+            "floor_bytes": self.floors.get(self.base, next(iter(self.floors.values()), None)), "floors": self.floors,
             "losses": {
                 "base": base and str(base), "tolerance": TOLERANCE,
                 "differences": {name: value if math.isfinite(value) else None for name, value in differences.items()},
                 "equal": all(difference <= TOLERANCE for difference in differences.values()),
             },
-            "left_out": self.left_out, "failed": self.failed, "parameters": self._parameters(),
+            "left_out": self.left_out, "failed": self.failed, "parameters": parameters,
             "candidates": [self._repetitions(each, complete[str(each)]) for each in ended if str(each) in complete],
             "budgets": [self._under(budget, complete, bounded) for budget in budgets],
         }  # fmt: skip
@@ -251,23 +242,14 @@ class Comparison:
 
     def _repetitions(self, candidate: Candidate, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """All runs of a candidate, a row per round."""
-        kept = "step_s", "steps_s", "predicted_step_s", "peak_bytes", "processor_s"
-        limit, budget = self._limit(candidate.budget, candidate.name), candidate.budget
+        kept, budget = ("step_s", "steps_s", "predicted_step_s", "peak_bytes", "processor_s"), candidate.budget
         return {
             "name": candidate.name, "overrides": candidate.words, "plans": candidate.config.engine.plans,
-            "budget": None if budget is None else str(budget), "budget_bytes": limit,
+            "budget": None if budget is None else str(budget), "budget_bytes": self._limit(budget, candidate.name),
             "rounds": [{key: row.get(key) for key in kept} for row in rows],
         }  # fmt: skip
 
-    def _parameters(self) -> int | None:
-        """Parameters of the model, as the first plan has them. None without a plan."""
-        plans = (_plan(rows[0]["folder"]) for rows in self.runs.values())
-        plan = next((plan for plan in plans if plan is not None), None)
-        return None if plan is None else sum(unit.numel for unit in plan.profile.units)
-
-    def _under(
-        self, budget: Budget | None, complete: Mapping[str, list[dict[str, Any]]], bounded: bool
-    ) -> dict[str, Any]:
+    def _under(self, budget: Budget | None, complete: Mapping[str, Any], bounded: bool) -> dict[str, Any]:
         """The candidates under one of the budgets, beside those without one."""
         here = [each for each in self.candidates if each.budget in (None, budget) and str(each) in complete]
         plans = {each.name: plan for each in here if (plan := _plan(complete[str(each)][0]["folder"])) is not None}
@@ -279,10 +261,9 @@ class Comparison:
                 bounds.setdefault(each.name, bounds[base.name])
         rows = {each.name: [row | {"bound_s": bounds.get(each.name, (None, None))[1]} for row in complete[str(each)]]
                 for each in here}  # fmt: skip
-        limit = self._limit(budget, self.base)
         limits = {each.name: self._limit(budget, each.name) for each in here}
         return {
-            "budget": None if budget is None else str(budget), "budget_bytes": limit,
+            "budget": None if budget is None else str(budget), "budget_bytes": self._limit(budget, self.base),
             "bounds": {} if shared is None else {"traffic": shared[0], "structural": shared[1]},
             "lines": lines(rows, self.base, limits),
             "infeasible": {each.name: needs for each, needs in self.infeasible.values() if each.budget == budget},

@@ -14,7 +14,6 @@ WIDTH = 150  # columns of tables where there is no terminal
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print a table per budget, one over all of them, and whether the losses are equal."""
     console = new_console(WIDTH, highlight=False, markup=False)
     for part in document["budgets"]:
         console.print(table(document, part))
@@ -22,19 +21,16 @@ def show(document: dict[str, Any]) -> None:
     if len(document["budgets"]) > 1:
         console.print(overview(document))
     if errors := [abs(e) for part in document["budgets"] for line in part["lines"] if (e := _error(line)) is not None]:
-        console.print(
-            f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"
-        )
+        middle = statistics.median(errors)
+        console.print(f"{len(errors)} predictions: median error {middle:.1%}, worst {max(errors):.1%}")
     losses = document["losses"]
     for engine, difference in losses["differences"].items():
         if difference is None or difference > losses["tolerance"]:
             words = "cannot be compared with" if difference is None else f"differ by {difference:.2g} of"
             console.print(f"losses of {engine} {words} those of {losses['base']}")
     if losses["differences"] and losses["equal"]:
-        greatest = max(losses["differences"].values())
-        console.print(
-            f"all losses are equal within {losses['tolerance']:g}; the greatest relative difference is {greatest:.1g}"
-        )
+        said, greatest = f"all losses are equal within {losses['tolerance']:g}", max(losses["differences"].values())
+        console.print(f"{said}; the greatest relative difference is {greatest:.1g}")
     for what, of in (("left out", document["left_out"]), ("failed", document["failed"])):
         for name, reason in of.items():
             console.print(f"{what}: {name}: {reason}", soft_wrap=True)
@@ -75,7 +71,6 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
 
 
 def _ranged(of: dict[str, float], digits: int, several: bool) -> str:
-    """The median, with the range of several rounds."""
     spread = f" [{of['low']:.{digits}f}–{of['high']:.{digits}f}]" if several else ""
     return f"{of['median']:.{digits}f}{spread}"
 
@@ -100,10 +95,8 @@ def overview(document: dict[str, Any]) -> Table:
             milliseconds(part["bounds"].get("structural")),
             f"{min(peers.values()) / own:.2f}" if peers and own else "–",
         ])  # fmt: skip
-    headings = (
-        "budget", "other engines", f"other plans\nof {base}", base, "predicted", "structural\nbound",
-        "best engine\n× mdcs",
-    )
+    headings = ("budget", "other engines", f"other plans\nof {base}", base, "predicted", "structural\nbound",
+                "best engine\n× mdcs")  # fmt: skip
     return new_table("the best of each that fits, step ms", headings, left=("budget",), rows=rows)
 
 
@@ -114,7 +107,6 @@ def _budget(part: dict[str, Any]) -> str:
 
 
 def _best(steps: dict[str, float]) -> str:
-    """The shortest step, with its engine's name."""
     name = min(steps, key=steps.__getitem__, default=None)
     return "–" if name is None else f"{steps[name] * 1e3:.1f}\n{name}"
 

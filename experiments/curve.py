@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -37,7 +37,6 @@ from analysis.pictures.comparisons import SHARES, three_shares
 from analysis.pictures.style import save
 from analysis.questions import budget_words, plateau, workloads
 from analysis.table import milliseconds, new_console, new_table
-from experiments import points as on
 from experiments.config.checks import compose_config
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import app, profiles
@@ -47,13 +46,71 @@ from experiments.job.events import job_event, start_event
 from experiments.job.profiles import is_short, with_recomputation
 from experiments.job.resolved import resolve
 from experiments.job.sweep import sweep_name
-from experiments.points import Point
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.planner.recompute import Planned
 from mdcs.sizes import MIB, Budget
 
 SCHEMA = 2
 MEASURED = ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "stalled_s", "peak_bytes")
+Make = Callable[[int, float | None, float | None], mdcs.Plan]
+"""(budget in bytes, schedule_share, activation_share) -> plan with its prediction. Raises InfeasibleBudget."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The plan for a budget (bytes) and shares of its slack, or the reason why there is none."""
+
+    budget: int
+    share: float | None  # for the schedule; None: not divided
+    activations: float | None  # of the rest
+    plan: mdcs.Plan | None
+    reason: str = ""
+    planned_for: int | None = None  # the budget that the plan was made for, if smaller than `budget`
+
+    @property
+    def step_s(self) -> float:
+        """Predicted step time, in seconds. Infinite without a plan."""
+        return math.inf if self.plan is None or self.plan.prediction is None else self.plan.prediction.step_s
+
+
+def shares(count: int) -> tuple[float, ...]:
+    """Return ``count`` equally spaced shares from 0 to 1."""
+    return tuple(i / (count - 1) for i in range(count))
+
+
+def point(make: Make, budget: int, share: float | None, activations: float | None = None) -> Point:
+    try:
+        return Point(budget, share, activations, make(budget, share, activations))
+    except mdcs.InfeasibleBudget as error:
+        return Point(budget, share, activations, None, str(error))
+
+
+def plane(make: Make, budget: int, count: int) -> list[Point]:
+    """Return a point for each division of the slack into ``count`` - 1 parts: schedule, activations, strategies."""
+    parts = count - 1
+    return [
+        point(make, budget, schedule / parts, activations / max(1, parts - schedule))
+        for schedule in range(count) for activations in range(count - schedule)
+    ]  # fmt: skip
+
+
+def best(points: Iterable[Point]) -> Point:
+    """Return the point with the smallest predicted step time, the first of several. On a curve it is the stop point."""
+    return min(points, key=lambda p: p.step_s)
+
+
+def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[Point]:
+    """Return the fastest point for every budget, in ascending order. It is the fastest of three: the plan with
+    undivided slack, the stop point over the shares ``of``, and the plan of the budget before, which also fits. So a
+    larger budget never gives a slower plan."""
+    found: list[Point] = []
+    for budget in sorted(set(budgets)):
+        candidates = [point(make, budget, share) for share in (None, *of)]
+        for before in found[-1:]:
+            earlier = before.planned_for or before.budget
+            candidates.append(dataclasses.replace(before, budget=budget, planned_for=earlier))
+        found.append(best(candidates))
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,15 +123,13 @@ class Planner:
 
     @property
     def label(self) -> str:
-        return " · ".join(
-            planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None
-        )
+        planners = (self.config.strategy, self.config.scheduler)
+        return " · ".join(planner.name for planner in planners if planner is not None)
 
     def job(self, budget: int, share: float | None, activations: float | None = None) -> Config:
-        divided = dataclasses.replace(
-            self.config.budget, limit=str(Budget(budget)), schedule_share=share, activation_share=activations
-        )
-        return dataclasses.replace(self.config, budget=divided)
+        limit = str(Budget(budget))
+        own = dataclasses.replace(self.config.budget, limit=limit, schedule_share=share, activation_share=activations)
+        return dataclasses.replace(self.config, budget=own)
 
     @cached_property
     def planned_for(self) -> mdcs.Job:
@@ -107,11 +162,9 @@ class Entry:
     def row(self) -> dict[str, Any]:
         """A row for :mod:`analysis`: the prediction and the measurements."""
         point, planner = self.point, self.planner
-        config = planner.job(*self.planned_for)
-        if point.plan is None:
-            profile = planner.profile
-            start = {"world": profile.world, "emulated": profile.link.emulated, "floor_bytes": planner.floor}
-        else:
+        config, profile = planner.job(*self.planned_for), planner.profile
+        start = {"world": profile.world, "emulated": profile.link.emulated, "floor_bytes": planner.floor}
+        if point.plan is not None:
             start = start_event(config, point.plan, planner.floor)
         start = job_event(resolve(config)) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
         known = analysis.Run(self.run or Path(), start, pd.DataFrame(), {}, {}).row()
@@ -123,7 +176,6 @@ class Entry:
 
 
 def main() -> int:
-    """Run the trade-off of the command line. Return the exit code."""
     console = new_console()
 
     def trade(config: Config, folder: Path) -> str:
@@ -150,15 +202,13 @@ def main() -> int:
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
 
     keys = {"strategy": "curve.strategies", "scheduler": "curve.schedulers"}
-    return app.run(app.Program(trade, own=("curve",), lists=partial(with_lists, keys=keys, keep_first=True)))
+    return app.Program(trade, own=("curve",), lists=partial(with_lists, keys=keys, keep_first=True)).run()
 
 
 def compared(config: Config) -> list[Config]:
     """The job with every strategy and scheduler to compare. Raises ConfigError for an impossible combination."""
     made: list[Config] = []
-    for strategy, scheduler in itertools.product(
-        config.curve.strategies or [""], config.curve.schedulers or [""]
-    ):
+    for strategy, scheduler in itertools.product(config.curve.strategies or [""], config.curve.schedulers or [""]):
         chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
         given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
         one = compose_config([*given, *(f"{group}={name}" for group, name in chosen.items())])
@@ -188,35 +238,32 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
     """The curve of the config's budget with its stop point, if it has one, and the front over `curve.budgets`."""
     make, asked = cache(planner.make), config.curve
     divides = planner.config.scheduler is not None
-    of = on.shares(asked.shares) if divides else ()
+    of = shares(asked.shares) if divides else ()
     budget = profiles.budget_bytes(config, planner.floor, planner.planned_for) if divides else None
     out: list[Entry] = []
     if budget is not None:
-        parts = {"curve": on.curve(make, budget, of)}
+        parts = {"curve": [point(make, budget, share) for share in of]}
         if asked.plane:
-            parts["plane"] = on.plane(make, budget, asked.plane)
+            parts["plane"] = plane(make, budget, asked.plane)
         for part, points in parts.items():
-            stop = on.best(points)
+            stop = best(points)
             out += [Entry(planner, p, part, p is stop and p.plan is not None) for p in points]
     whole = partial(unsharded_bytes, planner.planned_for)
     budgets = [Budget.of(budget).bytes(whole, lambda: planner.floor) for budget in asked.budgets]
-    return out + [Entry(planner, p, "front") for p in on.front(make, filter(None, budgets), of)]
+    return out + [Entry(planner, p, "front") for p in front(make, filter(None, budgets), of)]
 
 
 def measure(entries: list[Entry], profile: Path, folder: Path, console: Console) -> list[str]:
-    """Train the jobs of the points that `curve.measure` names. Return the failures.
-
-    Writes curve.json after each job, and puts the runs into `entries`. After a failure the other jobs are still run.
-    """
+    """Train the jobs of the points that `curve.measure` names. Return the failures. Writes curve.json after each job,
+    and puts the runs into `entries`. After a failure the other jobs are still run."""
     what = entries[0].planner.config.curve.measure if entries else "none"
     runs: dict[tuple[Any, ...], Path] = {}
     failed = []
     for entry in shown(entries):
         wanted = entry.is_stop if what == "stop" else what in (entry.part, "all")
-        if not wanted or entry.point.plan is None:
+        if not wanted or (plan := entry.point.plan) is None:
             continue
-        plan = entry.point.plan
-        # shares may give one plan
+        # Several shares may give one plan.
         key = entry.planner.label, plan.execution_hash, plan.prediction and plan.prediction.step_s
         if key not in runs:
             runs[key] = folder / "runs" / str(len(runs))
@@ -231,7 +278,6 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console)
 
 
 def planes(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """The plane of each planner, by label."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         if entry.part == "plane":
@@ -247,9 +293,6 @@ def shown(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.part != "plane" or entry.is_stop or entry in few]
 
 
-# ---- output
-
-
 def write(entries: Sequence[Entry], folder: Path) -> None:
     """Write curve.json: every point with its prediction and, if there was a run, its measurements."""
     points = []
@@ -261,8 +304,8 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
         }  # fmt: skip
         points.append({
             "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"],
-            "budget_bytes": point.budget,
-            "schedule_share": point.share, "activation_share": point.activations, "stop_point": entry.is_stop,
+            "budget_bytes": point.budget, "schedule_share": point.share, "activation_share": point.activations,
+            "stop_point": entry.is_stop,
             "planned_for_bytes": entry.planned_for[0], "plan_hash": point.plan.hash if point.plan else None,
             "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
             "measured": measured,
@@ -277,13 +320,12 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
 
 
 def draw_planes(entries: Sequence[Entry], folder: Path) -> list[Path]:
-    """Draw the plane of each planner. Return the files."""
     files: list[Path] = []
     for label, of_plane in planes(entries).items():
         rows = [entry.row() for entry in of_plane]
         points = [
-            {"schedule": entry.division[0], "activations": entry.division[1], "strategies": entry.division[2],
-             "predicted_step_s": row["predicted_step_s"], "step_s": row["step_s"], "is_stop": entry.is_stop}
+            dict(zip(SHARES, entry.division, strict=True)) | {"is_stop": entry.is_stop}
+            | {name: row[name] for name in ("predicted_step_s", "step_s")}
             for entry, row in zip(of_plane, rows, strict=True)
         ]  # fmt: skip
         workload = workloads(analysis.table_of(rows))[0][0]
@@ -304,15 +346,17 @@ def show(entries: Sequence[Entry], console: Console) -> None:
             console.print(_table(rows, title))
     for entry in entries:
         if entry.is_stop and entry.part == "plane":
-            parts = ", ".join(f"{part:.0%} {name}" for part, name in zip(entry.division, SHARES, strict=True))
-            at = f"{parts}, step {entry.point.step_s * 1e3:.1f} ms predicted"
-            console.print(f"stop point of {entry.planner.label} on the plane: {at}", markup=False, highlight=False)
+            where = " on the plane"
+            at = ", ".join(f"{part:.0%} {name}" for part, name in zip(entry.division, SHARES, strict=True))
         elif entry.is_stop:
             curve = [each.row() for each in entries if (each.planner, each.part) == (entry.planner, entry.part)]
             low, high = plateau(analysis.table_of(curve), "predicted_step_s")
             alike = f" ({low:.3g} to {high:.3g} are as fast)" if low < high else ""
-            at = f"schedule_share {entry.point.share:.3g}{alike}, step {entry.point.step_s * 1e3:.1f} ms predicted"
-            console.print(f"stop point of {entry.planner.label}: {at}", markup=False, highlight=False)
+            where, at = "", f"schedule_share {entry.point.share:.3g}{alike}"
+        else:
+            continue
+        words = f"stop point of {entry.planner.label}{where}: {at}, step {entry.point.step_s * 1e3:.1f} ms predicted"
+        console.print(words, markup=False, highlight=False)
 
 
 def _table(entries: Sequence[Entry], title: str) -> Table:

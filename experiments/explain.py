@@ -33,32 +33,20 @@ _AHEAD = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """The strategy of one unit, and what another one would change in the plan.
-
-    - ``unit``: name of the unit.
-    - ``bytes``: bytes of its parameters.
-    - ``strategy``: its strategy.
-    - ``recompute``: what it recomputes: none, full or selective.
-    - ``messages``: number of its messages by kind. A fused message counts for each of its units.
-    - ``instead``: the other strategy.
-    - ``needs_bytes``: bytes that the smallest budget of the changed plan is larger (below 0: smaller).
-    - ``step_s``: seconds that the step then takes more (below 0: less). None: the changed plan does not fit the budget.
-
-    The last three are None where there is no other strategy.
-    """
+    """The strategy of one unit, and what another one, if there is one, would change in the plan."""
 
     unit: str
-    bytes: int
+    bytes: int  # of its parameters
     strategy: str
-    recompute: str
-    messages: dict[str, int]
-    instead: str | None = None
-    needs_bytes: int | None = None
-    step_s: float | None = None
+    recompute: str  # none, full or selective
+    messages: dict[str, int]  # number by kind; a fused one counts for each of its units
+    instead: str | None = None  # the other strategy
+    needs_bytes: int | None = None  # by which the smallest budget of the changed plan is larger (below 0: smaller)
+    step_s: float | None = None  # that the step then takes more; None: the changed plan does not fit the budget
 
     @property
     def is_better(self) -> bool:
-        """Return whether the changed plan is faster, by more than rounding, and keeps the budget."""
+        """Whether the changed plan is faster, by more than rounding, and keeps the budget."""
         return self.step_s is not None and self.step_s < -1e-6
 
 
@@ -95,10 +83,8 @@ def choices(plan: Plan) -> list[UnitChoice]:
         found = None if (other := _other(mix, u)) is None else _fastest(plan, other, u)
         if other is not None and found is not None:
             needs, changed = found
-            step_s = None if changed is None else replay(changed).period_s - own_s
-            about = dataclasses.replace(
-                about, instead=str(other.strategies[u]), needs_bytes=needs - needed, step_s=step_s
-            )
+            step_s, instead = None if changed is None else replay(changed).period_s - own_s, str(other.strategies[u])
+            about = dataclasses.replace(about, instead=instead, needs_bytes=needs - needed, step_s=step_s)
         out.append(about)
     return out
 
@@ -116,10 +102,8 @@ def _other(mix: StrategyAssignment, unit: int) -> StrategyAssignment | None:
 
 def _fastest(plan: Plan, mix: StrategyAssignment, unit: int) -> tuple[int, Plan | None] | None:
     """Return the smallest budget of the fastest changed plan that fits what the plan may take, and that plan. Of plans
-    that are equally fast (within 1 ns) it is the one that needs least.
-
-    Where none fits: the smallest budget of all, and None. Where there is no changed plan: None.
-    """
+    that are equally fast (within 1 ns) it is the one that needs least. Where none fits: the smallest budget of all, and
+    None. Where there is no changed plan: None."""
     made = [(min_feasible_budget(each), each) for each in _changed(plan, mix, unit)]
     within = [(needs, dataclasses.replace(each, budget=plan.budget, limit=plan.limit)) for needs, each in made
               if plan.admissible is None or needs - plan.reserve <= plan.admissible]  # fmt: skip
@@ -135,9 +119,7 @@ def _changed(plan: Plan, mix: StrategyAssignment, unit: int) -> Iterator[Plan]:
     for m in plan.messages:
         own = tuple(part for part in m.parts if part[0] == unit)
         others = tuple(part for part in m.parts if part[0] != unit)
-        same = (
-            [op for op in operations if _category(op.kind) == _category(m.kind) and op.micro == m.micro] if own else []
-        )
+        same = [op for op in operations if own and _category(op.kind) == _category(m.kind) and op.micro == m.micro]
         if own and same and same[0].kind is m.kind:
             others = m.parts
         elif same:
@@ -151,9 +133,8 @@ def _changed(plan: Plan, mix: StrategyAssignment, unit: int) -> Iterator[Plan]:
         added = []
         for op in new:
             first, last = mix.period.window(op)
-            added.append(
-                Message(op.kind, whole, max(first, last - ahead) if op.kind.is_gather else first, micro=op.micro)
-            )
+            slot = max(first, last - ahead) if op.kind.is_gather else first
+            added.append(Message(op.kind, whole, slot, micro=op.micro))
         if tuple(added) not in tried:
             tried.add(tuple(added))
             with suppress(PlanError):
@@ -166,13 +147,11 @@ def _category(kind: Kind) -> Kind:
 
 
 def schedule_choice(plan: Plan) -> ScheduleChoice:
-    """Return the effect of the plan's schedule, for the plan's strategies."""
     own, alone = replay(plan), replay(sequential(StrategyAssignment(plan.job, plan.strategies)))
     return ScheduleChoice(own.peak["total"] - alone.peak["total"], own.period_s - alone.period_s)
 
 
 def binding_slot(plan: Plan) -> BindingSlot:
-    """Return the slot in which the replay of the plan holds most bytes."""
     curve = replay(plan).curve
     q = max(range(len(curve)), key=lambda q: curve[q]["total"])
     memory = {category: size for category, size in curve[q].items() if category != "total"}
@@ -193,9 +172,7 @@ class Bounds:
     - solver: the bound that a planner's solver has proven for the whole slot model.
 
     The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule
-    needs no memory, and units may mix strategies.
-
-    ``solver_s`` is None when no solver has proven a bound.
+    needs no memory, and units may mix strategies. ``solver_s`` is None when no solver has proven a bound.
     """
 
     traffic_s: float
@@ -204,11 +181,8 @@ class Bounds:
 
 
 def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
-    """Return the bounds for the job and the budget of a plan, for any strategies.
-
-    ``seconds`` limits each of two solves. If a solve does not finish, the weaker bound takes its place. The weakest is
-    compute alone.
-    """
+    """Return the bounds for the job and the budget of a plan, for any strategies. ``seconds`` limits each of two
+    solves. If a solve does not finish, the weaker bound takes its place. The weakest is compute alone."""
     problem = PlanningProblem(plan.job, plan.budget)
     slots = plan.period.length
     model = SlotModel(problem, tight=(), width=1 if slots <= _SLOTS else -(-2 * slots // _SLOTS))

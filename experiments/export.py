@@ -89,7 +89,6 @@ def _other(to: Path, text: str) -> str | None:
 
 
 def show(made: dict[str, Any], console: Console) -> None:
-    """Print the groups."""
     rows = []
     for group in made["groups"]:
         ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
@@ -100,9 +99,8 @@ def show(made: dict[str, Any], console: Console) -> None:
             ", ".join(dict.fromkeys(group["recompute"].values())) or "–", *ahead,
         ])  # fmt: skip
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
-    headings = (
-        "modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward",
-    )
+    headings = ("modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward",
+                "backward")  # fmt: skip
     console.print(new_table(title, headings, left=headings, rows=rows, overflow="fold"))
 
 

@@ -30,11 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log", metavar="RUN[:RANK]")
     parser.add_argument("-f", "--follow", action="store_true")
     asked = parser.parse_args(arguments)
-    found = {
-        file.parent: job
-        for file in sorted(asked.folder.rglob(jobs.FILE))
-        if (job := jobs.read(file.parent)) is not None
-    }
+    folders = (file.parent for file in sorted(asked.folder.rglob(jobs.FILE)))
+    found = {folder: job for folder in folders if (job := jobs.read(folder)) is not None}
     if not found:
         return _refuse(f"{asked.folder}: no job was submitted from here")
     if asked.log is None:
@@ -46,14 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     run, _, rank = asked.log.partition(":")
     if (job := found.get(asked.folder / run)) is None:
         return _refuse(f"--log: no job {run}; jobs: {', '.join(str(each.relative_to(asked.folder)) for each in found)}")
-    rank = rank or "0"
-    logs = [
-        file for file in (asked.folder / run / f"rank{rank}.log", Path(job.logs) / f"rank-{rank}.log") if file.exists()
-    ]
+    rank, own = rank or "0", asked.folder / run
+    logs = [file for file in (own / f"rank{rank}.log", Path(job.logs) / f"rank-{rank}.log") if file.exists()]
     if not logs:
-        return _refuse(
-            f"--log: rank {rank} of job {run} has written nothing so far, in {asked.folder / run} and {job.logs}"
-        )
+        return _refuse(f"--log: rank {rank} of job {run} has written nothing so far, in {own} and {job.logs}")
     sys.stdout.flush()
     os.execvp("tail", ["tail", "-n", "40", *(["-F"] if asked.follow else []), *map(str, logs)])
 

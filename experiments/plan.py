@@ -10,7 +10,7 @@
 A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
 measure one. With -m there is a row for every plan, and the plans share measured profiles. `plan.format=json` prints one
 JSON document and nothing else. With batch.find the plan is that of the largest batch within the budget, or of the
-fastest.
+fastest; profiles of a few batches are measured, and those of the others calculated from them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +32,34 @@ from rich.table import Table
 
 from analysis.table import milliseconds, new_console, new_table
 from experiments import explain
-from experiments.config.schema import Config
+from experiments.config.identity import job_identity
+from experiments.config.schema import BatchConfig, BudgetConfig, Config, ConfigError
 from experiments.explain import bounds_of
-from experiments.job import app, batch
+from experiments.job import app, profiles, record
 from experiments.job import run as jobs
-from experiments.job.profiles import Profiles, calibration_errors, ranks
+from experiments.job.profiles import Profiles, calibration_errors, job_of, make_plan, ranks, write_plan
 from experiments.job.record import INFEASIBLE
+from experiments.job.resolved import resolve
 from experiments.job.sweep import Session, varied
+from experiments.job.tracking import show_files
 from mdcs.plan.cost import Prediction
 from mdcs.plan.job import chosen_options
 from mdcs.plan.plan import Plan
-from mdcs.planner.batch import PlannedBatch
+from mdcs.planner.batch import BatchScaling, PlannedBatch, batches_that_fit, fastest_of
+from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes
-from mdcs.planner.recompute import in_words
+from mdcs.planner.recompute import AUTO, in_words
 from mdcs.profile.recompute import NONE
+from mdcs.profile.schema import INPUTS, Profile
 from mdcs.sizes import MIB
 
 SCHEMA = 2
 BOUNDS_S = 20.0  # time limit of each of two solves
-_COLUMNS = ("strategy", "scheduler", "budget", "budget.limit")
-"""Keys that have a column in every table of plans."""
+_COLUMNS = ("strategy", "scheduler", "budget", "budget.limit")  # keys that have a column in every table of plans
 _MANY = 4  # equal rows of units from which they become one row
 
 
 def main() -> int:
-    """Print the plan for the command line. Return the exit code."""
     as_json = False
     known, plans, chosen = Profiles(), list[Plan](), list[PlannedBatch | None]()
 
@@ -64,7 +68,7 @@ def main() -> int:
         as_json, in_sweep, found = config.plan.format == "json", config.run.sweep is not None, None
         console = new_console(stderr=as_json)
         if config.batch.find is not None:
-            found, reason = batch.find(config, folder, console, known=known)
+            found, reason = find(config, folder, console, known=known)
         else:
             quiet = Console(quiet=True) if in_sweep else console
             reason = jobs.prepare("plan", config, folder, quiet, known=known)
@@ -99,7 +103,7 @@ def main() -> int:
                     console.print(f"{' '.join(each.overrides)}: {each.reason}", highlight=False, soft_wrap=True)
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
-    return app.run(app.Program(plan, own=("plan",), on_sweep_end=show_all))
+    return app.Program(plan, own=("plan",), on_sweep_end=show_all).run()
 
 
 def told(plan: Plan) -> dict[str, Any]:
@@ -123,14 +127,13 @@ def _told_batch(found: PlannedBatch | None) -> dict[str, Any]:
     return {} if found is None else {"batch": found.batch, "samples_per_s": found.samples_per_s}
 
 
-def batches_document(found: batch.Found, asked: Config) -> dict[str, Any]:
-    """Batches that fit, samples and samples per second, each with its plan."""
+def batches_document(found: Found, asked: Config) -> dict[str, Any]:
     return _told_batch(found.wanted(asked)) | {
         "batches": [_told_batch(each) | told(each.plan) for each in found.batches], "profiled_batches": found.profiled,
     }  # fmt: skip
 
 
-def batches_table(found: batch.Found) -> Table:
+def batches_table(found: Found) -> Table:
     """A row for each batch that fits: samples per second and what its plan is predicted to take."""
     title = f"batches per rank within {(found.batches[0].plan.budget or 0) / MIB:.1f} MiB"
     used = dict.fromkeys((*found.profiled[:1], *found.profiled[-1:]))
@@ -139,7 +142,7 @@ def batches_table(found: batch.Found) -> Table:
     for each in found.batches:
         p = _prediction(each.plan)
         units = sum(choice != NONE for choice in each.plan.recompute)
-        named = [name for name, of in ((batch.LARGEST, found.largest), (batch.FASTEST, found.fastest)) if of is each]
+        named = [name for name, of in (("largest", found.largest), ("fastest", found.fastest)) if of is each]
         rows.append([
             str(each.batch), f"{each.samples_per_s:.1f}", milliseconds(p.step_s), milliseconds(p.exposed_s),
             f"{units} of {len(each.plan.strategies)}", f"{p.peak_bytes / MIB:.1f}", ", ".join(named),
@@ -151,11 +154,8 @@ def batches_table(found: batch.Found) -> Table:
 def sweep_table(
     plans: Sequence[Plan], varied: Sequence[Sequence[str]], batches: Sequence[PlannedBatch | None] = ()
 ) -> Table:
-    """A row for each plan, in the order of the jobs.
-
-    varied: for each plan, the settings KEY=VALUE that distinguish it from the others, besides the columns of every
-    table. batches: the batches that were found for the plans, if any.
-    """
+    """A row for each plan, in the order of the jobs. varied: for each plan, the settings KEY=VALUE that distinguish it
+    from the others, besides the columns of every table. batches: the batches that were found for the plans, if any."""
     swept = list(dict.fromkeys(setting.partition("=")[0] for settings in varied for setting in settings))
     of_batches = batches if any(batches) else [None] * len(plans)
     sizes, rows = ("batch", "samples/s") if any(batches) else (), []
@@ -167,23 +167,19 @@ def sweep_table(
             "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
             milliseconds(p.exposed_s), f"{p.overlap_ratio:.2f}", f"{p.peak_bytes / MIB:.1f}", str(len(plan.messages)),
         ])  # fmt: skip
-    left, right = (
-        ("strategy", "scheduler"),
-        ("budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"),
-    )
+    left = "strategy", "scheduler"
+    right = "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"
     return new_table("predicted for one step", (*left, *swept, *sizes, *right), left, rows=rows)
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Everything that `show` prints, for JSON: seconds and bytes."""
     return {
-        "schema": SCHEMA,
-        **told(plan),
+        "schema": SCHEMA, **told(plan),
         "bounds": dataclasses.asdict(bounds_of(plan, BOUNDS_S)),
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
         "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
         "units": [dataclasses.asdict(choice) for choice in explain.choices(plan)],
-    }
+    }  # fmt: skip
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -191,9 +187,8 @@ def show(plan: Plan, console: Console) -> None:
     console.print(units_table(plan, units := explain.choices(plan)))
     if better := [unit.unit for unit in units if unit.is_better]:
         words = ", ".join(better[:3]) + (f" and {len(better) - 3} more" if len(better) > 3 else "")
-        console.print(
-            f"there are faster plans within the budget: see {words}; strategy=joint tries more", highlight=False
-        )
+        said = f"there are faster plans within the budget: see {words}; strategy=joint tries more"
+        console.print(said, highlight=False)
     schedule = explain.schedule_choice(plan)
     words = f"{milliseconds(abs(schedule.step_s))} ms {'less' if schedule.step_s <= 0 else 'more'}"
     words += f" and {abs(schedule.peak_bytes) / MIB:.2f} MiB {'less' if schedule.peak_bytes < 0 else 'more'}"
@@ -211,10 +206,8 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def units_table(plan: Plan, units: Sequence[explain.UnitChoice]) -> Table:
-    """A row per unit: bytes, strategy, messages per kind, and what another strategy would change.
-
-    Consecutive units with equal values share a row.
-    """
+    """A row per unit: bytes, strategy, messages per kind, and what another strategy would change. Consecutive units
+    with equal values share a row."""
     rows = []
     for cells, alike in itertools.groupby(units, _cells):
         names = [choice.unit for choice in alike]
@@ -230,21 +223,16 @@ def units_table(plan: Plan, units: Sequence[explain.UnitChoice]) -> Table:
 
 
 def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
-    """The cells of a unit's row after its name."""
     messages = ", ".join(f"{count} {kind}" for kind, count in choice.messages.items())
     strategy = choice.strategy if choice.recompute == "none" else f"{choice.strategy}, recompute {choice.recompute}"
     cells = (f"{choice.bytes / 1e6:.2f}", strategy, messages, choice.instead or "–")
     if choice.needs_bytes is None:
         return cells
-    return (
-        *cells,
-        f"{choice.needs_bytes / MIB:+.2f}",
-        "no room" if choice.step_s is None else f"{choice.step_s * 1e3:+.2f}",
-    )
+    step = "no room" if choice.step_s is None else f"{choice.step_s * 1e3:+.2f}"
+    return (*cells, f"{choice.needs_bytes / MIB:+.2f}", step)
 
 
 def prediction_table(plan: Plan) -> Table:
-    """Prediction of one step by the replay of the plan."""
     told = _prediction(plan)
     names = "step", "compute", "communication", "stalled", "exposed"
     cells = [*(milliseconds(getattr(told, f"{name}_s")) for name in names), f"{told.overlap_ratio:.2f}"]
@@ -259,9 +247,8 @@ def bounds_table(plan: Plan) -> Table:
         ("the solver's own", bounds.solver_s),
     ):  # fmt: skip
         above = max(0.0, 1 - seconds / step_s) if seconds is not None and step_s else 0.0
-        rows.append(
-            [name, milliseconds(seconds), "no solver was asked" if seconds is None else f"{above:.1%} of the step"]
-        )
+        words = "no solver was asked" if seconds is None else f"{above:.1%} of the step"
+        rows.append([name, milliseconds(seconds), words])
     title = f"no plan within the budget{_recomputing(plan)} is faster than"
     return new_table(title, ("bound", "ms", "this plan is above it by"), left=("bound",), rows=rows)
 
@@ -270,11 +257,9 @@ def memory_table(plan: Plan) -> Table:
     """Predicted bytes by category: each at its own peak, and in the slot with the highest sum; floor and budget."""
     told, binding = _prediction(plan), explain.binding_slot(plan)
     title = f"memory per rank; the sum is highest in {binding.slot}"
-    rows = [
-        [category, f"{told.memory[category] / MIB:.2f}", f"{size / MIB:.2f}"]
-        for category, size in binding.memory.items()
-    ]
-    table = new_table(title, ("category", "at its peak MiB", f"in {binding.slot} MiB"), left=("category",), rows=rows)
+    headings = ("category", "at its peak MiB", f"in {binding.slot} MiB")
+    rows = [[of, f"{told.memory[of] / MIB:.2f}", f"{size / MIB:.2f}"] for of, size in binding.memory.items()]
+    table = new_table(title, headings, left=("category",), rows=rows)
     table.add_section()
     table.add_row("sum", f"{told.peak_bytes / MIB:.2f}", f"{binding.bytes / MIB:.2f}")
     table.add_row(f"floor: smallest feasible{_recomputing(plan)}", f"{floor_bytes(plan.job) / MIB:.2f}")
@@ -290,6 +275,89 @@ def _prediction(plan: Plan) -> Prediction:
 
 def _recomputing(plan: Plan) -> str:
     return " with this recomputation" if any(choice != NONE for choice in plan.recompute) else ""
+
+
+# ---- batch.find
+
+
+@dataclass(frozen=True)
+class Found:
+    """Batches that fit, smallest first. ``profiled``: batches whose profile was measured."""
+
+    batches: tuple[PlannedBatch, ...]
+    profiled: tuple[int, ...] = ()
+
+    @property
+    def largest(self) -> PlannedBatch:
+        return self.batches[-1]
+
+    @property
+    def fastest(self) -> PlannedBatch:
+        return fastest_of(self.batches)
+
+    def wanted(self, config: Config) -> PlannedBatch:
+        return self.largest if config.batch.find == "largest" else self.fastest
+
+
+def find(config: Config, folder: Path, console: Console, *, known: Profiles) -> tuple[Found, str]:
+    """Return the batches within the budget, and the reason if there is none (else empty). The job's folder gets the
+    profile and the plan of the batch that is asked for, and its folders `profile-N` the profiles that are measured, of
+    N samples. Raises ConfigError where the profile would replace the one that the config names."""
+    if config.profile.path is not None and Path(config.profile.path).resolve() == (folder / "profile.json").resolve():
+        problem = "batch.find would put another batch's profile over profile.path: give another folder"
+        raise ConfigError("hydra.run.dir", problem)
+    measured, reason = _measured(config, folder, console, known)
+    if reason:
+        return Found(()), reason
+    try:
+        scaling = BatchScaling(measured)
+    except ValueError as error:
+        return Found(()), f"batch.profiles: {error}"
+
+    def plan(profile: Profile) -> Plan:
+        return make_plan(config, job_of(config, profile), floor=0)  # no budget is over a floor here
+
+    try:
+        batches = batches_that_fit(scaling.profile, plan, at_most=config.batch.at_most)
+    except InfeasibleBudget as error:
+        why = f"batch.find={config.batch.find}: no batch fits, not even of one sample: {error}"
+        raise jobs.Infeasible(why) from error
+    except ValueError as error:
+        return Found(()), str(error)
+    found = Found(batches, tuple(sorted(measured)))
+    _write(config, folder, found.wanted(config), found.profiled)
+    return found, ""
+
+
+def _sized(config: Config, batch: int) -> Config:
+    return replace(config, batch=BatchConfig(), data=replace(config.data, batch_size=batch))
+
+
+def _measured(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[dict[int, Profile], str]:
+    """The profiles by batch, of equal jobs or measured now; and the reason of a failure, else empty."""
+    own, out = config.data.batch_size, dict[int, Profile]()
+    asked = profiles.with_recomputation(config) if config.recompute == AUTO else config  # some batch needs it
+    sizes = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
+    for batch in sizes:
+        place, job = folder / f"profile-{batch}", replace(_sized(asked, batch), budget=BudgetConfig())
+        if reason := jobs.prepare("profile", job, place, console, known=known):
+            return {}, f"the profile of batch {batch}: {reason} (its logs are in {place})"
+        out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))
+    return out, ""
+
+
+def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[int, ...]) -> None:
+    """Write the config, the profile and the plan of a job with this batch."""
+    job, plan = _sized(config, planned.batch), planned.plan
+    job = replace(job, profile=replace(job.profile, path=str((folder / "profile.json").resolve())))
+    about = {key: value for key, value in plan.job.profile.about.items() if key != INPUTS}
+    about |= job_identity(job) | {"calculated": f"from batches of {' and '.join(map(str, profiled))}"}
+    plan = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, about=about)))
+    with jobs.claimed(folder):
+        jobs.begin(resolved := resolve(job), folder)
+        (folder / "profile.json").write_text(plan.job.profile.to_json(), encoding="utf-8")
+        write_plan(folder, plan)
+        show_files(resolved, folder, "plan", record.identity_of(job))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from mdcs.sizes import MIB
 
 
 def main() -> int:
-    """Show the profile for the command line; measure it if needed. Return the exit code."""
     console = new_console()
 
     def measure(config: Config, folder: Path) -> str:
@@ -39,14 +38,12 @@ def main() -> int:
         console.print(f"the profile is {folder / 'profile.json'}", markup=False, highlight=False, soft_wrap=True)
         return ""
 
-    return app.run(app.Program(measure))
+    return app.Program(measure).run()
 
 
 def show(profile: Profile, console: Console) -> None:
-    """Print the profile's units, its link, and the interference between compute and communication."""
-    console.print(units_table(profile))
-    console.print(link_table(profile))
-    console.print(interference_table(profile))
+    for table in (units_table(profile), link_table(profile), interference_table(profile)):
+        console.print(table)
     if line := calibration_errors(profile):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -60,9 +57,8 @@ def units_table(profile: Profile) -> Table:
         for index, unit in enumerate(profile.units)
     ]  # fmt: skip
     headings = ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB")
-    return new_table(
-        f"{ranks(profile)}; medians, with the 10th and the 90th percentile", headings, left=("unit",), rows=rows
-    )
+    title = f"{ranks(profile)}; medians, with the 10th and the 90th percentile"
+    return new_table(title, headings, left=("unit",), rows=rows)
 
 
 def link_table(profile: Profile) -> Table:
@@ -104,9 +100,7 @@ def interference_table(profile: Profile) -> Table:
         ("computing that waits for a message goes on later by", "dispatch_seconds", 1e6, "µs"),
         ("between backward and forward the loop takes", "turn_seconds", 1e3, "ms"),
     )
-    rows = [
-        ["computing is slower while a message is in flight by", f"{profile.interference:.0%}"],
-    ]
+    rows = [["computing is slower while a message is in flight by", f"{profile.interference:.0%}"]]
     for what, name, scale, unit in costs:
         error = f"± {scale * profile.errors[name]:.2g}" if name in profile.errors else "(assumed)"
         value = scale * getattr(profile.contention, name)
@@ -115,7 +109,6 @@ def interference_table(profile: Profile) -> Table:
 
 
 def _slots(profile: Profile, unit: int, phase: str) -> str:
-    """Milliseconds of the unit's slots, summed, with the sum of their percentiles."""
     own = [i for i, slot in enumerate(profile.slots) if (slot.unit, slot.phase) == (unit, phase)]
     if not own:
         return "–"
@@ -130,10 +123,8 @@ def _slots(profile: Profile, unit: int, phase: str) -> str:
 def _update(profile: Profile, unit: Unit) -> str:
     if not unit.trainable:
         return "–"
-    optimizer = profile.optimizers[unit.optimizer]
-    seconds = (
-        unit.numel / profile.world * optimizer.seconds_per_element + len(unit.segments) * optimizer.seconds_per_run
-    )
+    of, shard = profile.optimizers[unit.optimizer], unit.numel / profile.world
+    seconds = shard * of.seconds_per_element + len(unit.segments) * of.seconds_per_run
     return f"{seconds * 1e3:.2f}"
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import analysis
 from analysis.events import METRICS, read_events
-from experiments.config import started
+from experiments.config import checks
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
@@ -29,12 +29,11 @@ from launch.elastic import Warm
 
 
 def main() -> int:
-    """Run the jobs of the command line. Return the exit code."""
     began, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
-        here = started.here is None and config.cluster.name != "joined"
+        here = checks.here is None and config.cluster.name != "joined"
         fork = here and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
             config, folder, console, known=profiles, start=warm.run if fork else None,
@@ -49,12 +48,10 @@ def main() -> int:
         return jobs.reason_of(outcome)
 
     with Warm() as warm:
-        return app.run(
-            app.Program(
-                train, on_sweep_end=lambda session: report(session, began), on_earlier=profiles.adopt,
-                objective=lambda folder: float(analysis.load_run(folder).row()["step_s"]), freezes=True,
-            )
-        )  # fmt: skip
+        return app.Program(
+            train, on_sweep_end=lambda session: report(session, began), on_earlier=profiles.adopt,
+            objective=lambda folder: float(analysis.load_run(folder).row()["step_s"]), freezes=True,
+        ).run()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,13 +13,8 @@ from collections.abc import Sequence
 
 from hydra.conf import HydraConf
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf import errors
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import schema
 from experiments.config.files import CONF, groups, values
@@ -46,8 +41,7 @@ _WORDS = {
     r"Ambiguous value for argument '([^=']+)=(.*)'": "is one value, got {1}: mdcs train -m runs one job for each",
     # a list for keys and values, or the other way about
     r"Error merging override \+*([^=]+)=(.*)": "has another type, got {1}",
-}
-"""Hydra's words, of which the first group is the key, and ours."""
+}  # Hydra's words, of which the first group is the key, and ours
 
 
 def explain(
@@ -57,11 +51,11 @@ def explain(
     if isinstance(error, ConfigError):
         return error
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
+    if isinstance(cause, (errors.ConfigAttributeError, errors.ConfigKeyError)) and cause.full_key:
         return unknown_key(_as_asked(cause.full_key, overrides))
-    if isinstance(cause, ValidationError) and cause.full_key:
+    if isinstance(cause, errors.ValidationError) and cause.full_key:
         return _wrong_type(cause, str(error))
-    if isinstance(cause, MissingMandatoryValue) and cause.full_key:
+    if isinstance(cause, errors.MissingMandatoryValue) and cause.full_key:
         return ConfigError(cause.full_key, "has no default: give it a value")
     if isinstance(error, MissingConfigException) and (option := _OPTION.search(str(error))):
         return _unknown_option(option.group(1), error.options)
@@ -94,14 +88,18 @@ def _as_asked(key: str, overrides: Sequence[str]) -> str:
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The error for an unknown key. It suggests the nearest known key."""
-    hydra_keys = _hydra_keys()
+    parts = {"launcher": mdcs_slurm.MdcsSlurmConf} | {
+        name: part for name, part in types_of(HydraConf).items() if dataclasses.is_dataclass(part)
+    }
+    hydra_keys = [f"hydra.{name}.{field.name}" for name, part in parts.items() for field in dataclasses.fields(part)]
     if key.startswith("hydra.launcher.") and key in hydra_keys:
         return ConfigError(key, "is for hydra/launcher=mdcs_slurm")
     known = [*fields_by_key(), *groups(), *hydra_keys]
     group, _, name = key.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
-    others = _option_keys() | {each.rpartition(".")[2]: each for each in reversed(known)}
+    files = [(group, CONF / group / f"{option}.yaml") for group in OPTION_GROUPS for option in groups()[group]]
+    others = {name: f"{group}.{name}" for group, file in reversed(files) for name in values(file)}
+    others |= {each.rpartition(".")[2]: each for each in reversed(known)}
     whole = {} if group and siblings else {each: each for each in known}
     # A name of the same group (`link.latncy_us`), else the whole key (`runs.steps`), else a name of any group
     # (`steps`).
@@ -109,19 +107,6 @@ def unknown_key(key: str) -> ConfigError:
         if near := difflib.get_close_matches(asked, among, n=1, cutoff=cutoff):
             return ConfigError(key, f"no such key; did you mean {among[near[0]]}?")
     return ConfigError(key, "no such key")
-
-
-def _option_keys() -> dict[str, str]:
-    """Return the full keys of all options in conf/, by name: `data.batch_size` for `batch_size`."""
-    files = [(group, CONF / group / f"{option}.yaml") for group in OPTION_GROUPS for option in groups()[group]]
-    return {name: f"{group}.{name}" for group, file in reversed(files) for name in values(file)}
-
-
-def _hydra_keys() -> list[str]:
-    parts = {"launcher": mdcs_slurm.MdcsSlurmConf} | {
-        name: part for name, part in types_of(HydraConf).items() if dataclasses.is_dataclass(part)
-    }
-    return [f"hydra.{name}.{field.name}" for name, part in parts.items() for field in dataclasses.fields(part)]
 
 
 def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
@@ -137,7 +122,7 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     return ConfigError(group, f"no such option {option}; options: {', '.join(known)}{nearest}")
 
 
-def _wrong_type(cause: ValidationError, message: str) -> ConfigError:
+def _wrong_type(cause: errors.ValidationError, message: str) -> ConfigError:
     key = (cause.full_key or "").partition("[")[0]
     declared = fields_by_key().get(key)
     if key.startswith("hydra."):
@@ -146,13 +131,8 @@ def _wrong_type(cause: ValidationError, message: str) -> ConfigError:
         if key in groups():
             return ConfigError(key, f"must be one of its options: {', '.join(groups()[key])}")
         return ConfigError(key, "must hold keys and values")
-    kind = types_of(_class_of(key.partition(".")[0]))[declared.name]
+    kind = types_of(types_of(schema.Config)[key.partition(".")[0]])[declared.name]
     override = re.search(rf"{re.escape(key)}=(.*)", message)
     value = _VALUE.search(str(cause))
     got = override.group(1) if override else value.group(1) if value else "null"
     return ConfigError(key, f"must be {wanted(kind, declared.metadata)}, got {got or 'nothing'}")
-
-
-def _class_of(group: str) -> type:
-    found: type = types_of(schema.Config)[group]
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,13 @@ from omegaconf import OmegaConf
 
 from mdcs.sizes import Budget
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""The folder of this repository."""
+CONF = Path(__file__).resolve().parents[2] / "conf"  # the folder of this repository
 
 
 def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
-    """The groups, their options, and a description of each option: the comment at the beginning of its file.
-
-    Files whose names begin with "_" hold what options of a group have in common, and are not options.
-    Reads conf/ and the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
-    """
+    """The groups, their options, and a description of each option: the comment at the beginning of its file. Files
+    whose names begin with "_" hold what options of a group have in common, and are not options. Reads conf/ and the
+    folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``."""
     out: dict[str, dict[str, str]] = {}
     for folder in [CONF, *added_folders(arguments)]:
         for group in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -47,10 +45,8 @@ def values(file: Path) -> dict[str, Any]:
 def added_folders(arguments: Sequence[str]) -> list[Path]:
     """The folders of YAML files that a command line adds to conf/."""
     named = _flag(arguments, "--config-dir", "-cd")
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key == "hydra.searchpath":
-            named += [each for part in value.strip("[]").split(",") if (each := part.strip(" '\""))]
+    for value in (each.partition("=")[2] for each in arguments if each.startswith("hydra.searchpath=")):
+        named += [each for part in value.strip("[]").split(",") if (each := part.strip(" '\""))]
     return [_folder(name) for name in named]
 
 
@@ -62,17 +58,14 @@ def primary(arguments: Sequence[str]) -> str:
 def _flag(arguments: Sequence[str], *names: str) -> list[str]:
     """The values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``."""
     apart = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in names]
-    return apart + [
-        value for key, equals, value in (each.partition("=") for each in arguments) if equals and key in names
-    ]
+    parts = (each.partition("=") for each in arguments)
+    return apart + [value for key, equals, value in parts if equals and key in names]
 
 
 def _folder(name: str) -> Path:
     if name.startswith("pkg://"):
-        try:
+        with suppress(ModuleNotFoundError):  # Hydra reports it
             return Path(str(importlib.resources.files(name.removeprefix("pkg://").replace("/", "."))))
-        except ModuleNotFoundError:  # Hydra reports it
-            return Path(name)
     return Path(name.removeprefix("file://"))
 
 
@@ -94,8 +87,7 @@ class BudgetSource(ConfigSource):
         return "mdcs-budget"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = _budget(config_path)
-        if found is None:
+        if (found := _budget(config_path)) is None:
             raise ConfigLoadError(f"{config_path} is no budget")
         config = OmegaConf.create({"limit": str(found)})
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
@@ -129,6 +121,5 @@ class BudgetPath(SearchPathPlugin):
 
 
 def register_budgets() -> None:
-    """Make budgets in words known to Hydra."""
     for plugin in (BudgetSource, BudgetPath):
         Plugins.instance().register(plugin)

@@ -16,17 +16,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from experiments.config import targets
 from experiments.config.schema import ClusterConfig, Config, ConfigError, LinkConfig
-from experiments.config.targets import TARGET, plain
+from experiments.config.targets import TARGET, load, plain
 from launch import network
 from mdcs.options import options, shown
 from mdcs.planner.recompute import AUTO, KEEP
 from mdcs.profile import cache
 from mdcs.profile.schema import Profile
 
-CODE = "code"
-"""Last part of the key for the hash of a group's code."""
+CODE = "code"  # last part of the key for the hash of a group's code
 RECOMPUTATION = {"recomputation": "measured"}
 _JOB_GROUPS = ("model", "data", "optimizer")
 _MACHINES_OWN = ("congestion_control", "threads", "device")
@@ -41,11 +39,9 @@ def code_of(cls: type) -> str:
 
 
 def job_identity(config: Config) -> dict[str, str]:
-    """The job's part of the identity, by full key: everything that units, slots and bytes depend on.
-
-    For the class of an option: the hash of its code, and its fields, except those that :func:`mdcs.options.option`
-    declares with ``profiled=False``.
-    """
+    """The job's part of the identity, by full key: everything that units, slots and bytes depend on. For the class of
+    an option: the hash of its code, and its fields, except those that :func:`mdcs.options.option` declares with
+    ``profiled=False``."""
     out = {}
     for group in _JOB_GROUPS:
         made = getattr(config, group)
@@ -65,19 +61,14 @@ def machine_identity(config: Config) -> dict[str, str]:
     link, cluster = config.link, config.cluster
     return {
         "link": f"{link.name} {shown(link.rate_gbit)} Gbit/s {shown(link.latency_us)} us {shown(link.depth)} in flight",
-        "collectives": config.collectives.named or "",
-        "shaped_link": cluster.shaped_link(),
-        "congestion_control": network.congestion_control(),
-        **hosts_identity(config),
+        "collectives": config.collectives.named or "", "shaped_link": cluster.shaped_link(),
+        "congestion_control": network.congestion_control(), **hosts_identity(config),
         **({"emulated": f"rank {cluster.rank}"} if cluster.emulated else {}),
         **(RECOMPUTATION if measures_recomputation(config) else {}),
-        "threads": str(cluster.resolved_threads()),
-        "backend": cluster.resolved_backend(),
-        "device": device_name(config),
-        "iterations": str(config.run.profile_iterations),
-        "torch": importlib.metadata.version("torch"),
-        "python": platform.python_version(),
-    }
+        "threads": str(cluster.resolved_threads()), "backend": cluster.resolved_backend(),
+        "device": device_name(config), "iterations": str(config.run.profile_iterations),
+        "torch": importlib.metadata.version("torch"), "python": platform.python_version(),
+    }  # fmt: skip
 
 
 def measures_recomputation(config: Config) -> bool:
@@ -91,21 +82,15 @@ def about(config: Config) -> dict[str, str]:
 
 
 def hosts_identity(config: Config) -> dict[str, str]:
-    """Number of hosts and their network, for jobs with `cluster.nodes`; else empty."""
     cluster = config.cluster
-    told = {"hosts": f"{cluster.hosts}", "network": cluster.network or ""}
-    return {} if cluster.nodes is None else told
+    return {} if cluster.nodes is None else {"hosts": f"{cluster.hosts}", "network": cluster.network or ""}
 
 
 def identity(config: Config, *, elsewhere: bool = False) -> dict[str, str]:
-    """The whole identity of a measured profile, by key.
-
-    elsewhere: leave out the keys that only the machine that measures can know.
-    """
-    machine = machine_identity(config)
-    if elsewhere:
-        machine = {key: value for key, value in machine.items() if key not in _MACHINES_OWN}
-    return job_identity(config) | machine
+    """The whole identity of a measured profile, by key. elsewhere: leave out the keys that only the machine that
+    measures can know."""
+    left_out = _MACHINES_OWN if elsewhere else ()
+    return job_identity(config) | {k: value for k, value in machine_identity(config).items() if k not in left_out}
 
 
 def device_name(config: Config) -> str:
@@ -132,10 +117,8 @@ def with_profile(composed: DictConfig, said: Sequence[str], like: str | None = N
         profile = Profile.from_json(Path(str(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError):
         return composed
-    about, keys = (
-        {"cluster.ranks": str(profile.world), **profile.about},
-        {each.partition("=")[0].lstrip("+~") for each in said},
-    )
+    about = {"cluster.ranks": str(profile.world), **profile.about}
+    keys = {each.partition("=")[0].lstrip("+~") for each in said}
     made = composed.copy()
     with read_write(made), open_dict(made):
         if "experiment" not in keys:
@@ -165,17 +148,16 @@ def _take(group: DictConfig, name: str, usual: Any, values: dict[str, Any], keys
 
 def _option(group: str, given: DictConfig, about: dict[str, str], keys: set[str]) -> dict[str, Any]:
     own = {key.removeprefix(f"{group}."): text for key, text in about.items() if key.startswith(f"{group}.")}
-    cls = targets.load(group, about[group], own)
+    cls = load(group, about[group], own)
     told: Any = OmegaConf.to_container(given, resolve=True)
-    values = (
-        {key: value for key, value in told.items() if key != "name"} if told.get(targets.TARGET) == about[group] else {}
-    )
-    profiled = {name for name, field in options(cls).items() if field.metadata.get("profiled", True)}
+    same, declared = told.get(TARGET) == about[group], options(cls)
+    values = {key: value for key, value in told.items() if same and key != "name"}
+    profiled = {name for name, field in declared.items() if field.metadata.get("profiled", True)}
     known = {name: _value(text) for name, text in own.items() if name in profiled}
-    if "name" in options(cls):
+    if "name" in declared:
         known["name"] = own.get("name", cls.__name__)
     asked = {name: told[name] for name in told if any(f"{key}.".startswith(f"{group}.{name}.") for key in keys)}
-    return values | known | asked | {targets.TARGET: about[group]}
+    return values | known | asked | {TARGET: about[group]}
 
 
 def _link(text: str) -> dict[str, Any]:
@@ -200,7 +182,6 @@ def _cluster(about: dict[str, str], link: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value that `mdcs.options.shown` has shown."""
     try:
         return OverridesParser.create().parse_override(f"value={text}").value()
     except HydraException:

@@ -49,8 +49,7 @@ class CurveConfig:
         [f"floor+{more}%" for more in (0, 5, 10, 20, 40, 80)], "budgets of the front: floor+10%, 75% of ddp, 300MiB"
     )
     plane: int = option(
-        0, "values of each share on the plane of both shares (recompute=planned); 0: no plane",
-        at_least=0,
+        0, "values of each share on the plane of both shares (recompute=planned); 0: no plane", at_least=0
     )
     measure: str = option(
         "none", "plans that are also trained; plane: its corners, middle and stop point",
@@ -62,9 +61,7 @@ class CurveConfig:
 class CompareConfig:
     """Settings of mdcs compare."""
 
-    vary: dict[str, str] = option(
-        {}, "candidates: name → overrides; KEY=A,B makes one for each value"
-    )
+    vary: dict[str, str] = option({}, "candidates: name → overrides; KEY=A,B makes one for each value")
     base: str | None = option(None, "candidate that ratios and losses are compared with; null: the first")
     only: list[str] = option([], "candidates to run; none: all that can run here")
     over: list[str] = option([], "overrides with lists: each plan with every combination (KEY=A,B is the same)")
@@ -81,9 +78,7 @@ class PlanConfig:
     format: str = option("text", "json: one JSON document on stdout and nothing else", choices=("text", "json"))
 
 
-OWN = {"curve": "curve", "compare": "compare", "plan": "plan"}
-"""Groups that only one command has, with its name."""
-
+OWN = {"curve": "curve", "compare": "compare", "plan": "plan"}  # groups that only one command has, with its name
 SCHEMA_NAME = "mdcs_schema"
 OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "recompute", "engine", "tracker")
 
@@ -120,12 +115,10 @@ class BudgetConfig:
 
     @property
     def limited(self) -> bool:
-        """Return whether there is a limit."""
         return self.value.is_limit
 
     @property
     def value(self) -> Budget:
-        """The limit as a value."""
         return Budget.of(self.limit)
 
 
@@ -137,9 +130,7 @@ class LinkConfig:
     rate_gbit: float | None = option(
         None, "bandwidth of a rank", above=0, used_by=("emulated",), needed_by=("emulated",)
     )
-    latency_us: float | None = option(
-        None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",)
-    )
+    latency_us: float | None = option(None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",))
     depth: int = option(2, "messages in flight; NCCL: always 1", at_least=1)
 
 
@@ -147,15 +138,10 @@ class LinkConfig:
 class CollectivesConfig:
     """The family of algorithms that carries all messages. They are explained in mdcs/profile/link.py."""
 
-    algorithm: str = option(
-        "auto",
-        "auto: ring on gloo, native on NCCL",
-        choices=("auto", *ALGORITHMS["gloo"]),
-    )
+    algorithm: str = option("auto", "auto: ring on gloo, native on NCCL", choices=("auto", *ALGORITHMS["gloo"]))
 
     @property
     def named(self) -> str | None:
-        """The family; None for auto."""
         return None if self.algorithm == "auto" else self.algorithm
 
 
@@ -170,11 +156,9 @@ class ClusterConfig:
     )
     ranks: int = option(2, "number of ranks; joined: as many as were started", at_least=1)
     nodes: int | None = option(
-        None,
-        "number of hosts, with equally many ranks each; shaped: null is one host per rank",
-        at_least=1,
+        None, "number of hosts, with equally many ranks each; shaped: null is one host per rank", at_least=1,
         used_by=("shaped", "joined"),
-    )
+    )  # fmt: skip
     network: str | None = option(
         None, "name of the network in keys of cached profiles; null: interface and rate", used_by=("joined",)
     )
@@ -186,9 +170,7 @@ class ClusterConfig:
     timeout_s: float = option(60.0, "seconds without progress of any rank after which the job is ended", above=0)
     device: str = option("cpu", "where the model is", choices=("cpu", "cuda"))
     peak_tflops: float | None = option(
-        None,
-        "peak rate of a device in run.precision, TFLOP/s, to report MFU; null: no MFU",
-        above=0,
+        None, "peak rate of a device in run.precision, TFLOP/s, to report MFU; null: no MFU", above=0
     )
     backend: str | None = option(
         None, "backend of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
@@ -208,10 +190,7 @@ class ClusterConfig:
         return self.nodes or (self.ranks if self.name == "shaped" else 1)
 
     def resolved_threads(self) -> int:
-        """Threads per rank: the configured number, or an equal part of the cores that this process may use.
-
-        The cores are divided among the ranks on this machine.
-        """
+        """Threads per rank: as configured, or an equal part for each rank on this machine of the cores it may use."""
         here = -(-self.ranks // self.hosts) if self.name == "joined" else self.processes
         return self.threads or max(1, len(os.sched_getaffinity(0)) // here)
 
@@ -233,7 +212,7 @@ class ProfileConfig:
 
     @property
     def measures(self) -> bool:
-        """Return whether the job measures its profile, or reuses that of an equal job."""
+        """Whether the job measures its profile, or reuses that of an equal job."""
         return self.path is None
 
 
@@ -247,21 +226,15 @@ class RunConfig:
     accumulation: int = option(1, "micro-steps per step", at_least=1)
     seed: int = option(0, "seed of the weights", at_least=0)
     precision: str = option(
-        "fp32",
-        "type of compute and messages; bf16 and fp16 update fp32 masters",
+        "fp32", "type of compute and messages; bf16 and fp16 update fp32 masters",
         choices=("fp32", "fp64", "bf16", "fp16"),
-    )
-    grad_precision: str = option(
-        "same", "type of gradients on the wire and in shards; same: as precision",
-        choices=("same", "fp32"),
     )  # fmt: skip
-    cross_iteration: bool = option(
-        True, "messages may cross from one iteration to the next; false: a barrier between"
+    grad_precision: str = option(
+        "same", "type of gradients on the wire and in shards; same: as precision", choices=("same", "fp32")
     )
+    cross_iteration: bool = option(True, "messages may cross from one iteration to the next; false: a barrier between")
     eval_every: int | None = option(None, "steps between evaluations; null: none", at_least=1)
-    eval_batches: int | None = option(
-        8, "held-out batches of an evaluation, per rank; null: all", at_least=1
-    )
+    eval_batches: int | None = option(8, "held-out batches of an evaluation, per rank; null: all", at_least=1)
     save_every: int | None = option(
         None, "steps between checkpoints; the last step has one, too; null: none", at_least=1
     )
@@ -270,8 +243,7 @@ class RunConfig:
         True, "write checkpoints in the background, from a copy, if the budget has room; false: training waits"
     )
     resume: str | None = option(
-        None,
-        "auto: the run's newest complete checkpoint, if any; a path: a folder of checkpoints, or one checkpoint",
+        None, "auto: the run's newest complete checkpoint, if any; a path: a folder of checkpoints, or one checkpoint"
     )
     profile_iterations: int = option(5, "most timed steps of each plan that profiling runs", at_least=1)
 
@@ -283,9 +255,7 @@ class SweepConfig:
     force: bool = option(False, "run every job, also those with a finished run in the folder")
     retry_failed: bool = option(True, "run failed jobs again")
     fail_fast: bool = option(False, "stop the sweep after the first failed job")
-    warm: bool = option(
-        True, "reuse one process for the ranks of all jobs on this CPU; false: each job starts its own"
-    )
+    warm: bool = option(True, "reuse one process for the ranks of all jobs on this CPU; false: each job starts its own")
 
 
 @dataclass
@@ -313,8 +283,7 @@ class EngineOptions(Checked, ABC):
     """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
 
     name: ClassVar[str] = "engine"
-    plans: ClassVar[bool] = False
-    """Whether the engine runs a plan. Peers schedule communication themselves."""
+    plans: ClassVar[bool] = False  # Whether the engine runs a plan. Peers schedule communication themselves.
     needs_cuda: ClassVar[bool] = False
 
     @property
@@ -332,10 +301,8 @@ class EngineOptions(Checked, ABC):
 
     @abstractmethod
     def prepare(self, config: Config, workload: Any) -> Any:
-        """Wrap the model of the workload (`experiments.engines.base.Trained`), on every rank.
-
-        Returns an `experiments.engines.base.Engine`. The workload has a plan if the engine `plans`.
-        """
+        """Wrap the model of the workload (`experiments.engines.base.Trained`), on every rank. Returns an
+        `experiments.engines.base.Engine`. The workload has a plan if the engine `plans`."""
 
 
 @dataclass
@@ -366,10 +333,8 @@ class Config:
 
 @functools.cache
 def schema() -> DictConfig:
-    """The schema into which Hydra composes.
-
-    Groups of options accept any keys here; the checks know the classes of options and refuse unknown keys.
-    """
+    """The schema into which Hydra composes. Groups of options accept any keys here; the checks know the classes of
+    options and refuse unknown keys."""
     made = OmegaConf.structured(Config)
     for group in OPTION_GROUPS:
         made[group] = DictConfig({}, flags={"struct": False})

@@ -26,7 +26,6 @@ from experiments.tasks.own import KINDS, class_of, located
 from mdcs.options import OptionError, check_value, options, shown
 
 TARGET = "_target_"
-
 _METHODS = {
     "model": ("build",), "data": ("batches",), "optimizer": ("make",), "strategy": ("choose", "plan"),
     "scheduler": ("schedule",), "recompute": ("choices",), "engine": ("prepare",), "tracker": ("mirror",),
@@ -35,22 +34,22 @@ _METHODS = {
 
 
 def make(group: str, given: Any, choice: str | None = None, *, retargeted: bool = False) -> Any:
-    """Make the object that a group's mapping describes. Raises ConfigError.
-
-    choice: the option's name, for errors. retargeted: `_target_` is another than that of the option.
-    """
+    """Make the object that a group's mapping describes. Raises ConfigError. choice: the option's name, for errors.
+    retargeted: `_target_` is another than that of the option."""
     if not isinstance(given, dict) or TARGET not in given:
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
     cls = load(group, str(given[TARGET]), given)
     if retargeted and hasattr(cls, "builder") and (CONF / group / f"{choice}.yaml").exists():
-        raise ConfigError(
-            f"{group}.{TARGET}", f"{given[TARGET]} does not take the keys of {group}={choice}: add {group}=own"
-        )
-    declared, of = options(cls), f"{group}={choice}" if choice and not retargeted else cls.__name__
+        problem = f"{given[TARGET]} does not take the keys of {group}={choice}: add {group}=own"
+        raise ConfigError(f"{group}.{TARGET}", problem)
+    declared = options(cls)
     values = {str(key): value for key, value in given.items() if key != TARGET}
-    for name in values:
-        if name not in declared:
-            raise _unknown_key(f"{group}.{name}", list(declared), of)
+    if (unknown := next((name for name in values if name not in declared), None)) is not None:
+        of = f"{group}={choice}" if choice and not retargeted else cls.__name__
+        hint = f"its keys: {', '.join(declared)}" if declared else "it has none"
+        if near := difflib.get_close_matches(unknown, declared, n=1, cutoff=0.7):
+            hint = f"did you mean {group}.{near[0]}?"
+        raise ConfigError(f"{group}.{unknown}", f"no such key of {of}; {hint}")
     values = {name: _typed(f"{group}.{name}", cls, name, value) for name, value in values.items()}
     if missing := [name for name, field in declared.items() if "needed" in field.metadata and name not in values]:
         raise ConfigError(f"{group}.{missing[0]}", f"is an argument that {given[TARGET]} needs")
@@ -70,16 +69,17 @@ def make(group: str, given: Any, choice: str | None = None, *, retargeted: bool 
 
 
 def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({})) -> type:
-    """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError.
-
-    For a model, data or an optimizer, any other callable is one that makes it (:mod:`experiments.tasks.own`). given:
-    the config's mapping.
-    """
+    """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError. For a
+    model, data or an optimizer, any other callable is one that makes it (:mod:`experiments.tasks.own`). given: the
+    config's mapping."""
     key = f"{group}.{TARGET}"
     try:
         found = located(target)
     except ModuleNotFoundError as error:
-        raise ConfigError(key, f"{error}; {_hint(group, target)}") from error
+        known = sorted({str(files.values(path).get(TARGET)) for path in (CONF / group).glob("[!_]*.yaml")})
+        now = next((each for each in known if each.rpartition(".")[2] == target.rpartition(".")[2]), None)
+        hint = "is it installed, or on PYTHONPATH?" if now is None else f"did you mean {now}?"
+        raise ConfigError(key, f"{error}; {hint}") from error
     except ValueError as error:
         raise ConfigError(key, str(error)) from error
     if group in KINDS and callable(found) and not dataclasses.is_dataclass(found):
@@ -101,23 +101,15 @@ def load(group: str, target: str, given: Mapping[str, Any] = MappingProxyType({}
     return found
 
 
-def _hint(group: str, target: str) -> str:
-    """The end of an error about a missing module: it suggests a class of conf/ that has the same name."""
-    name = target.rpartition(".")[2]
-    known = {str(files.values(path).get(TARGET)) for path in sorted((CONF / group).glob("[!_]*.yaml"))}
-    now = next((each for each in sorted(known) if each.rpartition(".")[2] == name), None)
-    return "is it installed, or on PYTHONPATH?" if now is None else f"did you mean {now}?"
-
-
 def plain(made: Any) -> dict[str, Any] | None:
     """The mapping from which `make` makes an equal object, with every option. None for None."""
     if made is None:
         return None
-    values = {name: getattr(made, name) for name in options(made)}
-    target = getattr(made, "target", f"{type(made).__module__}.{type(made).__qualname__}")
-    return {TARGET: target} | {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }
+    told = {TARGET: getattr(made, "target", f"{type(made).__module__}.{type(made).__qualname__}")}
+    for name in options(made):
+        value = getattr(made, name)
+        told[name] = list(value) if isinstance(value, tuple) else value
+    return told
 
 
 def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
@@ -138,7 +130,6 @@ def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
 
 @functools.cache
 def types_of(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name."""
     return typing.get_type_hints(cls)
 
 
@@ -159,13 +150,4 @@ def _typed(key: str, cls: type, name: str, value: Any) -> Any:
 
 @functools.cache
 def _schema(cls: type) -> DictConfig:
-    made: DictConfig = OmegaConf.structured(cls, flags={"readonly": False})  # as that of a frozen dataclass is
-    return made
-
-
-def _unknown_key(key: str, known: list[str], of: str) -> ConfigError:
-    group, _, name = key.partition(".")
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    if near:
-        return ConfigError(key, f"no such key of {of}; did you mean {group}.{near[0]}?")
-    return ConfigError(key, f"no such key of {of}; " + (f"its keys: {', '.join(known)}" if known else "it has none"))
+    return OmegaConf.structured(cls, flags={"readonly": False})  # as that of a frozen dataclass is

@@ -20,17 +20,14 @@ _NS = 1e-9
 @dataclass(frozen=True)
 class Ddp(EngineOptions):
     name = "ddp"
-
     bucket_mib: float = option(25.0, "size of a bucket of gradients, MiB", above=0)
     overlap: bool = option(True, "reduce during backward; false: after it, all at once")
 
     @property
     def label(self) -> str:
-        """The name, with "_no_overlap" where there is none."""
         return self.name if self.overlap else f"{self.name}_no_overlap"
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the model in DDP. Its buffers are broadcast only before evaluation."""
         return DdpEngine(self, config, workload)
 
 
@@ -39,12 +36,8 @@ class DdpEngine(Peer):
 
     def __init__(self, options: Ddp, config: Config, workload: Trained) -> None:
         from torch.nn.parallel import DistributedDataParallel
-
-        self._ddp: Any = DistributedDataParallel(
-            workload.model,
-            bucket_cap_mb=options.bucket_mib,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # `drain` broadcasts them before evaluation, for all engines
+        self._ddp: Any = DistributedDataParallel(  # `drain` broadcasts buffers before evaluation, for all engines
+            workload.model, bucket_cap_mb=options.bucket_mib, gradient_as_bucket_view=True, broadcast_buffers=False
         )
         self._overlap = options.overlap
         if not options.overlap:
@@ -67,12 +60,8 @@ class DdpEngine(Peer):
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         timed = self._timed.pop(id(seen))
-        names = (
-            "forward_compute_time",
-            "backward_compute_time",
-            "backward_comm_time",
-            "backward_compute_comm_overlap_time",
-        )
+        names = ("forward_compute_time", "backward_compute_time", "backward_comm_time",
+                 "backward_compute_comm_overlap_time")  # fmt: skip
         if any(name not in timed for name in names):
             return StepTimes.of(whole[1] - whole[0])
         forward, backward, communication, overlap = (timed[name] * _NS for name in names)
@@ -86,7 +75,6 @@ def _reduce_after_backward(held: list[tuple[Any, Any]], bucket: Any) -> Any:
     """Hook of DDP for a bucket whose gradients are ready: with the last one, all leave. Returns its Future."""
     import torch
     import torch.distributed as dist
-
     flat = bucket.buffer()
     reduced: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     held.append((flat, reduced))
@@ -116,23 +104,16 @@ class DataParallel(EngineOptions):
     needs_cuda = True
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for several processes: one process drives all devices."""
         super().check(config)
-        if config.cluster.ranks != 1:
-            got = config.cluster.ranks
-            raise ConfigError(
-                "cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {got}"
-            )
+        if (got := config.cluster.ranks) != 1:
+            problem = f"must be 1 with engine=dataparallel: one process, all devices; got {got}"
+            raise ConfigError("cluster.ranks", problem)
 
     def require(self) -> None:
-        """Raise ConfigError with fewer than two devices."""
         import torch
-
         if (devices := torch.cuda.device_count()) < 2:
             raise ConfigError("engine", f"dataparallel needs several CUDA devices, and torch finds {devices}")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the model, on all devices."""
         import torch
-
         return Peer(config, workload, torch.nn.DataParallel(workload.model), workload.optimizer)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Deepspeed(EngineOptions):
     name = "deepspeed"
-
     stage: int = option(2, "stage of ZeRO", at_least=1, at_most=3)
     bucket_mib: float | None = option(
         None, "size of a bucket of parameters or gradients, MiB; null: DeepSpeed's default", above=0
@@ -27,18 +26,14 @@ class Deepspeed(EngineOptions):
 
     @property
     def label(self) -> str:
-        """Label in tables, for instance "deepspeed 3"."""
         return f"{self.name} {self.stage}"
 
     def require(self) -> None:
-        """Raise ConfigError if DeepSpeed, an extra, is not installed."""
         if importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError(
-                "engine", "deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
-            )
+            how = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+            raise ConfigError("engine", f"deepspeed is not installed: {how}")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the model, with the job's optimizer."""
         return DeepspeedEngine(self, config, workload)
 
 
@@ -48,32 +43,24 @@ class DeepspeedEngine(Peer):
     def __init__(self, options: Deepspeed, config: Config, workload: Trained) -> None:
         os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
         import deepspeed
-
         # DeepSpeed would compile an all-reduce for inference, for a minute. A compiler that is killed leaves a lock,
         # for which every later start waits forever.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         zero: dict[str, Any] = {"stage": options.stage}
         if options.bucket_mib is not None:
             elements = int(options.bucket_mib * MIB / next(workload.model.parameters()).element_size())
-            zero |= {
-                "reduce_bucket_size": elements,
-                "allgather_bucket_size": elements,
-                "stage3_prefetch_bucket_size": elements,
-            }
+            sizes = "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"
+            zero |= dict.fromkeys(sizes, elements)
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": config.data.batch_size,
             "gradient_accumulation_steps": config.run.accumulation,
-            "gradient_clipping": config.optimizer.clip_norm or 0.0,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 2**31,
-        }
-        optimizer = workload.optimizer
+            "gradient_clipping": config.optimizer.clip_norm or 0.0, "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 2**31,
+        }  # fmt: skip
         self._zero, *_ = deepspeed.initialize(
-            model=workload.model, optimizer=optimizer, config=settings, dist_init_required=False
+            model=workload.model, optimizer=workload.optimizer, config=settings, dist_init_required=False
         )
-        super().__init__(config, workload, self._zero, optimizer)
+        super().__init__(config, workload, self._zero, workload.optimizer)
         self._clips = self._clip is not None
         self._clip = None  # ZeRO clips in its step
 

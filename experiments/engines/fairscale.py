@@ -22,26 +22,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Fairscale(EngineOptions):
     name = "fairscale"
-
     bucket_mib: float = option(32.0, "size of a bucket of gradients, MiB", above=0)
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the model. OSS makes the job's optimizer again."""
         return FairscaleEngine(self, config, workload)
 
 
 class FairscaleEngine(Peer):
-    """ShardedDataParallel. Its messages are not shown.
-
-    Backward computes until its last gradient is ready, and then waits for reductions: the wait is measured from there.
-    """
+    """ShardedDataParallel. Its messages are not shown. OSS makes the job's optimizer again. Backward computes until its
+    last gradient is ready, and then waits for reductions: the wait is measured from there."""
 
     shows_waits = True
 
     def __init__(self, options: Fairscale, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
-
         made = workload.optimizer
         taken = inspect.signature(type(made)).parameters
         given = {name: value for name, value in made.defaults.items() if name in taken}
@@ -75,8 +70,7 @@ class FairscaleEngine(Peer):
         return super().times(whole, phases, seen)
 
     def clip(self, norm: float) -> Tensor:
-        total: Tensor = self.optimizer.clip_grad_norm(norm)  # type: ignore[attr-defined]
-        return total
+        return self.optimizer.clip_grad_norm(norm)  # type: ignore[attr-defined]
 
     def update(self) -> None:
         self.optimizer.step()
@@ -89,17 +83,15 @@ class FairscaleFsdp(EngineOptions):
     needs_cuda = True
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap every block of the model, and the rest."""
         return FairscaleFsdpEngine(config, workload)
 
 
 class FairscaleFsdpEngine(Peer):
-    """FairScale's FSDP. It shows neither messages nor waits."""
+    """FairScale's FSDP of every block of the model, and of the rest. It shows neither messages nor waits."""
 
     def __init__(self, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import FullyShardedDataParallel
         from fairscale.nn.wrap import auto_wrap, enable_wrap
-
         blocks = set(workload.blocks())
 
         def is_block(module: nn.Module, recurse: bool, **_: Any) -> bool:
@@ -115,5 +107,4 @@ class FairscaleFsdpEngine(Peer):
 
     def clip(self, norm: float) -> Tensor:
         import torch
-
         return torch.as_tensor(self._sharded.clip_grad_norm_(norm))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from experiments.config.schema import Config, ConfigError, EngineOptions
 from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import OptionError, option
-from mdcs.profile.link import Collectives, Kind
+from mdcs.profile.link import Collectives
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,8 @@ class Fsdp2(EngineOptions):
     """Options of FSDP2. Raises OptionError for `plan` together with options that the plan decides."""
 
     name = "fsdp2"
-
     reshard: str = option("always", "reshard blocks after forward: always, or never", choices=("always", "never"))
-    prefetch: int | None = option(
-        None, "blocks that are gathered ahead; null: fully_shard's default", at_least=1
-    )
+    prefetch: int | None = option(None, "blocks that are gathered ahead; null: fully_shard's default", at_least=1)
     reduce_scatter: str = option(
         "own", "own: the backend's; all_to_all: an all-to-all and a local sum", choices=("own", "all_to_all")
     )
@@ -45,19 +42,15 @@ class Fsdp2(EngineOptions):
 
     @property
     def label(self) -> str:
-        """Label in tables, for instance "fsdp2 never all_to_all 2"."""
         values = ("plan" if self.plan else self.reshard, self.reduce_scatter, self.prefetch)
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for an unreadable plan, or one of other ranks."""
         super().check(config)
-        if self.plan is not None:
-            self._check_plan(self.plan, config.cluster.ranks)
-
-    def _check_plan(self, plan: str, ranks: int) -> None:
+        plan, ranks = self.plan, config.cluster.ranks
+        if plan is None:
+            return
         from mdcs.export.document import SCHEMA
-
         try:
             said = json.loads(Path(plan).read_text(encoding="utf-8"))
             schema, planned = said["schema"], said["ranks"]
@@ -73,7 +66,6 @@ class Fsdp2(EngineOptions):
             raise ConfigError("engine.reduce_scatter", f"{problem}; got {self.reduce_scatter}")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap every block of the model, and the rest."""
         return Fsdp2Engine(self, config, workload)
 
 
@@ -82,7 +74,6 @@ class Fsdp2Engine(Peer):
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
-
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise ConfigError("engine", f"fsdp2 needs a newer torch: in {torch.__version__} it takes no collectives")
         if options.plan is not None:
@@ -96,15 +87,15 @@ class Fsdp2Engine(Peer):
         super().__init__(config, workload, root, workload.optimizer_of(root))
         self.shows_waits = self.shows_messages = workload.device.type == "cpu"
         self._root = root
-        self._tune(blocks, options)
+        if options.prefetch is not None:
+            _prefetch([root, *blocks], options.prefetch)
+            root._set_unshard_async_op(workload.device.type == "cpu")  # a CPU has no stream to wait
+        self._collect([root, *blocks], options)
 
     def _follow(self, options: Fsdp2, config: Config, workload: Trained) -> None:
-        """Apply an exported plan.
-
-        If the plan has all-reduces, neither messages nor waits are shown: torch makes those messages itself.
-        """
+        """Apply an exported plan. If the plan has all-reduces, neither messages nor waits are shown: torch makes those
+        messages itself."""
         from mdcs.export.fsdp2 import apply_plan, parameter_groups
-
         assert options.plan is not None
         plan = json.loads(Path(options.plan).read_text(encoding="utf-8"))
         root: Any = apply_plan(workload.model, plan)
@@ -115,18 +106,8 @@ class Fsdp2Engine(Peer):
             self.shows_waits = self.shows_messages = workload.device.type == "cpu"
             self._collect([workload.model.get_submodule(group["modules"][0]) for group in plan["groups"]], options)
 
-    def _tune(self, blocks: list[nn.Module], options: Fsdp2) -> None:
-        """Set prefetching and collectives from the options."""
-        ahead = options.prefetch
-        if ahead is not None:
-            _prefetch([self._root, *blocks], ahead)
-            self._root._set_unshard_async_op(self.workload.device.type == "cpu")  # a CPU has no stream to wait
-        self._collect([self._root, *blocks], options)
-
     def _collect(self, modules: list[Any], options: Fsdp2) -> None:
-        """Set the collectives of these modules."""
         from experiments.engines import fsdp2_collectives as timed
-
         if self.workload.world == 1:
             return
         own = options.reduce_scatter == "own"
@@ -147,16 +128,7 @@ class Fsdp2Engine(Peer):
 
     def clip(self, norm: float) -> Tensor:
         from mdcs.export.fsdp2 import clip_grad_norm_
-
         return clip_grad_norm_(self.model.parameters(), norm)  # parameters may be on several meshes
-
-    # ---- called by the collectives
-
-    def sent(self, kind: Kind, size: int, begin: float, end: float, *, waited: bool) -> None:
-        """Record a message. ``size`` is in bytes of the whole message."""
-        self.seen.message(kind, self.collectives.sent(kind, size, self.workload.world), (begin, end))
-        if waited:
-            self.seen.waits.append((begin, end))
 
 
 def _prefetch(modules: list[Any], ahead: int) -> None:

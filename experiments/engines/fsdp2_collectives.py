@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.engines.base import Seen
+from experiments.engines.base import Peer
 from mdcs.profile.link import Kind
 from mdcs.torch_compat import backward_pass
 
 # torch 2.13 has new names, and warns about the old ones at every call.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Told(Protocol):
-    """The engine. It receives every message, and every wait for a message."""
-
-    seen: Seen
-
-    def sent(self, kind: Kind, size: int, begin: float, end: float, *, waited: bool) -> None: ...
 
 
 class _Allocating:
@@ -35,7 +27,7 @@ class _Allocating:
 class Gather(_Allocating):
     """The backend's own all-gather, with measured times."""
 
-    def __init__(self, engine: Told) -> None:
+    def __init__(self, engine: Peer) -> None:
         self._engine = engine
 
     def __call__(
@@ -53,7 +45,7 @@ class Gather(_Allocating):
 class _Timed(dist.Work):
     """A gather in flight. Its end is the end of the transfer, which may come before the call of `wait`."""
 
-    def __init__(self, engine: Told, kind: Kind, size: int, begin: float, work: dist.Work) -> None:
+    def __init__(self, engine: Peer, kind: Kind, size: int, begin: float, work: dist.Work) -> None:
         super().__init__()
         self._engine, self._work, self._told = engine, work, (kind, size, begin)
         self._ended: list[float] = []
@@ -70,7 +62,7 @@ class _Timed(dist.Work):
 
 
 class ReduceScatter(_Allocating):
-    def __init__(self, engine: Told, run: Any) -> None:
+    def __init__(self, engine: Peer, run: Any) -> None:
         self._engine, self._run = engine, run
 
     def __call__(
@@ -83,9 +75,7 @@ class ReduceScatter(_Allocating):
 
 def all_to_all(output: Tensor, whole: Tensor, *, op: Any, group: dist.ProcessGroup) -> None:
     """Reduce-scatter by all-to-all: a rank receives its part from all ranks, and sums the parts in the order of ranks.
-
-    output: [n]; whole: [n · ranks].
-    """
+    output: [n]; whole: [n · ranks]."""
     parts = torch.empty_like(whole)
     dist.all_to_all_single(parts, whole, group=group)
     torch.sum(parts.view(group.size(), -1), dim=0, out=output)

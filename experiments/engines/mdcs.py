@@ -29,7 +29,6 @@ class Mdcs(EngineOptions):
     plans = True
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the model with the plans of the job's choice."""
         return MdcsEngine(config, workload)
 
 
@@ -91,18 +90,15 @@ class MdcsEngine:
     def records(self, *, flush: bool = False) -> list[Record]:
         found = self._parallel.records(flush=flush)
         records = [
-            Record(
-                self._done + r.step, r.times, r.bytes, r.messages, self._measured.get(self._done + r.step, ""),
-                r.handover_s, r.departures, r.departed_s, r.grad_norm,
-            )
+            Record(self._done + r.step, r.times, r.bytes, r.messages, self._measured.get(self._done + r.step, ""),
+                   r.handover_s, r.departures, r.departed_s, r.grad_norm)
             for r in found
         ]  # fmt: skip
         self._over_budget += sum(r.over_budget > 0 and not its.plan for r, its in zip(found, records, strict=True))
         return records
 
     def allocator_retries(self) -> int | None:
-        retries: int | None = self._parallel.memory()["retries"]
-        return retries
+        return self._parallel.memory()["retries"]
 
     def peak_bytes(self) -> int | None:
         measured = self._parallel.memory()["measured"]
@@ -115,18 +111,13 @@ class MdcsEngine:
             "extra_communication_s": plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
             **({"steps_over_budget": self._over_budget} if plan.budget is not None else {}),
-            "memory": {
-                "predicted": plan.prediction.memory,
-                "ledger": memory["predicted"],
-                "measured": memory["measured"],
-            },
-        }
+            "memory": {"predicted": plan.prediction.memory, "ledger": memory["predicted"],
+                       "measured": memory["measured"]},
+        }  # fmt: skip
 
     def write(self, folder: Path) -> None:
-        """Write timeline.json: the last whole period of every rank. Called by all ranks.
-
-        The clock of each machine starts with the period of the machine's first rank.
-        """
+        """Write timeline.json: the last whole period of every rank. Called by all ranks. The clock of each machine
+        starts with the period of the machine's first rank."""
         import torch.distributed as dist
 
         from mdcs.profiler.consensus import machine_id

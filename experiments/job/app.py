@@ -33,15 +33,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.config import help
 from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from experiments.job import checkpoints, record
-from experiments.job.arguments import prepared, require_one_job, require_own, unused_of
+from experiments.job.arguments import help_text, prepared, require_one_job, require_own, unused_of
 from experiments.job.profiles import PlannerFault
+from experiments.job.resolved import on_rank_zero
 from experiments.job.run import Infeasible
-from experiments.job.spmd import on_rank_zero
 from experiments.job.submission import config_of, freeze, launcher_of, settled, starts_its_ranks
 from experiments.job.sweep import JobResult, Session, decides, sweep_name, varied
 from hydra_plugins import _mdcs_jobs, mdcs_slurm, mdcs_sweeper
@@ -61,62 +60,45 @@ Raises ConfigError before it starts, and Infeasible where no plan keeps the budg
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Program:
-    """A program that runs jobs.
+    """A program that runs jobs. Hydra calls `_begin` and `_judge` before a sweep, and `_task` for each job.
 
-    - job: runs one job.
-    - own: groups of `OWN` that this program has. Keys of the others are refused.
     - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused, unless its jobs are
       submitted.
     - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
-    - objective: what a sweeper minimizes, of the folder of a job that ended well. A job that did not counts as
-      infinite.
+    - objective: what a sweeper minimizes, of the folder of a job that ended well. Other jobs count as infinite.
     - freezes: the config of a submitted job is resolved now, its profile is shared, and it goes on when it is
       preempted. Otherwise a submitted job is this program with the job's overrides.
-    - lists: overrides in the place of a list of values (KEY=A,B), which the program compares in one job.
     """
 
     job: Job
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # groups of `OWN` that this program has; keys of the others are refused
     on_sweep_end: Callable[[Session], None] | None = None
     on_earlier: Callable[[Config, Path], object] | None = None
     objective: Callable[[Path], float] | None = None
     freezes: bool = False
-    lists: Callable[[Sequence[str]], list[str]] | None = None
-
-
-def run(program: Program) -> int:
-    """Run the program for the command line. Return the exit code.
-
-    Of ranks that torchrun or srun has started, rank 0 runs the program, and all of them its jobs.
-    """
-    return on_rank_zero(_Call(program).run)
-
-
-class _Call:
-    """One call of a program. Hydra calls `_begin` and `_judge` before a sweep, and `_task` for each job."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.session = program, Session()
-        self.wants_tracebacks = os.environ.get(_FULL) == "1"
+    lists: Callable[[Sequence[str]], list[str]] | None = None  # puts lists of values (KEY=A,B) into one job
 
     def run(self) -> int:
-        """Run the program. Return the exit code."""
+        """Run the program for the command line. Return the exit code."""
+        return on_rank_zero(self._run)
+
+    def _run(self) -> int:
+        self.session, self.wants_tracebacks = Session(), os.environ.get(_FULL) == "1"
         register()
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
         if threading.current_thread() is threading.main_thread():  # else `launch.spmd` hears it
             signal.signal(signal.SIGTERM, preemption.terminate)
         Plugins.instance()  # executes the modules of the plugins, maybe again: their classes are those from here on
-        mdcs_slurm.MdcsLauncher.prepares, mdcs_slurm.MdcsLauncher.resumes = True, self.program.freezes
-        mdcs_slurm.MdcsLauncher.objective = self.program.objective and staticmethod(self.program.objective)
+        mdcs_slurm.MdcsLauncher.prepares, mdcs_slurm.MdcsLauncher.resumes = True, self.freezes
+        mdcs_slurm.MdcsLauncher.objective = self.objective and staticmethod(self.objective)
         mdcs_sweeper.MdcsSweeper.begin = staticmethod(self._begin)
         mdcs_sweeper.MdcsSweeper.judge = staticmethod(self._judge)
         try:
-            arguments = prepared(sys.argv[1:], self.program.lists)
+            arguments = prepared(sys.argv[1:], self.lists)
         except ConfigError as error:
-            print(error, file=sys.stderr)
-            return 2
+            return _refuse(error)
         # Hydra reads the command line here, and nowhere else; its completion is for the command mdcs
         sys.argv = ["mdcs" if "-sc" in arguments else sys.argv[0], *arguments]
         try:
@@ -134,11 +116,11 @@ class _Call:
         try:
             if {"-h", "--help", "help"} & set(sys.argv[1:]):
                 before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
-                print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.program.own), flush=True)
+                print(help_text(sys.modules["__main__"].__doc__ or "", sys.argv[1:], self.own), flush=True)
                 signal.signal(signal.SIGPIPE, before)
                 return 0
             for argument in sys.argv[1:]:
-                require_own(argument, self.program.own)
+                require_own(argument, self.own)
             for folder in added_folders(sys.argv[1:]):
                 if not folder.is_dir():
                     raise ConfigError("--config-dir", f"no such folder: {folder}")
@@ -146,37 +128,33 @@ class _Call:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             if self.wants_tracebacks:
                 raise
-            print(explain(error, sys.argv[1:]), file=sys.stderr)
-            return 2
+            return _refuse(explain(error, sys.argv[1:]))
         except (PicklingError, TypeError) as error:
             if self.wants_tracebacks or "pickle" not in str(error):
                 raise
             why = "jobs of one machine run one after the other, or they would disturb what they measure"
             known = "joblib does with hydra.launcher.n_jobs=1; mdcs_slurm submits jobs to SLURM"
-            print(f"hydra/launcher: {why}; {known}", file=sys.stderr)
-            return 2
+            return _refuse(f"hydra/launcher: {why}; {known}")
         except OSError as error:  # outside of any job, e.g. Hydra cannot make a folder
             if self.wants_tracebacks:
                 raise
-            if error.errno == errno.ENOSPC or self.session.results:
-                self.session.results.append(_failed((), f"{type(error).__name__}: {error}"))
-            else:
+            if error.errno != errno.ENOSPC and not self.session.results:
                 keys = {each.partition("=")[0] for each in sys.argv[1:]}
                 own = "hydra.sweep.dir" if {"-m", "--multirun"} & keys else "hydra.run.dir"
                 key = own if own in keys or "paths.root" not in keys else "paths.root"
-                print(ConfigError(key, f"{error.filename} cannot be written: {error.strerror}"), file=sys.stderr)
-                return 2
+                return _refuse(ConfigError(key, f"{error.filename} cannot be written: {error.strerror}"))
+            self.session.results.append(_failed((), f"{type(error).__name__}: {error}"))
         finally:
             if not self.wants_tracebacks:
                 os.environ.pop(_FULL, None)
         return 0
 
     def _begin(self, config: DictConfig) -> None:
-        if self.program.on_sweep_end is None and launcher_of(config.hydra) is None:
+        if self.on_sweep_end is None and launcher_of(config.hydra) is None:
             raise ConfigError("--multirun", "this program takes one job")
         if config.plan.format == "json":
             logging.getLogger("hydra").setLevel(logging.WARNING)  # its lines on stdout would stand in the document
-        self.session.begin(config, continues=self.program.on_earlier is not None)
+        self.session.begin(config, continues=self.on_earlier is not None)
 
     def _judge(self, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> str | None:
         try:
@@ -186,35 +164,27 @@ class _Call:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             self.session.refuse(str(explain(error, overrides)), overrides)
             return None
-        return self.session.place(config, record.parts_of(config, launcher), overrides, self.program.on_earlier)
+        return self.session.place(config, record.parts_of(config, launcher), overrides, self.on_earlier)
 
     def _task(self, composed: DictConfig) -> float | None:
-        """Run one job. Return its objective.
-
-        Nothing may be raised to Hydra: it would print its own message, and end a sweep at the first failure.
-        """
+        """Run one job. Return its objective. Nothing may be raised to Hydra: it would print its own message, and end a
+        sweep at the first failure."""
         settings, session = HydraConfig.get(), self.session
         overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
         if not self.wants_tracebacks:
             os.environ.pop(_FULL, None)  # what jobs start has the environment of this program
-        if composed.sweep.fail_fast and any(result.status == "failed" for result in session.results):
-            session.results.append(JobResult("left out", overrides))
-        else:
+        ended = JobResult("left out", overrides)
+        if not (composed.sweep.fail_fast and any(result.status == "failed" for result in session.results)):
             try:
-                session.results.append(self._run_job(composed, settings, overrides, folder))
-            except (
-                ConfigError,
-                HydraException,
-                OmegaConfBaseException,
-            ) as error:  # Hydra's: of a sweeper that judges no jobs
-                told = str(explain(error, overrides))
-                session.results.append(JobResult("invalid", overrides, told))
-                print(told, file=sys.stderr)
+                ended = self._run_job(composed, settings, overrides, folder)
+            except (ConfigError, HydraException, OmegaConfBaseException) as error:  # of a sweeper that judges no jobs
+                ended = JobResult("invalid", overrides, str(explain(error, overrides)))
+                print(ended.reason, file=sys.stderr)
             except Infeasible as error:
+                ended = JobResult(record.INFEASIBLE, overrides, str(error), folder)
                 if session.sweep is None:
-                    session.results.append(_failed(overrides, str(error), folder))
+                    ended = _failed(overrides, str(error), folder)
                 else:
-                    session.results.append(JobResult(record.INFEASIBLE, overrides, str(error), folder))
                     print(f"does not fit: {error} (job {' '.join(overrides)})", file=sys.stderr)
             except Exception as error:
                 is_told = isinstance(error, PlannerFault) and not self.wants_tracebacks
@@ -223,12 +193,12 @@ class _Call:
                         raise
                     traceback.print_exc()
                 reason = str(error) if is_told else f"{type(error).__name__}: {error}"
-                session.results.append(_failed(overrides, " ".join(reason.split()), folder))
+                ended = _failed(overrides, " ".join(reason.split()), folder)
+        session.results.append(ended)
         os.environ[_FULL] = "1"
-        if self.program.objective is None:
+        if self.objective is None:
             return None
-        ended = session.results[-1]
-        return self.program.objective(folder) if ended.status == record.OK else math.inf
+        return self.objective(folder) if ended.status == record.OK else math.inf
 
     def _run_job(self, composed: DictConfig, settings: Any, overrides: tuple[str, ...], folder: Path) -> JobResult:
         session, launcher = self.session, launcher_of(settings)
@@ -245,12 +215,15 @@ class _Call:
             if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
         if launcher is None:
-            reason = self.program.job(config, folder)
+            reason, own = self.job(config, folder), folder / ".hydra"
             with suppress(OSError):  # a full disk, which is no reason for anything by now
-                _write_hydra(folder, composed, settings)
+                own.mkdir(parents=True, exist_ok=True)  # Hydra would write before the folder is the job's
+                OmegaConf.save(composed, own / "config.yaml")
+                OmegaConf.save(OmegaConf.create({"hydra": settings}), own / "hydra.yaml")
+                OmegaConf.save(settings.overrides.task, own / "overrides.yaml")
             return _failed(overrides, reason, folder) if reason else JobResult("ok", overrides, "", folder)
         assert session.sweep is not None
-        if self.program.freezes:
+        if self.freezes:
             freeze(config, folder, launcher, session.sweep)
         else:
             if state := _mdcs_jobs.state(folder):
@@ -260,17 +233,10 @@ class _Call:
         return JobResult(record.SUBMITTED, overrides, "" if settings.launcher.wait else record.SUBMITTED, folder)
 
     def _end(self) -> int:
-        """Report the sweep. Return the exit code."""
-        session = self.session
-        session.results = [
-            _ended(result) if result.status == record.SUBMITTED else result for result in session.results
-        ]
-        if (
-            session.sweep is not None
-            and self.program.on_sweep_end is not None
-            and any(r.folder for r in session.results)
-        ):
-            self.program.on_sweep_end(session)
+        session, report = self.session, self.on_sweep_end
+        session.results = [_ended(each) if each.status == record.SUBMITTED else each for each in session.results]
+        if session.sweep is not None and report is not None and any(each.folder for each in session.results):
+            report(session)
         fine = record.OK, record.SUBMITTED
         rows = (*fine, record.INFEASIBLE) if any(result.status in fine for result in session.results) else fine
         bad = [result for result in session.results if result.status not in rows]
@@ -280,6 +246,11 @@ class _Call:
         if bad and all(result.status == "invalid" for result in session.results):
             return 2
         return 1 if bad else 0
+
+
+def _refuse(reason: object) -> int:
+    print(reason, file=sys.stderr)
+    return 2
 
 
 def _failed(overrides: tuple[str, ...], reason: str, folder: Path | None = None) -> JobResult:
@@ -301,12 +272,3 @@ def _ended(result: JobResult) -> JobResult:
         where = "" if said is not None and said.state == record.SUBMITTED else f" (its logs are in {result.folder})"
         print(f"failed: {reason}{where}", file=sys.stderr)
     return replace(result, status="failed" if reason else "ok", reason=reason)
-
-
-def _write_hydra(folder: Path, composed: DictConfig, settings: Any) -> None:
-    """Write `.hydra/` into the folder of a job that has run. Hydra would write before the folder is the job's."""
-    own = folder / ".hydra"
-    own.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(composed, own / "config.yaml")
-    OmegaConf.save(OmegaConf.create({"hydra": settings}), own / "hydra.yaml")
-    OmegaConf.save(settings.overrides.task, own / "overrides.yaml")

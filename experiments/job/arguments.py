@@ -1,19 +1,28 @@
-"""Errors and warnings about arguments that Hydra would accept."""
+"""The command line: errors about arguments that Hydra would accept, lists of values, and the text of `--help`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
+from experiments.config.checks import composing
 from experiments.config.errors import unknown_key
-from experiments.config.files import groups
-from experiments.config.schema import OWN, Config, ConfigError, fields_by_key
+from experiments.config.files import CONF, added_folders, groups, primary
+from experiments.config.schema import OPTION_GROUPS, OWN, Config, ConfigError, fields_by_key
+from experiments.config.targets import TARGET, load
+from mdcs.options import options, shown
 from mdcs.planner.pipeline import decides_schedule
+
+_WIDTH, _INDENT = 110, 34  # columns of the help, and of what is left of its explanations
 
 
 def submits(arguments: Sequence[str]) -> bool:
@@ -26,9 +35,7 @@ def submits(arguments: Sequence[str]) -> bool:
 
 def prepared(arguments: Sequence[str], lists: Callable[[Sequence[str]], list[str]] | None) -> list[str]:
     """Return the command line as Hydra takes it: flags of a sweep before all overrides, and lists of values by `lists`.
-
-    A job that is submitted is a sweep of one. Raises ConfigError.
-    """
+    A job that is submitted is a sweep of one. Raises ConfigError."""
     made = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     if lists is not None and not {"-m", "--multirun"} & {*made}:
         made = lists(made)
@@ -44,7 +51,7 @@ def require_own(argument: str, own: Sequence[str]) -> None:
     """Raise ConfigError for overrides that Hydra would take for something else, and keys of another program."""
     plain = argument.lstrip("-")
     key, _, value = plain.partition("=")
-    # of which Hydra makes a traceback
+    # Hydra makes a traceback of these.
     if key.lstrip("+") in groups() and re.match(r"\[(.*,)?\s*[\d.]+\s*[,\]]", value):
         raise ConfigError(key, f"takes names of options, which are files in conf/{key.lstrip('+')}/, got {value}")
     if plain != argument and (ours := [f"{group}.{key}" for group in own if f"{group}.{key}" in fields_by_key()]):
@@ -87,7 +94,6 @@ def with_lists(
     - keys: the key that holds the list, by the key that is typed.
     - keep_first: the job has the first value of each list.
     - rest: the key that holds the overrides with lists of all other keys. Empty: Hydra refuses them.
-
     - alone: keys of which one value is a list of one.
 
     Raises ConfigError for a list that is given by both keys.
@@ -109,7 +115,6 @@ def with_lists(
 
 
 def require_one_job(settings: Any, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for settings of a sweep."""
     for key in (override.partition("=")[0] for override in overrides):
         if key.startswith("sweep."):
             raise ConfigError(key, "is for a sweep (-m)")
@@ -125,3 +130,62 @@ def unused_of(config: Config, overrides: Sequence[str]) -> list[str]:
     return [each for each in overrides if each.partition("=")[0].partition(".")[0] == "scheduler"
             or each.startswith(("budget.schedule_share=", "budget.activation_share="))
             and not each.endswith("=null")]  # fmt: skip
+
+
+def help_text(about: str, arguments: Sequence[str], own: Sequence[str] = ()) -> str:
+    """Return the help of the program whose docstring is `about`, with the options and values of a command line. own:
+    groups of `OWN` that this program has. Raises Hydra's errors for overrides that cannot be composed, and ConfigError
+    for a class that cannot be loaded."""
+    overrides = [each for each in arguments if "=" in each and not each.startswith(("-", "hydra.searchpath="))]
+    name, folders = primary(arguments), [CONF, *(folder.resolve() for folder in added_folders(arguments))]
+    home = next((folder for folder in folders if (folder / name).with_suffix(".yaml").exists()), CONF)
+    if others := [str(folder) for folder in folders if folder != home]:
+        overrides.append(f"hydra.searchpath=[{','.join(others)}]")
+    with composing(home):
+        composed = compose(name, overrides=overrides, return_hydra_config=True)
+    chosen = composed.hydra.runtime.choices
+    lines = [about.strip(), "", "Groups (GROUP=OPTION), with * at the chosen ones; their files are in conf/"]
+    for group, told in groups(arguments).items():
+        if group in OWN and group not in own:
+            continue
+        lines.append("")
+        for option, says in told.items():
+            mark = "*" if option == chosen.get(group) else ""
+            lines += _entry(f"{group}={option}{mark}", says)
+    lines += ["", "Keys (KEY=VALUE) of the chosen options, as they are now"]
+    for group in (field.name for field in dataclasses.fields(Config) if field.name not in {*OWN} - {*own}):
+        if group not in OPTION_GROUPS:
+            declared = {key: leaf for key, leaf in fields_by_key().items() if key.startswith(f"{group}.")}
+            keys = {key: (OmegaConf.select(composed, key), leaf) for key, leaf in declared.items()}
+        elif OmegaConf.is_missing(given := composed[group], TARGET):
+            continue
+        else:
+            declared = options(load(group, str(given[TARGET])))
+            keys = {f"{group}.{name}": (given.get(name, leaf.default), leaf) for name, leaf in declared.items()}
+        lines += [""] if keys else []
+        for key, (value, leaf) in keys.items():
+            lines += _entry(f"{key}={'{…}' if isinstance(value, Mapping) and value else shown(value)}", meaning(leaf))
+    more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
+    return "\n".join([*lines, "", more])
+
+
+def _entry(head: str, body: str) -> list[str]:
+    head = f"  {head}".ljust(_INDENT - 1) + " "
+    indent = " " * _INDENT
+    wrapped = textwrap.wrap(body, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    return wrapped if body else [head.rstrip()]
+
+
+def meaning(declared: dataclasses.Field[Any]) -> str:
+    """The description of an option, with its limits and choices in parentheses."""
+    limits = declared.metadata
+    words = [
+        f"{sign} {limits[name]}"
+        for name, sign in (("above", ">"), ("at_least", ">="), ("below", "<"), ("at_most", "<="))
+        if name in limits
+    ]
+    if "choices" in limits:
+        words.append(" | ".join(map(shown, limits["choices"])))
+    if "used_by" in limits:
+        words.append(f"for {', '.join(limits['used_by'])}")
+    return f"{limits['about']} ({'; '.join(words)})" if words else str(limits["about"])

@@ -26,10 +26,8 @@ def require(config: Config, folder: Path) -> None:
     if run.resume not in (None, "auto") and not Path(run.resume).is_dir():
         raise ConfigError("run.resume", f"no such folder: {run.resume}")
     if run.resume is None and run.save_every is not None and any_in(folder):
-        own = folder / FOLDER
-        raise ConfigError(
-            "run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null"
-        )
+        problem = "has checkpoints of a former run: go on with auto, or delete them; got null"
+        raise ConfigError("run.resume", f"{folder / FOLDER} {problem}")
 
 
 def require_same_model(config: Config, folder: Path, model: nn.Module) -> None:
@@ -37,28 +35,21 @@ def require_same_model(config: Config, folder: Path, model: nn.Module) -> None:
     if config.run.resume is None or config.cluster.name == "joined" and config.run.resume == "auto":
         return
     from mdcs.checkpoint import dcp_shards, directory
-
     for saved in directory.candidates(folder / FOLDER if config.run.resume == "auto" else Path(config.run.resume))[:1]:
-        shapes = {
-            path[-1]: tuple(told.size) for path, told in dcp_shards.read_shapes(saved).items() if path[0] == "model"
-        }
+        told = dcp_shards.read_shapes(saved).items()
+        shapes = {path[-1]: tuple(each.size) for path, each in told if path[0] == "model"}
         for name, p in model.named_parameters():
-            if shapes.get(name) != tuple(p.shape):
-                there = shapes.get(name, "not")
-                raise ValueError(
-                    f"run.resume: {saved} is of another model: {name} is {there} there, {tuple(p.shape)} here"
-                )
+            if (there := shapes.get(name, "not")) != (here := tuple(p.shape)):
+                raise ValueError(f"run.resume: {saved} is of another model: {name} is {there} there, {here} here")
 
 
 def any_in(folder: Path) -> bool:
-    """Return whether a run's folder has a checkpoint."""
     return any((folder / FOLDER).glob("step-*"))
 
 
 def resumes(config: Config, folder: Path) -> bool:
     """Return whether a run goes on from a checkpoint. Collective."""
     from mdcs.profiler.consensus import on_rank_zero  # the folders of other ranks may be temporary
-
     return config.run.resume is not None and on_rank_zero(lambda: config.run.resume != "auto" or any_in(folder))
 
 
@@ -78,9 +69,8 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Load the checkpoint of the config into engine, optimizer and schedule. Return the number of steps done.
-
-        Raises ValueError if there is no checkpoint at a path that the config names, or if all steps are already done.
-        """
+        Raises ValueError if there is no checkpoint at a path that the config names, or if all steps are already
+        done."""
         if self._run.resume is None:
             return 0
         status.set(phase="resuming")
@@ -90,9 +80,8 @@ class Checkpoints:
                 return 0
             raise ValueError(f"run.resume: {self._run.resume} has no checkpoint")
         if resumed.step >= self._run.steps:
-            raise ValueError(
-                f"run.steps: {resumed.folder} is at step {resumed.step} already: raise it, or resume another"
-            )
+            there = f"{resumed.folder} is at step {resumed.step} already"
+            raise ValueError(f"run.steps: {there}: raise it, or resume another")
         self._schedule.load_state_dict(resumed.extra["schedule"])
         self._tell("resumed", step=resumed.step, world=resumed.world, folder=str(resumed.folder))
         return int(resumed.step)
@@ -103,7 +92,6 @@ class Checkpoints:
         return every is not None and (step % every == 0 or step == self._run.steps)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, beside training if the config says so."""
         self._save(step, wait=not self._run.save_beside)
 
     def leave(self, step: int) -> None:
@@ -120,7 +108,6 @@ class Checkpoints:
         self._last = self._engine.checkpoint(self._own, extra, keep=self._run.keep, wait=wait)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and record it."""
         if self._last is not None:
             saving, self._last = self._last, None
             saving.wait()

@@ -40,9 +40,7 @@ if TYPE_CHECKING:  # these modules import torch: a program that only plans need 
 
 def job_event(config: Config, began: float | None = None) -> dict[str, Any]:
     """The event of a job before a process starts. For a peer, `strategy` is the peer's name, and `scheduler` is "own".
-
-    began: unix time from which the seconds to the first step count; None: now.
-    """
+    began: unix time from which the seconds to the first step count; None: now."""
     plans, cluster, now = config.engine.plans, config.cluster, time.time()
     return {
         "event": "job", "schema": SCHEMA, "time": now, "began": began or now, "name": config.run.name,
@@ -83,31 +81,23 @@ def provenance() -> dict[str, str | None]:
         commit = None
     program = next((f"mdcs {name}" for name, path in cli.PROGRAMS.items() if sys.argv[0].endswith(path)), sys.argv[0])
     command = f"{program} {shlex.join(sys.argv[1:])}".strip()
-    return {
-        "commit": commit,
-        "command": command,
-        "host": socket.gethostname(),
-        "torch": importlib.metadata.version("torch"),
-    }
+    version = importlib.metadata.version("torch")
+    return {"commit": commit, "command": command, "host": socket.gethostname(), "torch": version}
 
 
 _NOT_SETTINGS = (
-    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.",
-    "run.name",
+    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "paths.", "run.name",
     "run.sweep", "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path",
-    "profile.cache",
-    "profile.refresh", "budget.limit", "budget.schedule_share", "cluster.name", "cluster.ranks", "cluster.rank",
-    "cluster.rate_gbit", "cluster.timeout_s", "cluster.peak_tflops", "link.name",
+    "profile.cache", "profile.refresh", "budget.limit", "budget.schedule_share", "cluster.name", "cluster.ranks",
+    "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.peak_tflops", "link.name",
     "run.cross_iteration", "recompute.each", "batch.", "data.workers",
 )  # fmt: skip
 """Keys or groups that have their own column in tables, or on which no measurement depends."""
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All other settings of a job, by full key, with the names of the data set and the optimizer.
-
-    Settings of strategy, scheduler and recomputation are left out for a peer.
-    """
+    """All other settings of a job, by full key, with the names of the data set and the optimizer. Settings of strategy,
+    scheduler and recomputation are left out for a peer."""
     told: dict[str, Any] = {}
     for group, values in as_mapping(config).items():
         if isinstance(values, Mapping) and (config.engine.plans or group not in ("strategy", "scheduler", "recompute")):
@@ -121,23 +111,22 @@ def start_event(
     config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = (),
     throughput: Throughput | None = None, parameters: int | None = None,
 ) -> dict[str, Any]:
-    """The event at the beginning of training, and again once a plan is chosen: its prediction, and the plans tried.
-
-    A peer has no plan. parameters: of the model; None: those of the plan's units.
-    """
+    """The event at the beginning of training, and again once a plan is chosen: its prediction, and the plans tried. A
+    peer has no plan. parameters: of the model; None: those of the plan's units."""
     begins = {
         "event": "start", "time": time.time(), "congestion_control": network.congestion_control(),
-        "parameters": parameters,
-        **({"flops": throughput.flops} if throughput and throughput.flops else {}),
+        "parameters": parameters, **({"flops": throughput.flops} if throughput and throughput.flops else {}),
     }  # fmt: skip
     if plan is None:
         return begins
     assert plan.prediction is not None
+    # The rate of a rank's link as it was set, or else as the profile measured it.
+    set_rate, beta = config.cluster.rate_gbit or config.link.rate_gbit, plan.profile.link.beta_of(Kind.AG_F)
     predicted = dataclasses.asdict(plan.prediction)
     predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
     return begins | {
         "parameters": parameters or sum(unit.numel for unit in plan.profile.units),
-        "link_gbit": _link_gbit(config, plan),
+        "link_gbit": set_rate or (8e-9 / beta if beta else None),
         "recomputed": [u.name for u, again in zip(plan.profile.units, plan.recompute, strict=False) if again != "none"],
         "recomputation": in_words(plan), "plan_hash": plan.hash, "execution_hash": plan.execution_hash,
         "world": plan.world, "emulated": plan.profile.link.emulated,
@@ -148,13 +137,6 @@ def start_event(
     }  # fmt: skip
 
 
-def _link_gbit(config: Config, plan: mdcs.Plan) -> float | None:
-    """Rate of a rank's link: as it was set, or else as the profile measured it."""
-    set_rate = config.cluster.rate_gbit or getattr(config.link, "rate_gbit", None)
-    beta = plan.profile.link.beta_of(Kind.AG_F)
-    return set_rate or (8e-9 / beta if beta else None)
-
-
 def step_event(
     workload: Workload, engine: Engine, record: Record, loss: float, warmup: bool, throughput: Throughput,
 ) -> dict[str, Any]:
@@ -162,7 +144,6 @@ def step_event(
 
     - learning_rate: of the optimizer's first parameter group, with which the step updated.
     - processor_s (s): processor time of all threads of this process, until the training thread has ended the step.
-
     - warmup: whether the summary leaves the step out.
     - plan, handover_s (s): of the record; left out of steps that did not choose a plan, and without a change.
     - loss: of this rank; the mean over ranks would need a message. Loss and grad_norm are null on emulated ranks, where
@@ -171,11 +152,9 @@ def step_event(
     """
     retries = engine.allocator_retries()
     return {
-        "event": "step", "step": record.step, "warmup": warmup,
-        "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes,
-        "messages": record.messages,
-        **throughput.in_step(record.times.step_s),
-        "peak_bytes": engine.peak_bytes(),
+        "event": "step", "step": record.step, "warmup": warmup, "loss": workload.shown(loss),
+        **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
+        **throughput.in_step(record.times.step_s), "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
         **({"plan": record.plan} if record.plan else {}),
         **({"handover_s": record.handover_s} if record.handover_s else {}),
@@ -231,9 +210,7 @@ def departures(records: Sequence[Record]) -> dict[str, Any]:
     counts = Counter(what for record in records for what in record.departures)
     if not counts:
         return {}
-    departing, others = (
-        [r.times.step_s for r in records if bool(r.departures) is departs] for departs in (True, False)
-    )
+    departing, others = ([r.times.step_s for r in records if bool(r.departures) is is_so] for is_so in (True, False))
     cost_s = sum(departing) - len(departing) * statistics.median(others) if others else None
     words = [f"{count} of {len(records)} steps {what}" for what, count in counts.most_common()]
     return {"departures": words, "departures_cost_s": cost_s}

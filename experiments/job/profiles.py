@@ -72,7 +72,6 @@ class Profiles:
 
 
 def measures(config: Config) -> bool:
-    """Return whether a job needs a measured profile."""
     return config.profile.measures and config.engine.plans
 
 
@@ -83,7 +82,6 @@ def is_short(config: Config, profile: Profile, *others: Budget) -> bool:
 
 
 def with_recomputation(config: Config) -> Config:
-    """The config of a job whose profile has recomputation."""
     return dataclasses.replace(config, recompute=Planned())
 
 
@@ -111,44 +109,35 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
 
 
 def ranks(profile: Profile) -> str:
-    """The number and kind of a profile's ranks, in words."""
     compute = ", timed compute" if profile.about.get("model.compute") == "timed" else ""
     return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks{compute}"
 
 
 def calibration_errors(profile: Profile) -> str:
     """One line: the prediction errors of the profile's calibration runs. Empty if none was."""
-    off = (
-        f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.calibration_runs.items()
-    )
-    return "predicted against measured in calibration runs: " + ", ".join(off) if profile.calibration_runs else ""
+    runs = profile.calibration_runs
+    off = (f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in runs.items())
+    return "predicted against measured in calibration runs: " + ", ".join(off) if runs else ""
 
 
 def key_of(config: Config, *, elsewhere: bool = False) -> str:
-    """The key by which equal jobs share a measured profile.
-
-    elsewhere: for jobs that another machine will run (`identity`).
-    """
+    """The key by which equal jobs share a measured profile. elsewhere: for jobs that another machine will run
+    (`identity`)."""
     return cache.key_of(identity(config, elsewhere=elsewhere))
 
 
 def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
     """The planner's job for a config and a profile."""
-    return mdcs.Job(
-        profile,
-        micro_steps=config.run.accumulation,
-        cross_iteration=config.run.cross_iteration
-        and config.optimizer.clip_norm is None
-        and config.run.precision != "fp16",  # all gradients together decide whether an update is skipped
-        reserve=int(config.budget.reserve_mib * MIB),
-    )
+    run = config.run
+    crosses = run.cross_iteration and config.optimizer.clip_norm is None and run.precision != "fp16"
+    return mdcs.Job(  # clipping, and fp16: all gradients together decide about an update
+        profile, micro_steps=run.accumulation, cross_iteration=crosses, reserve=int(config.budget.reserve_mib * MIB),
+    )  # fmt: skip
 
 
 def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
-    """Make the plan of the config. `floor` is the smallest feasible budget of the job in bytes.
-
-    Raises ValueError, InfeasibleBudget, which is one, and PlannerFault.
-    """
+    """Make the plan of the config. `floor` is the smallest feasible budget of the job in bytes. Raises ValueError,
+    InfeasibleBudget, which is one, and PlannerFault."""
     budget = budget_bytes(config, floor, job)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         from mdcs.telemetry.memory_meter import unmeasured  # torch takes seconds
@@ -176,10 +165,8 @@ class PlannerFault(Exception):
 def _own_line(planner: type, error: Exception) -> str:
     """File and line of the planner's own code that an error has passed last. Empty if none, or for one of mdcs."""
     own = {cls.__module__ for cls in planner.__mro__ if cls.__module__.partition(".")[0] not in ("mdcs", "builtins")}
-    lines = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_globals.get("__name__") in own
-    ]  # fmt: skip
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [f"{f.f_code.co_filename}:{line}" for f, line in frames if f.f_globals.get("__name__") in own]
     return lines[-1] if lines else ""
 
 
@@ -210,7 +197,6 @@ def write_plan(folder: Path, plan: mdcs.Plan) -> None:
     replay = mdcs.replay(plan)
     names = tuple(plan.period.name(q) for q in range(plan.period.length))
     memory = tuple(SlotMemory(name, curve) for name, curve in zip(names, replay.curve, strict=True))
-    timeline = Timeline(
-        replay.period_s, names, (RankTimeline(PREDICTED_RANK, tuple(replay.intervals)),), memory
-    )
+    lanes = (RankTimeline(PREDICTED_RANK, tuple(replay.intervals)),)
+    timeline = Timeline(replay.period_s, names, lanes, memory)
     (folder / "predicted_timeline.json").write_text(timeline.to_json(), encoding="utf-8")

@@ -17,18 +17,13 @@ from experiments.config.schema import Config
 from experiments.job import profiles
 
 FILE = "status.json"
-PARTS = "identity.json"
-"""File in a run's folder: the parts of its identity, by name. It says why a job runs again."""
+PARTS = "identity.json"  # File in a run's folder: the parts of its identity, by name. It says why a job runs again.
 SCHEMA = 1
-SUBMITTED, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = (
-    "submitted", "running", "ok", "failed", "interrupted", "preempted",
-)  # fmt: skip
-INFEASIBLE = "infeasible"
-"""State of a job of which no plan keeps the budget."""
-
+SUBMITTED, RUNNING, OK, FAILED = "submitted", "running", "ok", "failed"
+INTERRUPTED, PREEMPTED = "interrupted", "preempted"
+INFEASIBLE = "infeasible"  # state of a job of which no plan keeps the budget
 Parts = dict[str, Any]
 _CONFIG = "config"
-
 _NOT_OF_A_JOB = {
     "tracker": None, "sweep": None, "batch": None, "paths": None, "profile": ("path", "cache", "refresh"),
     "run": ("sweep", "resume", "varied"),
@@ -41,29 +36,22 @@ _CODE_OF = ("model", "data", "optimizer", "strategy", "scheduler", "engine")
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a run.
+    """The record of a run."""
 
-    - identity: of its job (`identity_of`).
-    - state: submitted, running, ok, failed, infeasible, interrupted or preempted. A killed run stays running.
-    - reason: one line; empty if ok.
-    - time (s): unix time.
-    - doubt: reason why the predictions of a run that is ok are not reliable.
-    """
-
-    identity: str
-    state: str
-    reason: str = ""
-    time: float = field(default_factory=time.time)
-    doubt: str = ""
+    identity: str  # of its job (`identity_of`)
+    state: str  # submitted, running, ok, failed, infeasible, interrupted or preempted; a killed run stays running
+    reason: str = ""  # one line; empty if ok
+    time: float = field(default_factory=time.time)  # unix time
+    doubt: str = ""  # reason why the predictions of a run that is ok are not reliable
 
 
-def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> str:
-    """The identity of a job, 20 hexadecimal digits: a hash of its parts. Runs of one job have the same."""
-    return hash_of(parts_of(config, launcher))
+def identity_of(config: Config) -> str:
+    """The identity of a job of no launcher. Runs of one job have the same."""
+    return hash_of(parts_of(config))
 
 
 def hash_of(parts: Parts) -> str:
-    """The identity of these parts."""
+    """The identity of a job, 20 hexadecimal digits, from its parts."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -101,7 +89,6 @@ def changed(before: Parts, now: Parts) -> list[str] | None:
 
 
 def write_parts(folder: Path, parts: Parts) -> None:
-    """Write what a run's identity is made of into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PARTS).write_text(json.dumps(parts, indent=1), encoding="utf-8")
 
@@ -121,10 +108,10 @@ def _hash(path: str) -> str:
 
 def write(folder: Path, identity: str, state: str, reason: str = "", *, doubt: str = "") -> None:
     """Write the record into the folder, atomically."""
-    record = Record(identity, state, reason, doubt=doubt)
+    told = {"schema": SCHEMA, **dataclasses.asdict(Record(identity, state, reason, doubt=doubt))}
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{FILE}.part"
-    part.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1), encoding="utf-8")
+    part.write_text(json.dumps(told, indent=1), encoding="utf-8")
     part.replace(folder / FILE)
 
 

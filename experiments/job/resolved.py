@@ -1,32 +1,40 @@
-"""Settings that this machine decides in the config of a job, and tells its ranks."""
+"""What this machine decides of a job: settings in its config, and its ranks, if torchrun or srun has started them.
+
+Of such ranks, rank 0 runs the program, and every process is a rank of its jobs. Only rank 0 composes configs, and its
+folder is the job's folder. The other ranks get the resolved config and a temporary folder; their logs are kept in the
+job's folder.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.config import checks
+from experiments.config.checks import Started
 from experiments.config.schema import ClusterConfig, Config, ConfigError
 from experiments.tasks.hub import is_local
+from launch.elastic import Cluster, Outcome
+from launch.place import NoPlace, Place, described, place
 from mdcs.planner.recompute import AUTO
 from mdcs.sizes import GIB, MIB
 
-_CROWD, _MOST = 4, 16
-"""Ranks per core above which a job is warned, and refused."""
-
-_RANK_BYTES = 128 * MIB
-"""Memory that a rank takes whatever its model: above all its torch."""
-
-MMAP_BYTES, TRIM_BYTES = 32 * MIB, 2 * GIB - 1
-_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES), "MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES)}
+_CROWD, _MOST = 4, 16  # ranks per core above which a job is warned, and refused
+_RANK_BYTES = 128 * MIB  # memory that a rank takes whatever its model: above all its torch
+_MMAP_BYTES, _TRIM_BYTES = 32 * MIB, 2 * GIB - 1
+_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(_MMAP_BYTES), "MALLOC_TRIM_THRESHOLD_": str(_TRIM_BYTES)}
 """Keep freed buffers in the process.
 
 By default glibc returns large blocks to the system at every free, and faults each page in again. Buffers that are
 released and allocated every step then cost five times as much. The budget counts requested bytes: it does not change.
 """
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def crowded(config: Config) -> str | None:
@@ -34,11 +42,8 @@ def crowded(config: Config) -> str | None:
     ranks, cores = config.cluster.processes, len(os.sched_getaffinity(0))
     if config.cluster.name == "joined" or ranks <= _CROWD * cores:
         return None
-    shared = "1 core" if cores == 1 else f"{cores} cores"
-    return (
-        f"warning: {ranks} ranks share {shared}: starting may take minutes, and steps take longer"
-        " (cluster=emulated runs one rank of many)"
-    )
+    told = f"warning: {ranks} ranks share {'1 core' if cores == 1 else f'{cores} cores'}: starting may take minutes"
+    return f"{told}, and steps take longer (cluster=emulated runs one rank of many)"
 
 
 def require_room(config: Config) -> None:
@@ -51,16 +56,13 @@ def require_room(config: Config) -> None:
         if not gpus:
             raise ConfigError("cluster.device", "needs a GPU, and torch finds none; got cuda")
         if cluster.resolved_backend() == "nccl" and ranks > gpus:
-            raise ConfigError(
-                "cluster.ranks", f"nccl needs a GPU for each rank, of which there are {gpus}; got {ranks}"
-            )
+            problem = f"nccl needs a GPU for each rank, of which there are {gpus}; got {ranks}"
+            raise ConfigError("cluster.ranks", problem)
     cores, free = len(os.sched_getaffinity(0)), _free_memory()
     most = min(_MOST * cores, free // _RANK_BYTES)
     if ranks > max(1, most):
-        here = f"{cores} cores and {free / GIB:.1f} GiB of free memory"
-        raise ConfigError(
-            "cluster.ranks", f"{here} have room for {most} ranks, got {ranks}; cluster=emulated runs one rank of many"
-        )
+        here = f"{cores} cores and {free / GIB:.1f} GiB of free memory have room for {most} ranks"
+        raise ConfigError("cluster.ranks", f"{here}, got {ranks}; cluster=emulated runs one rank of many")
 
 
 def _free_memory() -> int:
@@ -70,10 +72,8 @@ def _free_memory() -> int:
 
 
 def resolve(config: Config, *, profile: Path | None = None) -> Config:
-    """The config with all values that this machine decides, so that a rank has no decision left.
-
-    profile: the file of an equal job's profile, with which the job is planned.
-    """
+    """The config with all values that this machine decides, so that a rank has no decision left. profile: the file of
+    an equal job's profile, with which the job is planned."""
     config = with_absolute_paths(config)
     cluster, path = config.cluster, config.profile.path if profile is None else str(profile.resolve())
     return replace(
@@ -105,12 +105,11 @@ def _with_absolute(options: Any, *names: str) -> Any:
     return replace(options, **found)
 
 
-def environment(cluster: ClusterConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables of the ranks' environment beside `base`, that of the process that starts them."""
+def environment(cluster: ClusterConfig) -> dict[str, str]:
+    """Variables of the ranks' environment beside that of the process that starts them."""
     threads = str(cluster.resolved_threads())
-    env = {key: value for key, value in _WARM_HEAP.items() if key not in base}
-    env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    return env
+    env = {key: value for key, value in _WARM_HEAP.items() if key not in os.environ}
+    return env | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _name(config: Config) -> str:
@@ -130,3 +129,42 @@ def _name(config: Config) -> str:
     if cluster.emulated:
         return f"{', '.join([*parts, config.model.label])} (rank {cluster.rank} of {cluster.ranks}, emulated)"
     return ", ".join([*parts, config.model.label, ranks])
+
+
+def on_rank_zero(program: Callable[[], int]) -> int:
+    """Run the program, which starts jobs, on one rank, and its jobs on all. Return its exit code, the same on all."""
+    try:
+        joined = place()
+        return program() if joined is None else _take_part(joined, program)
+    except NoPlace as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+
+
+def _take_part(place: Place, program: Callable[[], int]) -> int:
+    from launch.spmd import Ranks  # torch takes seconds
+    libc = ctypes.CDLL(None)
+    for option, size in ((_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _TRIM_BYTES)):
+        libc.mallopt(option, size)  # in a process that has started, variables of its environment would be too late
+    ranks = Ranks(place, _prepare)
+
+    def start(
+        folder: Path, cluster: Cluster, env: Mapping[str, str], *, module: str, arguments: Sequence[str], on_tick: Any
+    ) -> Outcome:
+        config = checks.load(folder / "config.yaml")
+        payload = checks.as_yaml(replace(config, profile=replace(config.profile, path=None)))
+        return ranks.run(
+            folder, cluster, payload=payload, module=module, arguments=arguments[1:], on_tick=on_tick
+        )  # without the folder: each rank adds its own
+
+    checks.here = Started(place.starter, place.world, place.hosts, described(ranks.interface), start)
+    try:
+        return ranks.serve(program if place.rank == 0 else None)
+    finally:
+        checks.here = None
+
+
+def _prepare(folder: Path, payload: str) -> dict[str, str]:
+    if not (folder / "config.yaml").exists():  # another rank's folder than the first's
+        (folder / "config.yaml").write_text(payload, encoding="utf-8")
+    return environment(checks.load(folder / "config.yaml").cluster)

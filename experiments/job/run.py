@@ -14,33 +14,33 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import analysis
 from analysis.events import METRICS, Tail
-from experiments.config import started
-from experiments.config.checks import save
+from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints, profiles, record
 from experiments.job.events import failure_event, job_event
 from experiments.job.profiles import Profiles, floor_of, job_of, make_plan, write_plan
-from experiments.job.progress import JobProgress
 from experiments.job.resolved import crowded, environment, require_room, resolve
 from experiments.job.tracking import Event, Follower, JsonLines, show_files
-from launch import elastic, network, preemption
+from launch import elastic, network, preemption, status
 from launch.elastic import Occupied, Outcome, claim
 from launch.status import Status
 from mdcs.plan.period import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.strategies import Uniform
-from mdcs.profile.schema import Profile
+
+_LINES = 6  # about so many lines of progress has a job in a log
+_STARTS = 8  # most lines about started ranks; with fewer ranks than this there is one
 
 
 class Infeasible(Exception):
     """Error: no plan of a job keeps its budget. The message has the smallest budget that one keeps."""
 
 
-Start = Callable[..., Outcome]
-"""Runs ranks to their end. Arguments and result are those of `launch.elastic.run`."""
+Start = Callable[..., Outcome]  # Runs ranks to their end. Arguments and result are those of `launch.elastic.run`.
 
 
 def run(
@@ -65,7 +65,7 @@ def run(
     folder that another job is in.
     """
     worker = worker or os.environ.get("MDCS_WORKER", "experiments.job.worker")
-    start = start or (elastic.run if started.here is None else started.here.run)
+    start = start or (elastic.run if checks.here is None else checks.here.run)
     known = known or Profiles()
     _require_possible(config, joined=start is not elastic.run)
     if only is not None:
@@ -99,10 +99,8 @@ def _run(
     mirror.event(asked)
     tail, last = Tail(folder / METRICS), dict[str, Event]()  # the last event of each kind
     tail.new()  # skip the events that the folder had before
-    cluster = elastic.Cluster(
-        config.cluster.processes, config.cluster.timeout_s, rate_gbit=config.cluster.rate_gbit,
-        nodes=config.cluster.nodes,
-    )  # fmt: skip
+    of = config.cluster
+    cluster = elastic.Cluster(of.processes, of.timeout_s, rate_gbit=of.rate_gbit, nodes=of.nodes)
     arguments = [str(folder), *([f"--{only}-only"] if only else [])]
     outcome = Outcome(False, record.INTERRUPTED)
     try:
@@ -131,15 +129,13 @@ def _run(
             raise
     finally:
         if only is None:
-            state = (
-                record.PREEMPTED if "preempted" in last or outcome.lost and preemption.expected() else _state(outcome)
-            )
-            doubt = last.get("summary", {}).get("doubt", "")
+            preempted = "preempted" in last or outcome.lost and preemption.expected()
+            state, doubt = _state(outcome), last.get("summary", {}).get("doubt", "")
             with _warned(f"the job's end could not be written to {record.FILE}"):
-                record.write(folder, identity, state, outcome.reason, doubt=doubt)
+                record.write(folder, identity, record.PREEMPTED if preempted else state, outcome.reason, doubt=doubt)
         if not outcome.ok and not outcome.infeasible:
             failure = failure_event(outcome.reason, outcome.rank, outcome.step)
-            # the outcome reports it, and earlier lines are whole
+            # The outcome reports it, and earlier lines are whole.
             with _warned("the failure could not be written to the job's folder"):
                 _write(folder, *([] if only is None else [asked]), failure)
         for event in tail.new():
@@ -153,32 +149,32 @@ def _run(
 
 
 def begin(config: Config, folder: Path, *events: Event) -> None:
-    """Prepare the folder for a job: write its resolved config and its first events.
-
-    Files of an earlier job are removed, so that nobody takes them for files of this one. The profile that the config
-    names stays. A job that does not train is a run only if it fails.
-    """
+    """Prepare the folder for a job: write its resolved config and its first events. Files of an earlier job are
+    removed, so that nobody takes them for files of this one. The profile that the config names stays. A job that does
+    not train is a run only if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json"):
         if str(folder / name) != config.profile.path:
             (folder / name).unlink(missing_ok=True)
-    save(config, folder / "config.yaml")
+    checks.save(config, folder / "config.yaml")
     if events:
         _write(folder, *events)
 
 
 def prepare(only: str, config: Config, folder: Path, console: Console, *, known: Profiles | None = None) -> str:
-    """Write profile.json into the folder and, for `only="plan"`, plan.json. Return the reason of a failure, else "".
-
-    No ranks are started if the profile is known. Raises Infeasible if no plan keeps the budget, and ConfigError as
-    `run` does, and for an engine that makes no plan.
-    """
+    """Write profile.json into the folder and, for `only="plan"`, plan.json. Return the reason of a failure, else "". No
+    ranks are started if the profile is known. Raises Infeasible if no plan keeps the budget, and ConfigError as `run`
+    does, and for an engine that makes no plan."""
     _require_plan(config)
     _require_batch(config)
     known = known or Profiles()
     with claimed(folder):
-        if (found := _known_profile(config, folder.resolve(), console, known)) is not None:
-            resolved, measured = found
+        place, reused = folder.resolve(), known.find(config)
+        resolved = resolve(config, profile=reused)
+        if (measured := profiles.known(resolved)) is not None:
+            _say_reused(reused, console)
+            begin(resolved, place)
+            (place / "profile.json").write_text(measured.to_json(), encoding="utf-8")
             if only == "plan":
                 job = job_of(resolved, measured)
                 try:
@@ -198,18 +194,6 @@ def reason_of(outcome: Outcome) -> str:
     if outcome.infeasible:
         raise Infeasible(outcome.reason)
     return outcome.reason
-
-
-def _known_profile(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[Config, Profile] | None:
-    """Write the resolved config and its profile into the folder and return them, if no ranks are needed; else None."""
-    reused = known.find(config)
-    resolved = resolve(config, profile=reused)
-    if (found := profiles.known(resolved)) is None:
-        return None
-    _say_reused(reused, console)
-    begin(resolved, folder)
-    (folder / "profile.json").write_text(found.to_json(), encoding="utf-8")
-    return resolved, found
 
 
 @contextmanager
@@ -293,3 +277,80 @@ def _write(folder: Path, *events: Event) -> None:
     with JsonLines(folder / METRICS) as metrics:
         for event in events:
             metrics.write(event)
+
+
+# ---- what is shown of a running job
+
+
+class JobProgress:
+    """Shows the phases before the first step of a job, then its steps, `steps` in all: on a terminal by a bar, in a log
+    by a line now and then. A context manager."""
+
+    def __init__(self, console: Console, name: str, steps: int) -> None:
+        self._console, self._name, self._steps = console, name, steps
+        self._phase, self._step = "", 0
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            words, shown = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[shown]"))
+            columns = (SpinnerColumn(), words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), shown)
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(name, total=steps, shown="starting")
+
+    def __enter__(self) -> JobProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def statuses(self, statuses: Sequence[Status | None]) -> None:
+        """Show the phase of rank 0 until the first step. Of many ranks that start, show how many have."""
+        told = [said for said in statuses if said is not None]
+        if self._step or not told or any(said.step for said in told):
+            return
+        first, ranks = statuses[0], len(statuses)
+        phase = first.phase if first is not None else status.STARTING
+        if phase in (status.STARTING, status.JOINING):
+            started, phase = sum(said.phase != status.STARTING for said in told), status.STARTING
+            if self._bar is None:  # a line for each further eighth
+                started = started * _STARTS // ranks * ranks // _STARTS
+            if ranks >= _STARTS and started:
+                phase = f"starting: {started} of {ranks} ranks have started"
+        if phase != self._phase:
+            self._phase = phase
+            if self._bar is not None:
+                self._bar.update(self._task, shown=phase)
+            else:
+                self._line(phase)
+
+    def event(self, event: Event) -> None:
+        """Show a step; of the plan the solver's outcome, and what recomputation frees and costs."""
+        for said in ("outcome", "recomputation") if event.get("event") == "start" else ():
+            if event.get(said):
+                self._line(f"plan: {event[said]}")
+        if event.get("event") != "step":
+            return
+        self._step = int(event["step"])
+        shown = describe(event)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._step, shown=shown)
+        elif self._step in (1, self._steps) or self._step % max(1, self._steps // _LINES) == 0:
+            self._line(f"step {self._step}/{self._steps} {shown}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"{self._name}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+_VALUES: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format, "step_s": lambda seconds: f"{seconds * 1e3:.0f} ms",
+    "stalled_s": lambda seconds: f"stalled {seconds * 1e3:.0f} ms",
+    "exposed_s": lambda seconds: f"exposed {seconds * 1e3:.0f} ms", "overlap_ratio": "overlap {:.0%}".format,
+}  # fmt: skip
+
+
+def describe(step: Event) -> str:
+    parts = [step["plan"]] if "plan" in step else []
+    parts += [words(value) for name, words in _VALUES.items() if (value := step.get(name)) is not None]
+    return ", ".join([*parts, *step.get("departures", ())])

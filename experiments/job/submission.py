@@ -2,7 +2,7 @@
 
 The program of such a job is `python -m experiments.job.submission FOLDER train|profile PROGRAM ARGUMENT…`, on every
 rank. Rank 0's folder is FOLDER, with the config in frozen.yaml. Other ranks have temporary folders
-(`experiments.job.spmd`). The rest is the command line that has submitted the job: its records name that one.
+(`experiments.job.resolved`). The rest is the command line that has submitted the job: its records name that one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,13 @@ from rich.console import Console
 
 from analysis.events import METRICS, read_events
 from experiments.config import checks, rules
+from experiments.config.checks import adapted, require_as_asked, with_ranks
 from experiments.config.schema import BudgetConfig, Config, ConfigError
-from experiments.config.started import adapted, require_as_asked, with_ranks
 from experiments.job import checkpoints, profiles, record
 from experiments.job import run as jobs
 from experiments.job.events import command_began, failure_event
 from experiments.job.profiles import Profiles
-from experiments.job.resolved import with_absolute_paths
-from experiments.job.spmd import on_rank_zero
+from experiments.job.resolved import on_rank_zero, with_absolute_paths
 from experiments.job.tracking import JsonLines
 from hydra_plugins import _mdcs_jobs as submitted
 from hydra_plugins import mdcs_slurm
@@ -44,23 +42,17 @@ from mdcs.planner.strategies import Uniform
 from mdcs.profile import cache
 from mdcs.sizes import Budget
 
-CONFIG = "frozen.yaml"
-"""File in a job's folder: its resolved config."""
+CONFIG = "frozen.yaml"  # file in a job's folder: its resolved config
 BUDGETS = "budgets.txt"
 """File in the folder of a profile: budgets of the jobs with recompute=auto that wait for it, one a line."""
-PROFILES = "profiles"
-"""Folder in a sweep's folder with one folder for each of its profiles."""
-TRAIN, MEASURE = "train", "profile"
-"""A job trains, or it measures a profile for others."""
-
+PROFILES = "profiles"  # folder in a sweep's folder with one folder for each of its profiles
+TRAIN, MEASURE = "train", "profile"  # a job trains, or it measures a profile for others
 _SUBMITS = "hydra_plugins.mdcs_slurm."
 
 
 def launcher_of(settings: Any) -> dict[str, Any] | None:
     """Settings of the launcher on which its jobs' measurements depend. None if this program runs the jobs itself.
-
-    settings: Hydra's own part of a composed config.
-    """
+    settings: Hydra's own part of a composed config."""
     if settings.mode != RunMode.MULTIRUN or not str(settings.launcher._target_).startswith(_SUBMITS):
         return None
     asked: Any = OmegaConf.to_container(settings.launcher, resolve=True)
@@ -73,26 +65,22 @@ def starts_its_ranks(launcher: Mapping[str, Any]) -> bool:
 
 
 def config_of(
-    composed: DictConfig,
-    choices: Mapping[str, str] | None,
-    launcher: Mapping[str, Any] | None,
+    composed: DictConfig, choices: Mapping[str, str] | None, launcher: Mapping[str, Any] | None,
     overrides: Sequence[str],
-) -> Config:
-    """The config of a job with the ranks that it will have. Raises ConfigError if the overrides ask for others.
+) -> Config:  # fmt: skip
+    """The config of a job with the ranks that it will have, those of its launcher or of this program. Raises
+    ConfigError if the overrides ask for others. launcher: see `launcher_of`."""
 
-    launcher: see `launcher_of`.
-    """
-    adapt = adapted if launcher is None else partial(with_ranks_of, launcher)
+    def with_ranks_of_launcher(config: Config, overrides: Sequence[str]) -> Config:
+        assert launcher is not None
+        name = "local" if starts_its_ranks(launcher) else "joined"
+        ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
+        made = with_ranks(config, "hydra/launcher", ranks, nodes, None, name=name)
+        require_as_asked(config, made, overrides)
+        return made
+
+    adapt = adapted if launcher is None else with_ranks_of_launcher
     return checks.from_composed(composed, choices, said=overrides, adapt=adapt)
-
-
-def with_ranks_of(launcher: Mapping[str, Any], config: Config, overrides: Sequence[str]) -> Config:
-    """The config with the ranks that the launcher gives a job. Raises ConfigError if the overrides ask for others."""
-    name = "local" if starts_its_ranks(launcher) else "joined"
-    ranks, nodes = launcher["nodes"] * launcher["ranks_per_node"], launcher["nodes"]
-    made = with_ranks(config, "hydra/launcher", ranks, nodes, None, name=name)
-    require_as_asked(config, made, overrides)
-    return made
 
 
 def freeze(config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
@@ -102,7 +90,7 @@ def freeze(config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Pat
     are thus planned with the same profile.
 
     - folder: of the job.
-    - launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
+    - launcher: settings of the launcher, as in :func:`experiments.job.record.parts_of`.
     - sweep: folder that has the profiles' folders.
     """
     _leave(config, folder, TRAIN)
@@ -117,14 +105,10 @@ def _profile(config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
     """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended."""
     parts = [profiles.key_of(config, elsewhere=True), dict(launcher)]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-    found = (
-        folder / f"{key}-{command_began():.0f}"
-        if config.sweep.force
-        else max(folder.glob(f"{key}*"), default=folder / key)
-    )
-    known = cache.read(found / "profile.json")
-    if known is not None and profiles.is_short(config, known):
-        found = folder / f"{key}-{command_began():.0f}"
+    own = folder / f"{key}-{command_began():.0f}"
+    found = own if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
+    if (known := cache.read(found / "profile.json")) is not None and profiles.is_short(config, known):
+        found = own
     found.mkdir(parents=True, exist_ok=True)
     if config.recompute == AUTO and config.budget.limited:
         with (found / BUDGETS).open("a", encoding="utf-8") as budgets:
@@ -144,20 +128,6 @@ def _leave(config: Config, folder: Path, what: str) -> None:
     (folder / submitted.COMMAND).write_text(shlex.join(command), encoding="utf-8")
 
 
-def why_failed(folder: Path, *, waited: bool) -> str | None:
-    """Why the submitted job in this folder has failed; empty if it has ended well, None if it has not ended.
-
-    waited: the launcher has waited for its end.
-    """
-    said, code = record.read(folder), submitted.exit_code(folder)
-    state = record.RUNNING if said is None else said.state
-    if not waited and code is None and state not in (record.OK, record.FAILED, record.INFEASIBLE):
-        return None
-    if said is None or state in (record.SUBMITTED, record.RUNNING):
-        return next(filter(None, map(why_no_profile, submitted.before(folder))), "") or submitted.failure(folder)
-    return said.reason
-
-
 def fail(folder: Path, identity: str, reason: str) -> None:
     """Write that the folder's run has failed: into its record, and as the last of its events if it has begun."""
     if (folder / METRICS).exists():
@@ -167,9 +137,16 @@ def fail(folder: Path, identity: str, reason: str) -> None:
 
 
 def settled(folder: Path, *, waited: bool) -> str | None:
-    """`why_failed`. A job that was ended from outside has failed from now on in its files too."""
-    reason, said = why_failed(folder, waited=waited), record.read(folder)
-    if reason and said is not None and said.state == record.RUNNING:
+    """Why the submitted job in this folder has failed; empty if it has ended well, None if it has not ended. One that
+    was ended from outside has failed from now on in its files too. waited: the launcher has waited for its end."""
+    said, code = record.read(folder), submitted.exit_code(folder)
+    state = record.RUNNING if said is None else said.state
+    if not waited and code is None and state not in (record.OK, record.FAILED, record.INFEASIBLE):
+        return None
+    if said is not None and state not in (record.SUBMITTED, record.RUNNING):
+        return said.reason
+    reason = next(filter(None, map(why_no_profile, submitted.before(folder))), "") or submitted.failure(folder)
+    if reason and said is not None and state == record.RUNNING:
         fail(folder, said.identity, reason)
     return reason
 
@@ -187,7 +164,6 @@ def why_no_profile(folder: Path) -> str:
 
 
 def run(folder: Path, what: str = TRAIN) -> int:
-    """Run the job on rank 0. Return the exit code."""
     before = record.read(folder)
     try:
         config = adapted(checks.load(folder / CONFIG), ("cluster.ranks", "cluster.nodes", "cluster.network"))
@@ -221,7 +197,8 @@ def _needs_recomputation(config: Config, folder: Path) -> bool:
 
 
 def _train(config: Config, folder: Path, identity: str | None) -> str:
-    """Return the reason of a failure, else "". A job that is preempted is queued again."""
+    """Return the reason of a failure, else "". A job that is preempted is queued again. Raises ConfigError if the job
+    of a profile that it waits for has ended without one."""
     known = Profiles()
     if preemption.restarted() and config.engine.plans:
         if config.run.resume is None or checkpoints.any_in(folder):
@@ -229,7 +206,13 @@ def _train(config: Config, folder: Path, identity: str | None) -> str:
         known.adopt(config, folder)
     shared = submitted.before(folder)
     for place in shared:
-        _adopt(known, config, place)
+        if known.adopt(config, place):
+            continue
+        if (place / "profile.json").exists():
+            told = "was measured on another kind of node or with other libraries: this job measures its own"
+            warnings.warn(f"the sweep's profile {place / 'profile.json'} {told}", stacklevel=2)
+        elif why := why_no_profile(place):
+            raise ConfigError("profile", why)
     reason = jobs.run(config, folder, Console(), known=known, identity=identity).reason
     for place in shared:
         known.leave(config, place)
@@ -242,22 +225,7 @@ def _train(config: Config, folder: Path, identity: str | None) -> str:
     return reason
 
 
-def _adopt(known: Profiles, config: Config, folder: Path) -> None:
-    """Use the profile in the folder for planning. Raises ConfigError if its job has ended without a profile.
-
-    If the profile was measured on a different kind of node, this function warns, and the job measures its own.
-    """
-    if known.adopt(config, folder):
-        return
-    if (folder / "profile.json").exists():
-        told = "was measured on another kind of node or with other libraries: this job measures its own"
-        warnings.warn(f"the sweep's profile {folder / 'profile.json'} {told}", stacklevel=2)
-    elif why := why_no_profile(folder):
-        raise ConfigError("profile", why)
-
-
 def main(folder: str, what: str, *command: str) -> int:
-    """Run one rank of the job. Return the exit code."""
     sys.argv = [*command]
     if preemption.expected():
         preemption.ignore()  # the ranks listen, once they run

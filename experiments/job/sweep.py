@@ -35,55 +35,40 @@ _ENDED = (record.OK, record.FAILED, record.INFEASIBLE)
 
 @dataclass(frozen=True)
 class JobResult:
-    """Outcome of a job.
-
-    - status: ok, failed, infeasible (no plan keeps its budget), invalid (its config is wrong; it has no folder), left
-      out (after a job that failed), or submitted (it has not ended).
-    - overrides: of the job.
-    - reason: one line; empty if the job ended well.
-    - folder: the job's folder.
-    - kept: an earlier sweep ran the job.
-    """
+    """Outcome of a job. status: ok, failed, infeasible (no plan keeps its budget), invalid (its config is wrong; it has
+    no folder), left out (after a job that failed), or submitted (it has not ended)."""
 
     status: str
     overrides: tuple[str, ...]
-    reason: str = ""
+    reason: str = ""  # one line; empty if the job ended well
     folder: Path | None = None
-    kept: bool = False
+    kept: bool = False  # an earlier sweep ran the job
 
 
 @dataclass
 class Session:
     """One call of a program.
 
-    - results: of its jobs so far.
-    - sweep: the sweep's folder.
     - accepted: configs of the sweep's valid jobs, including jobs that its folder has already run.
-    - asked: overrides of the accepted jobs.
+    - claimed: holds the lock of the sweep's folder: no other sweep may number jobs there meanwhile.
     - earlier: runs that the sweep's folder had, by identity: the run's folder in it, and the run's record.
+    - outdated: folders of earlier runs of an accepted job's config whose code, machine or libraries were others.
     """
 
     results: list[JobResult] = field(default_factory=list)
-    sweep: Path | None = None
+    sweep: Path | None = None  # its folder
     accepted: list[Config] = field(default_factory=list)
-    asked: list[tuple[str, ...]] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)  # overrides of the accepted jobs
     claimed: ExitStack = field(default_factory=ExitStack)
-    """Holds the lock of the sweep's folder: no other sweep may number jobs there meanwhile."""
     earlier: dict[str, tuple[str, Record]] = field(default_factory=dict)
     outdated: set[Path] = field(default_factory=set)
-    """Folders of earlier runs of an accepted job's config whose code, machine or libraries were others."""
-    _parts: dict[str, record.Parts] = field(default_factory=dict)
-    """Parts of the identities of earlier runs, by folder in the sweep's folder."""
-    _subdir: str = ""
-    """The config's pattern for the folders of jobs."""
-    _taken: set[str] = field(default_factory=set)
-    """Folders of jobs, in the sweep's folder."""
+    _parts: dict[str, record.Parts] = field(default_factory=dict)  # of the identities of earlier runs, by folder
+    _subdir: str = ""  # the config's pattern for the folders of jobs
+    _taken: set[str] = field(default_factory=set)  # folders of jobs in the sweep's
 
     def begin(self, config: DictConfig, *, continues: bool) -> None:
-        """Begin a sweep, or go on with the one in its folder.
-
-        continues: jobs that the folder already has runs of may be left out.
-        """
+        """Begin a sweep, or go on with the one in its folder. continues: jobs that the folder already has runs of may
+        be left out."""
         self.sweep = Path(str(config.hydra.sweep.dir)).resolve()
         try:
             self.claimed.enter_context(claim(self.sweep))
@@ -92,10 +77,9 @@ class Session:
         if continues:
             named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
             self._subdir = str(named["subdir"])
-            made = {path: record.read(path) for path in _runs_in(self.sweep)}
-            self.earlier = {
-                said.identity: (str(path.relative_to(self.sweep)), said) for path, said in made.items() if said
-            }
+            for path in sorted(file.parent for file in self.sweep.rglob(record.FILE)):
+                if said := record.read(path):
+                    self.earlier[said.identity] = str(path.relative_to(self.sweep)), said
             self._taken = {name for name, _ in self.earlier.values()}
             self._parts = {name: record.read_parts(self.sweep / name) for name in self._taken}
         if self.earlier and not config.sweep.force:
@@ -108,12 +92,9 @@ class Session:
         self.results.append(JobResult("invalid", tuple(overrides), reason))
 
     def place(
-        self,
-        config: Config,
-        parts: record.Parts,
-        overrides: Sequence[str],
+        self, config: Config, parts: record.Parts, overrides: Sequence[str],
         on_earlier: Callable[[Config, Path], object] | None,
-    ) -> str | None:
+    ) -> str | None:  # fmt: skip
         """The job's folder in the sweep's folder; empty for the one that the config gives.
 
         None if the job is not run: it equals another one, or an earlier sweep has run it to its end, or has submitted
@@ -150,10 +131,8 @@ class Session:
         if ended and (before.state != record.FAILED or not config.sweep.retry_failed):
             self._keep(JobResult(before.state, asked, before.reason, folder, kept=True), f"{name}: {before.state}")
             return None
-        print(
-            f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})",
-            flush=True,
-        )
+        state = "not finished" if before.state == record.RUNNING else before.state
+        print(f"{name}: {state}, runs again (job {job})", flush=True)
         return name
 
     def _new_place(self) -> str:
@@ -172,15 +151,12 @@ class Session:
 
 
 def decides(config: Config) -> str:
-    """Why settings of the schedule have no effect."""
     return f"strategy={config.strategy.name} decides the schedule"
 
 
 def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Sequence[str] = ()) -> list[str]:
-    """The overrides of a job in which the jobs of its sweep differ, as `key=value` with shortened keys.
-
-    A key is shortened to its last part unless two keys end alike. but: keys that are left out.
-    """
+    """The overrides of a job in which the jobs of its sweep differ, as `key=value` with shortened keys. A key is
+    shortened to its last part unless two keys end alike. but: keys that are left out."""
     values: dict[str, set[str]] = {}
     for job in sweep:
         for key, _, value in (override.lstrip("+").partition("=") for override in job):
@@ -191,10 +167,8 @@ def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Seq
 
 
 def sweep_name(folder: Path) -> str:
-    """The name of a sweep in its runs, and their group in a tracker: its folder's name and 8 random digits.
-
-    The folder keeps the digits for a sweep that continues in it. Sweeps in other folders of this name are other groups.
-    """
+    """The name of a sweep in its runs, and their group in a tracker: its folder's name and 8 random digits. The folder
+    keeps the digits for a sweep that continues in it. Sweeps in other folders of this name are other groups."""
     file = folder / ID
     try:
         digits = file.read_text(encoding="utf-8")
@@ -205,27 +179,17 @@ def sweep_name(folder: Path) -> str:
     return f"{folder.name}-{digits}"
 
 
-def _runs_in(folder: Path) -> list[Path]:
-    return sorted(file.parent for file in folder.rglob(record.FILE))
-
-
 def report(session: Session, started: float) -> None:
     """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table: of all its runs but
-    those that a job of other code, on another machine or with other libraries has left.
-
-    started: unix time in seconds. A picture that cannot be drawn is only a warning: the runs are complete.
-    """
+    those that a job of other code, on another machine or with other libraries has left. started: unix time in seconds.
+    A picture that cannot be drawn is only a warning: the runs are complete."""
     folder = session.sweep
     assert folder is not None
     jobs = [
-        {
-            "overrides": list(result.overrides),
-            "status": result.status,
-            "reason": result.reason,
-            "folder": None if result.folder is None else str(result.folder.resolve().relative_to(folder)),
-        }
+        {"overrides": list(result.overrides), "status": result.status, "reason": result.reason,
+         "folder": None if result.folder is None else str(result.folder.resolve().relative_to(folder))}
         for result in session.results
-    ]
+    ]  # fmt: skip
     wall_s = time.time() - started
     told = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
     try:

@@ -23,14 +23,13 @@ import analysis
 from analysis.events import METRICS, read_events
 from experiments.config.checks import as_mapping
 from experiments.config.schema import Config
-from experiments.trackers.tracker import Aside, Event, Shown
+from experiments.trackers.tracker import PATIENCE_S, Aside, Event, Shown
 
 if TYPE_CHECKING:
     import pandas as pd  # ranks, and programs that only say what is wrong, need not wait for this import
 
 _DOCUMENTS = ("profile", "plan")
-_IDS = "tracked_as.json"
-"""File in a folder: ids of its runs at the tracker, by kind."""
+_IDS = "tracked_as.json"  # file in a folder: ids of its runs at the tracker, by kind
 _TABLE = (
     "name", "model", "strategy", "scheduler", "engine", "world", "budget_bytes", "schedule_share", "status", "step_s",
     "predicted_step_s", "overlap_ratio", "exposed_s", "stalled_s", "peak_bytes", "throughput_samples_s", "plan_hash",
@@ -81,22 +80,22 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# ---- the tracker
-
-
 class Follower:
     """Shows a run to its config's tracker: events as they arrive, then the files. Never raises; waits only at the end.
-
     kind: profile, plan, train or compare. identity: of the job as it was requested (`experiments.job.record`). Steps
-    and evaluations of earlier attempts in the folder are shown before the first step that continues them.
-    """
+    and evaluations of earlier attempts in the folder are shown before the first step that continues them."""
 
     def __init__(self, config: Config, folder: Path, kind: str, identity: str) -> None:
-        self._folder, self._aside = folder, None
+        self._folder, self._aside, self._past = folder, None, list[Event]()
         self._used = () if config.profile.path is None else ("profile",)
-        self._past = former(folder) if config.tracker.shows else []
         if config.tracker.shows:
-            self._aside = _beside(config, _shown(config, folder, kind, identity))
+            self._past = former(folder)
+            own = identity if kind == "train" else f"{identity}-{kind}"
+            if kind == "compare":  # equal jobs run several times
+                own += "-" + re.sub(r"[^A-Za-z0-9.-]+", "-", folder.name)
+            own = _id(folder, kind, own, goes_on=bool(config.run.resume))
+            shown = Shown(folder, own, str(config.run.name), config.run.sweep, kind, as_mapping(config))
+            self._aside = _beside(config, shown)
 
     def event(self, event: Event) -> None:
         if self._aside is None:
@@ -146,31 +145,19 @@ def former(folder: Path) -> list[Event]:
         events = read_events(folder / METRICS)
     except (OSError, ValueError):
         return []
-    last = {
-        (int(event["step"]), event["event"] == "eval"): event for event in events if event["event"] in ("step", "eval")
-    }
+    known = [event for event in events if event["event"] in ("step", "eval")]
+    last = {(int(event["step"]), event["event"] == "eval"): event for event in known}
     return [last[key] for key in sorted(last)]
 
 
 def _beside(config: Config, shown: Shown) -> Aside:
-    return Aside(config.tracker.title, config.tracker.patience_s, partial(config.tracker.mirror, shown))
-
-
-def _shown(config: Config, folder: Path, kind: str, own: str) -> Shown:
-    if kind != "train":
-        own += f"-{kind}"
-    if kind == "compare":  # equal jobs run several times
-        own += "-" + re.sub(r"[^A-Za-z0-9.-]+", "-", folder.name)
-    own = _id(folder, kind, own, goes_on=bool(config.run.resume))
-    return Shown(folder, own, str(config.run.name), config.run.sweep, kind, as_mapping(config))
+    patience_s = getattr(config.tracker, "timeout_s", PATIENCE_S)
+    return Aside(config.tracker.title, patience_s, partial(config.tracker.mirror, shown))
 
 
 def _id(folder: Path, kind: str, own: str, *, goes_on: bool) -> str:
-    """A tracker's id for a run.
-
-    A run that begins gets `own` and 8 random digits, so that it overwrites no other run. A run that continues in its
-    folder keeps its id.
-    """
+    """A tracker's id for a run. A run that begins gets `own` and 8 random digits, so that it overwrites no other run. A
+    run that continues in its folder keeps its id."""
     try:
         known = dict(json.loads((folder / _IDS).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import fnmatch
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -37,11 +37,8 @@ from mdcs.profiler.stages import Ran, Stage, Trial, chosen, take_turns
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import unmeasured
 
-_TRIALS, _TRIALS_FROM = 3, 250
-"""Default number of plans that are tried, and steps of the shortest run that tries them."""
-_PLANS, _RECOMPUTING = 3, 2
-"""Plans under which messages are measured, at most, and those under which units recompute."""
-
+_TRIALS, _TRIALS_FROM = 3, 250  # default number of plans that are tried, and steps of the shortest run that tries them
+_PLANS, _RECOMPUTING = 3, 2  # plans under which messages are measured, at most, and those under which units recompute
 T = TypeVar("T")
 _TURNS = 3
 _PATIENCE = datetime.timedelta(days=7)
@@ -97,25 +94,22 @@ class Workload:
             units = mdcs.partition(self.model, policy)
             owners = {u.modules[0] for u in units if len(u.modules) == 1}
             chosen = {name for name, module in named.items() if module in owners}
-        return [
-            module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen
-        ]
+        inner_first = sorted(named.items(), key=lambda each: -each[0].count("."))
+        return [module for name, module in inner_first if name in chosen]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's batches on its device. Raises ValueError at the call if the samples make no batch.
-
-        On CUDA the host does not wait for their copies.
-        """
+        """Yield this rank's batches on its device. Raises ValueError at the call if the samples make no batch. On CUDA
+        the host does not wait for their copies."""
         with status.working():
             made = self.config.data.batches(
                 self.task.inputs, rank=self.rank, world=self.world, pinned=self.device.type == "cuda", **options
             )
-        return ({key: self._on_device(value) for key, value in batch.items()} for batch in made)
 
-    def _on_device(self, value: Tensor) -> Tensor:
-        # first: a copy that changes the type as well is not asynchronous
-        value = value.to(self.device, non_blocking=True)
-        return value.to(self.dtype) if value.is_floating_point() else value
+        def on_device(value: Tensor) -> Tensor:
+            value = value.to(self.device, non_blocking=True)  # a copy that changes the type as well is not asynchronous
+            return value.to(self.dtype) if value.is_floating_point() else value
+
+        return ({key: on_device(value) for key, value in batch.items()} for batch in made)
 
     def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
         """Loss of the model, or of `model`, which wraps it. Raises ValueError for data of another model."""
@@ -124,10 +118,8 @@ class Workload:
         except KeyError as error:
             if not error.args or error.args[0] in batch:
                 raise
-            there = ", ".join(batch)
-            raise ValueError(
-                f"model.loss: a batch of data={self.config.data.name} has no {error}, only {there}"
-            ) from error
+            of = f"model.loss: a batch of data={self.config.data.name}"
+            raise ValueError(f"{of} has no {error}, only {', '.join(batch)}") from error
 
     def shown(self, value: float) -> float | None:
         """A loss or a norm; None for emulated ranks, where it has no meaning."""
@@ -135,8 +127,7 @@ class Workload:
 
     def known_profile(self) -> mdcs.Profile | None:
         """The profile that the config names or describes. None: it has to be measured."""
-        config = self.config
-        known = on_rank_zero(lambda: profiles.known(config))  # the file is on rank 0's host
+        known = on_rank_zero(lambda: profiles.known(self.config))  # the file is on rank 0's host
         if known is not None:
             self._require_same_units(known)
         return known
@@ -160,10 +151,8 @@ class Workload:
         return max(0, min(run.profile_iterations, room // self._stages - 1))
 
     def choosing(self, plan: mdcs.Plan, *, measured: bool) -> Generator[Stage, Ran, mdcs.Plan]:
-        """Yield the plan and others that differ, in turns, if the config asks for trials; return the fastest.
-
-        measured: whether a profile was measured in the steps before.
-        """
+        """Yield the plan and others that differ, in turns, if the config asks for trials; return the fastest. measured:
+        whether a profile was measured in the steps before."""
         if self.trials_asked == 1:
             return plan
         plans = on_rank_zero(lambda: proposals(plan, self.trials_asked))
@@ -173,10 +162,8 @@ class Workload:
         return chosen(self.trials)
 
     def measuring(self) -> Generator[Stage, Ran, mdcs.Profile]:
-        """Yield the first steps of training, and the plans under which they are measured; return the profile.
-
-        Raises ValueError for a budget where memory cannot be measured, and InfeasibleBudget as soon as it is known.
-        """
+        """Yield the first steps of training, and the plans under which they are measured; return the profile. Raises
+        ValueError for a budget where memory cannot be measured, and InfeasibleBudget as soon as it is known."""
         config, optimizers = self.config, Optimizers(self.optimizer)
         budget, named = config.budget.value, config.collectives.named
         if config.budget.limited:
@@ -200,17 +187,21 @@ class Workload:
 
     def profile(self) -> mdcs.Profile:
         """Measure a profile before training, on all ranks, with recomputation where the budget needs it."""
-        config = self.config
-        measured = self._measured(config)
-        if on_rank_zero(lambda: profiles.is_short(config, measured)):
+        measured = self._measured(self.config)
+        if on_rank_zero(lambda: profiles.is_short(self.config, measured)):
             status.set(phase="profiling recomputation")
-            measured = self._measured(profiles.with_recomputation(config))
+            measured = self._measured(profiles.with_recomputation(self.config))
         return measured
 
     def _measured(self, config: Config) -> mdcs.Profile:
-        emulated = profiles.emulated(config)
+        emulated, batches = profiles.emulated(config), self.batches()
+
+        def step() -> Tensor:
+            status.set()  # reports progress: many ranks on few cores may measure for longer than the timeout
+            return self.loss(next(batches))
+
         return mdcs.autoprofile(
-            self.model, self.optimizer, self.units, self._trying(), link=emulated[0] if emulated else None,
+            self.model, self.optimizer, self.units, step, link=emulated[0] if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=about(config),
             emulate=self.emulate, progress=False, recompute=measures_recomputation(config),
@@ -220,31 +211,17 @@ class Workload:
         """Raise ValueError if the profile's model has other units, e.g. because its code has changed."""
         of_profile = [(unit.name, unit.numel, unit.trainable) for unit in profile.units]
         of_model = [(u.name, sum(aligned(p.numel()) for _, p in u.parameters), u.trainable) for u in self.units]
-        if of_profile == of_model:
-            return
-        pairs = zip_longest(of_profile, of_model)
-        number, there, here = next((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise ValueError(
-            f"the profile {self.config.profile.path} is of another model: its unit {number} is {_unit(there)}, the "
-            f"model's is {_unit(here)}; measure it anew (profile.refresh=true, without profile.path)"
-        )
-
-    def _trying(self) -> Callable[[], Tensor]:
-        """A function that runs forward passes on the first batches, for measurements before training."""
-        batches = self.batches()
-
-        def step() -> Tensor:
-            status.set()  # reports progress: many ranks on few cores may measure for longer than the timeout
-            return self.loss(next(batches))
-
-        return step
+        for number, (there, here) in enumerate(zip_longest(of_profile, of_model)):
+            if there != here:
+                raise ValueError(
+                    f"the profile {self.config.profile.path} is of another model: its unit {number} is {_unit(there)}, "
+                    f"the model's is {_unit(here)}; measure it anew (profile.refresh=true, without profile.path)"
+                )
 
 
 def prepared(phase: str, make: Callable[[], T], *, in_turn: bool = False) -> T:
     """Return what `make` returns, on every rank. The job is not taken for hung while `make` computes or writes files.
-
-    in_turn: rank 0 goes first, then one rank of each other host, then the rest. Collective.
-    """
+    in_turn: rank 0 goes first, then one rank of each other host, then the rest. Collective."""
     status.set(phase=phase)
     if not in_turn or not dist.is_initialized() or dist.get_world_size() == 1:
         with status.working():
@@ -287,25 +264,17 @@ def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass 
 
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate of every step of the run, from the config's optimizer."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.optimizer.factor(step, config.run.steps))
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Work of one step of a job.
+    """Work of one step of a job; None where it is not known, or not asked for."""
 
-    - samples: of all ranks.
-    - tokens: of all ranks; None for models that do not read tokens.
-    - flops: of forward and backward on one rank, without recomputation; None where they cannot be counted or are not
-      asked for.
-    - peak: of one device, FLOPs/s; None where it is not given.
-    """
-
-    samples: int
-    tokens: int | None = None
-    flops: float | None = None
-    peak: float | None = None
+    samples: int  # of all ranks
+    tokens: int | None = None  # of all ranks
+    flops: float | None = None  # of forward and backward on one rank, without recomputation
+    peak: float | None = None  # of one device, FLOPs/s
 
     def in_step(self, seconds: float) -> dict[str, float]:
         """The rates of a step that took `seconds`, by their names in events."""
@@ -317,10 +286,8 @@ class Throughput:
 
 
 def throughput_of(workload: Workload) -> Throughput:
-    """The throughput of a workload whose model no engine has wrapped yet.
-
-    FLOPs are counted if `cluster.peak_tflops` says what to compare them with: three times those of a forward pass.
-    """
+    """The throughput of a workload whose model no engine has wrapped yet. FLOPs are counted if `cluster.peak_tflops`
+    says what to compare them with: three times those of a forward pass."""
     config, samples = workload.config, workload.samples_per_step
     each = config.data.tokens(workload.task.inputs)
     tokens = None if each is None else samples * each
@@ -329,18 +296,12 @@ def throughput_of(workload: Workload) -> Throughput:
     peak = config.cluster.peak_tflops * 1e12
     batch = next(config.data.batches(workload.task.inputs, rank=workload.rank, world=workload.world))
     try:
-        forward = forward_flops(workload.model, workload.task.loss, batch, workload.dtype)
+        meta = {key: v.to("meta", workload.dtype if v.is_floating_point() else None) for key, v in batch.items()}
+        with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            workload.task.loss(_OnMeta(workload.model), meta)
     except Exception:  # the model's own code, on tensors without values
         return Throughput(samples, tokens)
-    return Throughput(samples, tokens, 3.0 * forward * config.run.accumulation, peak)
-
-
-def forward_flops(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """FLOPs of a forward pass, counted on tensors without memory. Raises what the model raises on them."""
-    meta = {key: v.to("meta", dtype if v.is_floating_point() else None) for key, v in batch.items()}
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        loss(_OnMeta(model), meta)
-    return counter.get_total_flops()
+    return Throughput(samples, tokens, 3.0 * counter.get_total_flops() * config.run.accumulation, peak)
 
 
 class _OnMeta(nn.Module):
@@ -352,5 +313,4 @@ class _OnMeta(nn.Module):
         self._state = {name: v.to("meta") for name, v in [*model.named_parameters(), *model.named_buffers()]}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
         return functional_call(self._call, self._state, args, kwargs)

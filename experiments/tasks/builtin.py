@@ -5,29 +5,17 @@ from __future__ import annotations
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.tasks.data import (
-    CONTENT,
-    SPLIT,
-    Arrays,
-    Data,
-    Images,
-    Inputs,
-    Pairs,
-    Sampled,
-    Samples,
-    Tokens,
-    image_arrays,
-    random,
-    token_samples,
-)
+from experiments.tasks import data
+from experiments.tasks.data import Arrays, Data, Images, Inputs, Pairs, Sampled, Samples, Tokens
 from mdcs.options import option
 
 SAMPLES = 65_536
@@ -40,7 +28,6 @@ class Synthetic(Data):
     name = "synthetic"
 
     def require(self, inputs: Inputs) -> None:
-        """Raise ValueError unless the inputs are of :mod:`experiments.tasks.data` or have a method `sample`."""
         given: object = inputs
         if not isinstance(given, (Tokens, Images, Pairs, Sampled)):
             kind = type(given).__name__
@@ -51,40 +38,36 @@ class Synthetic(Data):
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Random samples. Every split and shape has the same number of them."""
+
+        def randoms(indices: NDArray[np.int64]) -> list[np.random.Generator]:
+            return [data.random(self.seed, data.CONTENT, int(held_out), int(i)) for i in indices]
+
         if isinstance(inputs, Tokens):
-            return token_samples(SAMPLES, partial(_rows, inputs, self.seed, held_out), inputs, self.seed)
-        if isinstance(inputs, Pairs):
-            return Samples(SAMPLES, partial(_pairs, inputs, self.seed, held_out))
-        if isinstance(inputs, Images):
-            return Samples(SAMPLES, partial(_arrays, inputs, self.seed, held_out))
-        return Samples(SAMPLES, partial(_own, inputs, self.seed, held_out))
+            numbers = inputs.vocabulary, inputs.sequence + 1
+            return data.token_samples(
+                SAMPLES, lambda indices: np.stack([each.integers(0, *numbers) for each in randoms(indices)]),
+                inputs, self.seed,
+            )  # fmt: skip
+        of: Callable[[Any, list[np.random.Generator]], Arrays] = _sampled
+        if isinstance(inputs, (Images, Pairs)):
+            of = _images if isinstance(inputs, Images) else _pairs
+        return Samples(SAMPLES, lambda indices, epoch: of(inputs, randoms(indices)))
 
 
-def _rows(tokens: Tokens, seed: int, held_out: bool, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    rows = [
-        random(seed, CONTENT, int(held_out), int(i)).integers(0, tokens.vocabulary, tokens.sequence + 1)
-        for i in indices
-    ]
-    return np.stack(rows)
-
-
-def _arrays(images: Images, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
-    shape = (images.channels, images.size, images.size)
-    randoms = [random(seed, CONTENT, int(held_out), int(i)) for i in indices]
-    labels = np.array([each.integers(0, images.classes) for each in randoms], dtype=np.int64)
-    pixels = np.stack([each.standard_normal(shape, dtype=np.float32) for each in randoms])
-    return image_arrays(pixels, labels, images)
-
-
-def _own(inputs: Sampled, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
-    """Samples of inputs that make their own samples."""
-    samples = [inputs.sample(random(seed, CONTENT, int(held_out), int(i))) for i in indices]
+def _sampled(inputs: Sampled, randoms: list[np.random.Generator]) -> Arrays:
+    samples = [inputs.sample(each) for each in randoms]
     return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
 
 
-def _pairs(pairs: Pairs, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
+def _images(images: Images, randoms: list[np.random.Generator]) -> Arrays:
+    shape = (images.channels, images.size, images.size)
+    labels = np.array([each.integers(0, images.classes) for each in randoms], dtype=np.int64)
+    pixels = np.stack([each.standard_normal(shape, dtype=np.float32) for each in randoms])
+    return data.image_arrays(pixels, labels, images)
+
+
+def _pairs(pairs: Pairs, randoms: list[np.random.Generator]) -> Arrays:
     """Two sentences of equal length, without padding."""
-    randoms = [random(seed, CONTENT, int(held_out), int(i)) for i in indices]
     labels = np.array([each.integers(0, pairs.classes) for each in randoms], dtype=np.int64)
     tokens = np.stack([each.integers(0, pairs.vocabulary, pairs.sequence) for each in randoms])
     kinds = np.broadcast_to(np.arange(pairs.sequence) >= pairs.sequence // 2, tokens.shape).astype(np.int64)
@@ -101,10 +84,16 @@ class Digits(Data):
     name, gives, classes = "digits", Images, 10
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """All samples of a split."""
         assert isinstance(inputs, Images)
         pixels, labels = _digits(held_out)
-        return Samples(len(labels), partial(_digit_arrays, pixels, labels, inputs))
+        # Nearest neighbour needs no image library and is exact on every machine.
+        nearest = np.arange(inputs.size) * pixels.shape[-1] // inputs.size
+
+        def at(indices: NDArray[np.int64], epoch: int) -> Arrays:
+            enlarged = pixels[indices][:, nearest][:, :, nearest]
+            return data.image_arrays(np.repeat(enlarged[:, None], inputs.channels, axis=1), labels[indices], inputs)
+
+        return Samples(len(labels), at)
 
 
 @lru_cache(maxsize=2)
@@ -112,23 +101,13 @@ def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Standardized digits [count, 8, 8] and their labels [count]. The split is the same for every seed."""
     # Import here: it takes a second, and only this source needs it.
     from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
-
     bunch = load_digits()
     images = np.asarray(bunch.images, dtype=np.float32)
     images = (images - images.mean()) / images.std()
-    order = random(0, SPLIT).permutation(len(images))
+    order = data.random(0, data.SPLIT).permutation(len(images))
     cut = len(images) // _HELD_OUT_ONE_IN
     chosen = order[:cut] if held_out else order[cut:]
     return images[chosen], np.asarray(bunch.target, dtype=np.int64)[chosen]
-
-
-def _digit_arrays(
-    pixels: NDArray[np.float32], labels: NDArray[np.int64], images: Images, indices: NDArray[np.int64], epoch: int
-) -> Arrays:
-    # Nearest neighbour needs no image library and is exact on every machine.
-    nearest = np.arange(images.size) * pixels.shape[-1] // images.size
-    enlarged = pixels[indices][:, nearest][:, :, nearest]
-    return image_arrays(np.repeat(enlarged[:, None], images.channels, axis=1), labels[indices], images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +115,18 @@ class StdlibBytes(Data):
     """Windows of the text; every byte is a token."""
 
     name, gives, vocabulary = "stdlib_bytes", Tokens, 256
-
     max_bytes: int | None = option(None, "longest text of a split, in bytes; null: all", at_least=1, profiled=False)
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """Windows of the text. A window has one byte more than the sequence: the label of its last position."""
         assert isinstance(inputs, Tokens)
         read = text(held_out=held_out, max_bytes=self.max_bytes)
-        count = (len(read) - 1) // inputs.sequence
-        return token_samples(count, partial(_byte_rows, read, inputs.sequence), inputs, self.seed)
+        sequence = inputs.sequence
+
+        def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+            return read[indices[:, None] * sequence + np.arange(sequence + 1)].astype(np.int64)
+
+        return data.token_samples((len(read) - 1) // sequence, rows, inputs, self.seed)
 
 
 @lru_cache(maxsize=4)
@@ -158,19 +140,15 @@ def text(*, held_out: bool = False, max_bytes: int | None = None) -> NDArray[np.
 
     Raises ValueError when this Python has no source files (a zipped standard library).
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    parts: list[bytes] = []
-    size = 0
+    root, read = Path(sysconfig.get_path("stdlib")), bytearray()
     for path in _sources(root):
-        if max_bytes is not None and size >= max_bytes:
+        if max_bytes is not None and len(read) >= max_bytes:
             break
-        name = path.relative_to(root).as_posix()
-        if (zlib.crc32(name.encode()) % _HELD_OUT_ONE_IN == 0) == held_out:
-            parts.append(path.read_bytes())
-            size += len(parts[-1])
-    if not size:
+        if (zlib.crc32(path.relative_to(root).as_posix().encode()) % _HELD_OUT_ONE_IN == 0) == held_out:
+            read += path.read_bytes()
+    if not read:
         raise ValueError(f"no Python source files under {root}; use the synthetic source")
-    return np.frombuffer(b"".join(parts)[:max_bytes], dtype=np.uint8)
+    return np.frombuffer(bytes(read[:max_bytes]), dtype=np.uint8)
 
 
 def _sources(root: Path) -> Iterator[Path]:
@@ -180,11 +158,6 @@ def _sources(root: Path) -> Iterator[Path]:
         yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 
-def _byte_rows(read: NDArray[np.uint8], sequence: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    windows: NDArray[np.uint8] = read[indices[:, None] * sequence + np.arange(sequence + 1)]
-    return windows.astype(np.int64)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Auto(Data):
     """Data that the model can read: text of bytes for language models, else seeded noise."""
@@ -192,10 +165,8 @@ class Auto(Data):
     name = "auto"
 
     def chosen(self, inputs: Inputs) -> Data:
-        """The data set for a model that reads ``inputs``."""
         kind = StdlibBytes if isinstance(inputs, Tokens) else Synthetic
         return kind(batch_size=self.batch_size, seed=self.seed, workers=self.workers)
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """Raise NotImplementedError: a checked config has the chosen data set."""
-        raise NotImplementedError
+        raise NotImplementedError("a checked config has the chosen data set")

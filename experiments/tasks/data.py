@@ -27,8 +27,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a data set is chosen bef
     from torch import Tensor
 
 
-MASKED_SHARE = 0.15
-"""Share of a sequence's positions that a masked language model predicts (BERT, Devlin et al. 2019)."""
+MASKED_SHARE = 0.15  # Share of a sequence's positions that a masked language model predicts (BERT, Devlin et al. 2019).
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Tokens:
     """
 
     what: ClassVar[str] = "tokens"
-
     sequence: int
     vocabulary: int = 256
     masked: bool = False
@@ -56,26 +54,17 @@ class Tokens:
 
     @property
     def mask_token(self) -> int:
-        """The id of the mask token: the first id after the vocabulary."""
+        """The first id after the vocabulary."""
         return self.vocabulary
-
-    @property
-    def masked_positions(self) -> int:
-        """Number of labelled positions of each sequence in a masked batch, at least 1."""
-        return max(1, round(MASKED_SHARE * self.sequence))
 
 
 @dataclass(frozen=True)
 class Images:
-    """Batches of an image classifier: float32 images, and int64 `labels` [batch].
-
-    Images are `pixel_values` [batch, channels, size, size] or, with `flat`, `inputs` [batch, channels·size·size].
-
-    Raises ValueError when a number is out of range.
-    """
+    """Batches of an image classifier: float32 images, and int64 `labels` [batch]. Images are `pixel_values` [batch,
+    channels, size, size] or, with `flat`, `inputs` [batch, channels·size·size]. Raises ValueError when a number is out
+    of range."""
 
     what: ClassVar[str] = "images"
-
     size: int
     channels: int
     classes: int
@@ -88,19 +77,15 @@ class Images:
 
     @property
     def features(self) -> int:
-        """Number of values in one image."""
         return self.channels * self.size * self.size
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Batches of a classifier of pairs of sentences.
-
-    `input_ids`, `token_type_ids` and `attention_mask` are int64 [batch, sequence]; `labels` is int64 [batch].
-    """
+    """Batches of a classifier of pairs of sentences. `input_ids`, `token_type_ids` and `attention_mask` are int64
+    [batch, sequence]; `labels` is int64 [batch]."""
 
     what: ClassVar[str] = "pairs of sentences"
-
     sequence: int
     vocabulary: int
     classes: int
@@ -131,27 +116,22 @@ Arrays = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class Samples:
-    """A split of a data set: the number of samples, and `at(indices, epoch)`, which returns the arrays of one batch."""
+    """A split of a data set."""
 
     count: int
-    at: Callable[[Any, int], Any]
+    at: Callable[[Any, int], Any]  # (indices, epoch) → the arrays of one batch
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A split that is read in its own order.
+    """A split that is read in its own order."""
 
-    - samples: an iterable, read anew in every epoch.
-    - batch: samples → the arrays of one batch.
-    """
-
-    samples: Any
-    batch: Callable[[list[Any]], Any]
+    samples: Any  # an iterable, read anew in every epoch
+    batch: Callable[[list[Any]], Any]  # samples → the arrays of one batch
 
 
 @lru_cache(maxsize=2)
 def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The samples of an epoch in their order."""
     return random(seed, SHUFFLE, epoch).permutation(count)
 
 
@@ -160,8 +140,7 @@ def random(seed: int, *words: int) -> np.random.Generator:
     return np.random.default_rng([seed, *words])
 
 
-IGNORED = -100
-"""Label of a position that is not part of the loss (torch's default `ignore_index`)."""
+IGNORED = -100  # label of a position that is not part of the loss (torch's default `ignore_index`)
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Indices of samples [batch] → windows of `sequence + 1` tokens [batch, sequence + 1]."""
 
@@ -173,20 +152,15 @@ class Data(Checked, ABC):
     name: ClassVar[str] = "data"
     gives: ClassVar[type[Tokens | Images | Pairs]]
     """The inputs that it provides, in any shape. A source without it has a `require` of its own."""
-    classes: ClassVar[int] = 0
-    """Number of classes of its labels."""
-    vocabulary: ClassVar[int] = 0
-    """Number of its tokens, without a tokenizer."""
-
+    classes: ClassVar[int] = 0  # number of classes of its labels
+    vocabulary: ClassVar[int] = 0  # number of its tokens, without a tokenizer
     batch_size: int = option(4, "samples per rank and micro-step", at_least=1)
     seed: int = option(0, "seed of the order of samples", at_least=0, profiled=False)
-    workers: int = option(
-        0, "processes per rank that prepare training batches; 0: none", at_least=0, profiled=False
-    )
+    workers: int = option(0, "processes per rank that prepare training batches; 0: none", at_least=0, profiled=False)
 
     @property
     def evaluates(self) -> bool:
-        """Return whether there are held-out samples."""
+        """Whether there are held-out samples."""
         return True
 
     @property
@@ -242,87 +216,60 @@ class Data(Checked, ABC):
                 f"{self.name} has {samples.count} {'held-out' if held_out else 'training'} samples, fewer than one"
                 f" global batch of {world} ranks times {self.batch_size}"
             )
-        part = _Part(rank, world, self.batch_size, self.seed)
-        return _loader(samples, part, epochs=epochs, first_step=first_step, workers=workers, pinned=pinned)
+        import torch
+        from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+        part = _Part(samples, rank, world, self.batch_size, self.seed)
 
+        class Streamed(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                info = get_worker_info()
+                return part.stream(first_step, epochs, *((0, 1) if info is None else (info.id, info.num_workers)))
 
-# ---- a rank's parts of the global batches, in the same order for any number of ranks and workers
+        made: Any = Streamed()
+        steps: Iterable[int] | None = None
+        if isinstance(samples, Samples):
+            made = part
+            steps = itertools.count(first_step) if epochs is None else range(first_step, epochs * part.per_epoch)
+        return iter(DataLoader(
+            made, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,
+            multiprocessing_context="fork" if workers else None,  # a data set of one's own may be no pickle
+            generator=torch.Generator().manual_seed(self.seed),  # else torch's global one would be drawn from
+        ))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A rank's part of every global batch, and the seed of the order of samples."""
+    """A rank's parts of the global batches of a split, in the same order for any number of ranks and workers."""
 
+    samples: Any
     rank: int
     world: int
     batch_size: int
     seed: int
 
-    def per_epoch(self, samples: Samples) -> int:
-        """Number of global batches in an epoch."""
-        return samples.count // (self.world * self.batch_size)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """Batches by step."""
-
-    samples: Samples
-    part: _Part
+    @property
+    def per_epoch(self) -> int:
+        return int(self.samples.count // (self.world * self.batch_size))
 
     def __getitem__(self, step: int) -> Arrays:
-        part = self.part
-        epoch, position = divmod(step, part.per_epoch(self.samples))
-        start = (position * part.world + part.rank) * part.batch_size
-        return self.samples.at(order(part.seed, epoch, self.samples.count)[start : start + part.batch_size], epoch)
+        epoch, position = divmod(step, self.per_epoch)
+        start = (position * self.world + self.rank) * self.batch_size
+        chosen = order(self.seed, epoch, self.samples.count)[start : start + self.batch_size]
+        return self.samples.at(chosen, epoch)
 
-
-def _streamed(
-    stream: Stream, part: _Part, first_step: int, epochs: int | None, own: int, workers: int
-) -> Iterator[Any]:
-    """Yield batches from a step on. All ranks and workers read the whole stream; several workers take turns."""
-    size, step = part.world * part.batch_size, 0
-    for epoch in itertools.count() if epochs is None else range(epochs):
-        if hasattr(stream.samples, "set_epoch"):
-            stream.samples.set_epoch(epoch)
-        before, samples = step, iter(stream.samples)
-        while len(batch := list(itertools.islice(samples, size))) == size:
-            if step >= first_step and (step - first_step) % workers == own:
-                yield stream.batch(batch[part.rank * part.batch_size :][: part.batch_size])
-            step += 1
-        if step == before:
-            raise ValueError(f"data: the stream has fewer samples than one global batch of {size}")
-
-
-def _loader(
-    samples: Samples | Stream, part: _Part, *, epochs: int | None, first_step: int, workers: int, pinned: bool
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches of a part."""
-    import torch
-    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-    class Streamed(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            assert isinstance(samples, Stream)
-            info = get_worker_info()
-            own, of = (0, 1) if info is None else (info.id, info.num_workers)
-            return _streamed(samples, part, first_step, epochs, own, of)
-
-    made: Any = Streamed()
-    steps: Iterable[int] | None = None
-    if isinstance(samples, Samples):
-        made = _Batches(samples, part)
-        steps = itertools.count(first_step) if epochs is None else range(first_step, epochs * part.per_epoch(samples))
-    return iter(
-        DataLoader(
-            made, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,
-            multiprocessing_context="fork" if workers else None,  # a data set of one's own may be no pickle
-            generator=torch.Generator().manual_seed(part.seed),  # else torch's global one would be drawn from
-        )
-    )  # fmt: skip
-
-
-# ---- from a source's samples to a model's batches
+    def stream(self, first_step: int, epochs: int | None, own: int, workers: int) -> Iterator[Any]:
+        """Yield batches from a step on. All ranks and workers read the whole stream; several workers take turns."""
+        size, step, source = self.world * self.batch_size, 0, self.samples.samples
+        for epoch in itertools.count() if epochs is None else range(epochs):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+            before, samples = step, iter(source)
+            while len(batch := list(itertools.islice(samples, size))) == size:
+                if step >= first_step and (step - first_step) % workers == own:
+                    yield self.samples.batch(batch[self.rank * self.batch_size :][: self.batch_size])
+                step += 1
+            if step == before:
+                raise ValueError(f"data: the stream has fewer samples than one global batch of {size}")
 
 
 def token_samples(count: int, rows: Rows, tokens: Tokens, seed: int) -> Samples:
@@ -339,14 +286,13 @@ def _causal(rows: Rows, indices: NDArray[np.int64], epoch: int) -> Arrays:
 
 def _masked(rows: Rows, tokens: Tokens, seed: int, indices: NDArray[np.int64], epoch: int) -> Arrays:
     """BERT's corruption: of the chosen positions, 80 % become the mask token, 10 % a random token, and 10 % stay.
-
-    Choices depend on sample and epoch, never on the rank: a sample is masked the same way in every batch.
-    """
+    Choices depend on sample and epoch, never on the rank: a sample is masked the same way in every batch."""
     input_ids = rows(indices)[:, :-1].copy()
     labels = np.full_like(input_ids, IGNORED)
+    masked_positions = max(1, round(MASKED_SHARE * tokens.sequence))
     for row, index in enumerate(indices):
         drawn = random(seed, MASK, epoch, int(index))
-        chosen = drawn.choice(tokens.sequence, tokens.masked_positions, replace=False)
+        chosen = drawn.choice(tokens.sequence, masked_positions, replace=False)
         labels[row, chosen] = input_ids[row, chosen]
         fate = drawn.random(len(chosen))
         other = np.where(fate < 0.9, drawn.integers(0, tokens.vocabulary, len(chosen)), labels[row, chosen])

@@ -41,7 +41,7 @@ class Named(Data):
         return self.path is not None or self.tokenizer is not None
 
     def require_vocabulary(self, needed: int, vocabulary: int) -> None:
-        """Raise ValueError for a model whose vocabulary has not all tokens. A tokenizer of the hub is not asked yet."""
+        """As `Data.require_vocabulary`. A tokenizer of the hub is not asked yet."""
         if self.tokenizer is None:
             super().require_vocabulary(needed, vocabulary)
         elif is_local(self.tokenizer):
@@ -62,11 +62,9 @@ def is_local(name: str) -> bool:
 def rows_of(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, bool]:
     """The rows of a split, and whether the source itself has it. Raises ValueError if they cannot be read."""
     import datasets
-
     datasets.disable_progress_bars()
     try:
-        reader = _READERS.get(Path(path).suffix)
-        if reader is not None:
+        if (reader := _READERS.get(Path(path).suffix)) is not None:
             found = datasets.load_dataset(reader, data_files=path)
         elif (Path(path) / "dataset_dict.json").exists():
             found = datasets.load_from_disk(path)
@@ -81,9 +79,8 @@ def rows_of(path: str, held_out: bool, subset: str | None = None) -> tuple[Any, 
 def require_columns(path: str, found: Any, *columns: str) -> None:
     """Raise ValueError unless the rows of `path` have these columns."""
     if missing := {*columns} - {*found.column_names}:
-        raise ValueError(
-            f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {', '.join(found.column_names)}"
-        )
+        there = ", ".join(found.column_names)
+        raise ValueError(f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {there}")
 
 
 def split(indices: NDArray[np.int64], held_out: bool, one_in: int) -> NDArray[np.int64]:
@@ -94,17 +91,14 @@ def split(indices: NDArray[np.int64], held_out: bool, one_in: int) -> NDArray[np
 
 @lru_cache(maxsize=1)
 def tokenizer_of(name: str) -> Any:
-    """A tokenizer of transformers. Raises OptionError if there is none."""
     from transformers import AutoTokenizer
-
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=is_local(name))
     except Exception as error:  # as above
         raise OptionError("tokenizer", f"{name} cannot be read: {' '.join(str(error).split())}") from error
 
 
-_TEXT_ONE_IN, _PAIRS_ONE_IN = 10, 5
-"""Held out of a source without splits."""
+_TEXT_ONE_IN, _PAIRS_ONE_IN = 10, 5  # held out of a source without splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +106,6 @@ class Text(Named):
     """Windows of the texts of a column. Raises OptionError without a path."""
 
     name, gives, vocabulary = "text", Tokens, 256
-
     subset: str | None = option(None, "configuration of the data set, as load_dataset takes it", profiled=False)
     column: str = option("text", "column with the text", profiled=False)
 
@@ -126,7 +119,6 @@ class Text(Named):
         splits, every tenth window is held out."""
         import datasets
         import pyarrow as pa
-
         assert isinstance(inputs, Tokens) and self.path is not None
         self.require_tokenizer(inputs.vocabulary)
         found, has_splits = rows_of(self.path, held_out, self.subset)
@@ -140,30 +132,27 @@ class Text(Named):
         chosen = np.arange(max(0, (len(tokens) - 1) // inputs.sequence))
         if not has_splits:
             chosen = split(chosen, held_out, _TEXT_ONE_IN)
-        return token_samples(len(chosen), partial(_windows, tokens, inputs.sequence, chosen), inputs, self.seed)
+        sequence = inputs.sequence
+
+        def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+            starts = chosen[indices] * sequence
+            return np.stack([tokens.slice(start, sequence + 1).to_numpy() for start in starts]).astype(np.int64)
+
+        return token_samples(len(chosen), rows, inputs, self.seed)
 
 
 def _text_tokens(tokenizer: str | None, column: str, rows: dict[str, list[str]]) -> dict[str, Any]:
     """The tokens of these rows, as one row."""
     if tokenizer is None:
-        return {
-            "tokens": [np.frombuffer("".join(f"{row}\n" for row in rows[column]).encode(), np.uint8).astype(np.int32)]
-        }
+        text = "".join(f"{row}\n" for row in rows[column])
+        return {"tokens": [np.frombuffer(text.encode(), np.uint8).astype(np.int32)]}
     made = tokenizer_of(tokenizer)
     end = [] if made.eos_token_id is None else [made.eos_token_id]
     return {"tokens": [[token for ids in made(rows[column])["input_ids"] for token in [*ids, *end]]]}
 
 
-def _windows(tokens: Any, sequence: int, chosen: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Windows of `sequence` tokens and the next one: [batch, sequence + 1]."""
-    starts = chosen[indices] * sequence
-    return np.stack([tokens.slice(start, sequence + 1).to_numpy() for start in starts]).astype(np.int64)
-
-
 SHIPPED = Path(__file__).with_name("nli.jsonl")
 PAD, CLS, SEP = 256, 257, 258
-Encode = Any
-"""(premises, hypotheses, sequence) → the arrays of a batch, without labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +167,14 @@ class Nli(Named):
         assert isinstance(inputs, Pairs)
         self.require_tokenizer(inputs.vocabulary)
         rows, indices, labels = _pairs(self.path or str(SHIPPED), held_out)
-        encode = _bytes if self.tokenizer is None else partial(_pair_tokens, tokenizer_of(self.tokenizer))
-        return Samples(len(indices), partial(_pair_arrays, rows, indices, labels, encode, inputs.sequence))
+        encode: Any = _bytes if self.tokenizer is None else partial(_pair_tokens, tokenizer_of(self.tokenizer))
+        sequence = inputs.sequence
+
+        def at(chosen: NDArray[np.int64], epoch: int) -> Arrays:
+            batch = rows[indices[chosen].tolist()]
+            return {**encode(batch["premise"], batch["hypothesis"], sequence), "labels": labels[chosen]}
+
+        return Samples(len(indices), at)
 
 
 @lru_cache(maxsize=2)
@@ -194,22 +189,13 @@ def _pairs(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[n
     return rows, indices, labels[indices]
 
 
-def _pair_arrays(
-    rows: Any, indices: NDArray[np.int64], labels: NDArray[np.int64], encode: Encode, sequence: int,
-    chosen: NDArray[np.int64], epoch: int,
-) -> Arrays:  # fmt: skip
-    batch = rows[indices[chosen].tolist()]
-    return {**encode(batch["premise"], batch["hypothesis"], sequence), "labels": labels[chosen]}
-
-
 def _bytes(premises: list[str], hypotheses: list[str], sequence: int) -> Arrays:
     """Encode as [CLS] premise [SEP] hypothesis [SEP] and padding. The longer sentence is cut first."""
     shape = (len(premises), sequence)
     ids, kinds, mask = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for row, (premise, hypothesis) in enumerate(zip(premises, hypotheses, strict=True)):
         first, second = list(premise.encode()), list(hypothesis.encode())
-        half = (sequence - 3) // 2
-        first = first[: max(half, sequence - 3 - len(second))]
+        first = first[: max((sequence - 3) // 2, sequence - 3 - len(second))]
         second = second[: sequence - 3 - len(first)]
         whole = [CLS, *first, SEP, *second, SEP]
         ids[row, : len(whole)] = whole

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 class Model(Checked, ABC):
     """The options that all models share. A subclass adds its numbers, its inputs, and `make`."""
 
-    computes: ClassVar[bool] = True
-    """Whether forward and backward use the cores."""
-
+    computes: ClassVar[bool] = True  # whether forward and backward use the cores
     name: str = option("", "name of the model in tables", profiled=False)
     wrap: str = option("block", "rule that cuts the model into units", choices=("block", "size", "leaf"))
     wrap_min_params: int = option(100_000, "wrap=size: smallest unit, in parameters", at_least=1)
@@ -40,7 +38,6 @@ class Model(Checked, ABC):
 
     @property
     def label(self) -> str:
-        """Name of the model in tables and pictures."""
         return self.name
 
     @property
@@ -63,12 +60,9 @@ class Model(Checked, ABC):
         """Make the task with a new model. Its weights come from torch's global generator."""
 
     def build(self, *, seed: int = 0) -> Task:
-        """Make the task with a new model in training mode, on the CPU. Its weights depend only on `seed`.
-
-        The global generator is left unchanged. Under `with torch.device("meta")` the model has shapes but no memory.
-        """
+        """Make the task with a new model in training mode, on the CPU. Its weights depend only on `seed`. The global
+        generator is left unchanged. Under `with torch.device("meta")` the model has shapes but no memory."""
         import torch
-
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every accelerator
             task = self.make()
@@ -81,7 +75,6 @@ class TextModel(Model):
     """The options of a language model."""
 
     masked: ClassVar[bool] = False
-
     sequence: int = option(512, "tokens in a sequence", at_least=1, sets="max_position_embeddings")
     vocab: int = option(256, "tokens in the vocabulary", at_least=2, sets="vocab_size")
     tie: bool = option(True, "input and output embeddings are one parameter", sets="tie_word_embeddings")
@@ -96,16 +89,13 @@ class TextModel(Model):
 class ImageModel(Model):
     """The options of a classifier of images."""
 
-    flat: ClassVar[bool] = False
-    """Whether an image is a row of values."""
-
+    flat: ClassVar[bool] = False  # whether an image is a row of values
     image: int = option(224, "pixels along an edge", at_least=1)
     channels: int = option(3, "channels of an image", at_least=1, sets="num_channels")
     classes: int = option(1000, "classes of images", at_least=2)
 
     @property
     def inputs(self) -> Images:
-        """Images in their own shape, or flat."""
         return Images(self.image, self.channels, self.classes, self.flat)
 
 
@@ -114,16 +104,13 @@ class Mlp(ImageModel):
     """`depth` linear layers with ReLU in between, on flat images. It is the model that starts fastest."""
 
     flat = True
-
     depth: int = option(4, "linear layers", at_least=1)
     width: int = option(256, "hidden size", at_least=1)
 
     def make(self) -> Task:
-        """Make the task. Every linear layer is a unit."""
         from torch import nn
 
         from experiments.tasks.task import Task, cross_entropy
-
         sizes = [self.inputs.features, *[self.width] * (self.depth - 1), self.classes]
         model = nn.Sequential()
         for i, pair in enumerate(itertools.pairwise(sizes)):
@@ -139,13 +126,10 @@ _FP32 = 4  # bytes, in which block_mib counts
 @dataclass(frozen=True, kw_only=True)
 class Timed(Model):
     """A stand-in for a model on a missing device: parameters, gradients and updates are real, but compute only waits.
-
     Compute sleeps for its time and leaves the cores to messages and updates. So ranks on a few cores stand for as many
-    devices.
-    """
+    devices."""
 
     computes = False
-
     layers: int = option(12, "blocks", at_least=1)
     block_mib: float = option(5.722, "parameters of a block, in float32", above=0)
     forward_ms: float = option(32.0, "milliseconds that the forward of a block takes", at_least=0)
@@ -161,7 +145,6 @@ class Timed(Model):
 
     @property
     def made_of(self) -> dict[str, str]:
-        """The mark of timed compute."""
         return {"compute": "timed"}
 
     @property
@@ -170,11 +153,9 @@ class Timed(Model):
         return Images(1, self.layers, 2, flat=True)
 
     def make(self) -> Task:
-        """Make the task. Every block is a unit."""
         from torch import nn
 
         from experiments.tasks.task import Block, Clock, Task, Waiting, squared_error
-
         numel, kept = max(1, round(self.block_mib * MIB / _FP32)), round(self.activations_mib * MIB)
         seconds, clock = (self.forward_ms * 1e-3, self.backward_ms * 1e-3), Clock()
         blocks = (Block(numel, self.tensors, kept, *seconds, clock, self.checkpointing) for _ in range(self.layers))
@@ -184,20 +165,15 @@ class Timed(Model):
 @dataclass(frozen=True, kw_only=True)
 class Library(Model):
     """A model of transformers. Raises OptionError for weights that are missing, or of a model with other numbers.
+    Beside limits an option may have two values: `sets`, the argument of the model's config, and `divides`, an
+    option."""
 
-    Beside limits an option may have two values: `sets`, the argument of the model's config, and `divides`, an option.
-    """
-
-    cls: ClassVar[str]
-    """The class of transformers."""
-    block: ClassVar[str]
-    """The class whose modules become units; the other parameters lie outside of them."""
-
+    cls: ClassVar[str]  # the class of transformers
+    block: ClassVar[str]  # the class whose modules become units; the other parameters lie outside of them
     weights: str | None = option(
-        None,
-        "starting weights: a folder that save_pretrained has written, or a name on the hub; null: random",
+        None, "starting weights: a folder that save_pretrained has written, or a name on the hub; null: random",
         profiled=False,
-    )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,7 +184,6 @@ class Library(Model):
         if self.weights is None:
             return
         import transformers
-
         kind: Any = getattr(transformers, self.cls).config_class
         try:
             there = kind.from_pretrained(self.weights, local_files_only=is_local(self.weights))
@@ -224,29 +199,22 @@ class Library(Model):
         return self.weights is not None and not is_local(self.weights)
 
     def numbers(self) -> dict[str, Any]:
-        """The arguments of the model's config that determine its shape."""
-        declared = {name: field.metadata["sets"] for name, field in options(self).items() if "sets" in field.metadata}
-        return {argument: getattr(self, name) for name, argument in declared.items()}
+        return {of.metadata["sets"]: getattr(self, name) for name, of in options(self).items() if "sets" in of.metadata}
 
     def arguments(self) -> dict[str, Any]:
-        """The other arguments of the model's config."""
         classes = getattr(self, "classes", None)
         return {} if classes is None else {"num_labels": classes}
 
     def make(self) -> Task:
-        """Make the task, with the folder's weights or random ones."""
         import torch
         import transformers
 
         from experiments.tasks.task import Task, cross_entropy
-
         cls: Any = getattr(transformers, self.cls)
         config = cls.config_class(**(self.arguments() | self.numbers()))
-        if self.weights is None:
-            model = cls(config)
-        else:
-            local = is_local(self.weights)
-            model = cls.from_pretrained(self.weights, config=config, local_files_only=local, dtype=torch.float32)
+        model = cls(config) if self.weights is None else cls.from_pretrained(
+            self.weights, config=config, local_files_only=is_local(self.weights), dtype=torch.float32
+        )  # fmt: skip
         if self.checkpointing:
             # The first name is newer. Both methods take the keyword arguments of torch.utils.checkpoint first.
             newer = getattr(model, "activation_checkpointing_enable", None)
@@ -260,12 +228,9 @@ class Transformer(Library):
 
     dropouts: ClassVar[tuple[str, ...]] = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     """Arguments of the model's config."""
-
     layers: int = option(12, "transformer blocks", at_least=1, sets="num_hidden_layers")
     width: int = option(768, "hidden size", at_least=1, sets="hidden_size")
-    heads: int = option(
-        12, "attention heads; divides width", at_least=1, sets="num_attention_heads", divides="width"
-    )
+    heads: int = option(12, "attention heads; divides width", at_least=1, sets="num_attention_heads", divides="width")
     dropout: float = option(0.0, "dropout everywhere", at_least=0, below=1)
     checkpointing: bool = option(False, "recompute activations in backward")
 
@@ -300,7 +265,6 @@ class Llama(TextTransformer):
 
     cls, block = "LlamaForCausalLM", "LlamaDecoderLayer"
     dropouts = ("attention_dropout",)
-
     kv_heads: int = option(
         8, "heads of keys and values; divides heads", at_least=1, sets="num_key_value_heads", divides="heads"
     )
@@ -317,7 +281,6 @@ class Bert(TextTransformer):
         return {**super().numbers(), "vocab_size": self.vocab + 1}
 
     def make(self) -> Task:
-        """Make the task, without a parameter that has no use of its own."""
         task = super().make()
         # `predictions.bias` is a second name of `predictions.decoder.bias` when tied, and unused otherwise.
         # Without it, each parameter belongs to the module that computes with it.
@@ -330,7 +293,6 @@ class BertPairs(Transformer):
     """BERT (Devlin et al. 2019) with a classifier of pairs of sentences on its pooled first token."""
 
     cls, block = "BertForSequenceClassification", "BertLayer"
-
     sequence: int = option(128, "tokens of a pair", at_least=4, sets="max_position_embeddings")
     vocab: int = option(
         259, "tokens in the vocabulary; without a tokenizer bytes and three special ones", at_least=5, sets="vocab_size"
@@ -339,7 +301,6 @@ class BertPairs(Transformer):
 
     @property
     def inputs(self) -> Pairs:
-        """Two sentences in one sequence."""
         return Pairs(self.sequence, self.vocab, self.classes)
 
     def arguments(self) -> dict[str, Any]:
@@ -351,7 +312,6 @@ class Vit(Transformer, ImageModel):
     """The Vision Transformer (Dosovitskiy et al. 2020)."""
 
     cls, block = "ViTForImageClassification", "ViTLayer"
-
     patch: int = option(
         16, "pixels along a patch's edge; divides image", at_least=1, sets="patch_size", divides="image"
     )
@@ -360,8 +320,7 @@ class Vit(Transformer, ImageModel):
         return super().numbers() | {"image_size": self.image}
 
 
-_STEM, _CHANNELS = 64, (256, 512, 1024, 2048)
-"""Channels of the stem, and of each stage."""
+_STEM, _CHANNELS = 64, (256, 512, 1024, 2048)  # channels of the stem, and of each stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +328,6 @@ class ResNet(Library, ImageModel):
     """A ResNet with bottlenecks (He et al. 2015). Raises OptionError when `width_divisor` does not divide 64."""
 
     cls, block = "ResNetForImageClassification", "ResNetBottleNeckLayer"
-
     depths: tuple[int, ...] = option((3, 4, 6, 3), "residual blocks per stage", at_least=1, length=len(_CHANNELS))
     width_divisor: int = option(1, "divisor of all numbers of channels, the stem's 64 too", at_least=1)
 

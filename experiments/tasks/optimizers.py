@@ -19,7 +19,6 @@ class Optimizer(Checked, ABC):
     """The options that all optimizers share."""
 
     name: ClassVar[str] = "optimizer"
-
     schedule: str = option(
         "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine"), profiled=False
     )
@@ -33,10 +32,8 @@ class Optimizer(Checked, ABC):
         """Make an optimizer of these parameters."""
 
     def factor(self, step: int, total: int) -> float:
-        """Factor on the learning rate in `step`, which is counted from 0.
-
-        Linear warm-up to 1, then constant, or falling to 0 after the last of `total` steps.
-        """
+        """Factor on the learning rate in `step`, which is counted from 0. Linear warm-up to 1, then constant, or
+        falling to 0 after the last of `total` steps."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, total - self.warmup_steps)
@@ -49,19 +46,15 @@ class Optimizer(Checked, ABC):
 class Torch(Optimizer):
     """The options of torch's optimizers."""
 
-    cls: ClassVar[str]
-    """The class of torch.optim, whose arguments are the options that not all optimizers share."""
-
+    cls: ClassVar[str]  # the class of torch.optim, whose arguments are the options that not all optimizers share
     lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
     weight_decay: float = option(0.0, "weight decay", at_least=0)
     fused: bool | None = option(None, "torch's fused update; null: torch decides")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch
-
         arguments = {name: getattr(self, name) for name in options(self) if name not in options(Optimizer)}
-        made: torch.optim.Optimizer = getattr(torch.optim, self.cls)(parameters, **arguments)
-        return made
+        return getattr(torch.optim, self.cls)(parameters, **arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +62,6 @@ class Sgd(Torch):
     """torch.optim.SGD."""
 
     name, cls = "sgd", "SGD"
-
     momentum: float = option(0.0, "momentum", at_least=0, below=1)
 
 
@@ -78,7 +70,6 @@ class Adam(Torch):
     """torch.optim.Adam: weight decay is part of the gradient."""
 
     name, cls = "adam", "Adam"
-
     betas: tuple[float, ...] = option(
         (0.9, 0.999), "decay rates of averages", at_least=0, below=1, length=2, profiled=False
     )

@@ -31,22 +31,18 @@ if TYPE_CHECKING:
 
     from experiments.tasks.task import Task
 
-_SPECIAL = ("_args_", "_convert_", "_recursive_")
-"""Keys of `hydra.utils.instantiate` that are no arguments."""
+_SPECIAL = ("_args_", "_convert_", "_recursive_")  # keys of `hydra.utils.instantiate` that are no arguments
 _PLAIN = (str, int, float, bool, types.NoneType)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own(Checked):
-    """Options that are the arguments of a callable. Subclasses are made by `class_of`.
-
-    - unknown: arguments whose default is no plain value; null leaves them out.
-    """
+    """Options that are the arguments of a callable. Subclasses are made by `class_of`."""
 
     _group: ClassVar[str]
     target: ClassVar[str]
     builder: ClassVar[Callable[..., Any]]
-    unknown: ClassVar[frozenset[str]] = frozenset()
+    unknown: ClassVar[frozenset[str]] = frozenset()  # arguments whose default is no plain value; null leaves them out
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,20 +100,15 @@ class OwnModel(Own, Model):
 
     @property
     def inputs(self) -> Inputs:
-        made: Any
         if "_target_" in self.reads:
-            made = instantiate(self.reads)
-        else:
-            tokens = OmegaConf.structured(Tokens(sequence=64), flags={"readonly": False})
-            made = OmegaConf.to_object(OmegaConf.merge(tokens, self.reads))
-        return cast(Inputs, made)
+            return cast(Inputs, instantiate(self.reads))
+        tokens = OmegaConf.structured(Tokens(sequence=64), flags={"readonly": False})
+        return cast(Inputs, OmegaConf.to_object(OmegaConf.merge(tokens, self.reads)))
 
     def make(self) -> Task:
-        """Make the task with what the callable returns: a module, or a whole task."""
         from torch import nn
 
         from experiments.tasks.task import Task, cross_entropy
-
         built = self.call()
         if isinstance(built, Task):
             return built
@@ -128,10 +119,8 @@ class OwnModel(Own, Model):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnData(Own, Data):
-    """Data that a callable returns: a Dataset of torch or of `datasets`, an IterableDataset, or a DataLoader of one.
-
-    An argument `held_out` of the callable is no key: with True it returns the samples of evaluations.
-    """
+    """Data that a callable returns: a Dataset of torch or of `datasets`, an IterableDataset, or a DataLoader of one. An
+    argument `held_out` of the callable is no key: with True it returns the samples of evaluations."""
 
     _group = "data"
     collate: Any = option(
@@ -143,7 +132,7 @@ class OwnData(Own, Data):
         self._require_target("collate")
 
     def require(self, inputs: Inputs) -> None:
-        """Accept all inputs: only the model can tell whether it reads such batches."""
+        """Accept all: only the model can tell whether it reads such batches."""
 
     def tokens(self, inputs: Inputs) -> int | None:
         """The length of the first sample's `input_ids`; None for other samples, and for streams."""
@@ -166,7 +155,6 @@ class OwnData(Own, Data):
 
     def _load(self, held_out: bool) -> Samples | Stream:
         from torch.utils.data import DataLoader, IterableDataset, default_collate
-
         found: Any = self.call(**({"held_out": held_out} if self.evaluates else {}))
         collate: Any = default_collate
         if isinstance(found, DataLoader):  # the order of samples and the size of batches are those of the config
@@ -179,9 +167,8 @@ class OwnData(Own, Data):
         if not isinstance(found, IterableDataset) and hasattr(found, "__len__") and hasattr(found, "__getitem__"):
             return Samples(len(found), lambda indices, epoch: batch([found[int(i)] for i in indices]))
         if not hasattr(found, "__iter__"):
-            raise TypeError(
-                f"data: {self.target} returned {type(found).__name__}, no Dataset, IterableDataset or DataLoader"
-            )
+            what = f"{type(found).__name__}, no Dataset, IterableDataset or DataLoader"
+            raise TypeError(f"data: {self.target} returned {what}")
         return Stream(found, batch)
 
 
@@ -190,9 +177,8 @@ def _batch(collate: Callable[[list[Any]], Any], target: str, samples: list[Any])
     if isinstance(made, (list, tuple)) and len(made) == 2:
         return dict(zip(("inputs", "labels"), made, strict=True))
     if not isinstance(made, Mapping):
-        raise TypeError(
-            f"data: a batch of {target} must be a dict of tensors, or (inputs, labels), got {type(made).__name__}"
-        )
+        rule = "must be a dict of tensors, or (inputs, labels)"
+        raise TypeError(f"data: a batch of {target} {rule}, got {type(made).__name__}")
     return dict(made)
 
 
@@ -203,19 +189,15 @@ class OwnOptimizer(Own, Optimizer):
     _group = "optimizer"
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = self.call(parameters)
-        return made
+        return self.call(parameters)
 
 
 KINDS: dict[str, type[Own]] = {"model": OwnModel, "data": OwnData, "optimizer": OwnOptimizer}
 
 
 def located(target: str) -> Any:
-    """The object that a `_target_` names: package.module.name, or package.module.Class.name.
-
-    Raises ModuleNotFoundError for a module that is missing, and ValueError for whatever else goes wrong, both with one
-    line.
-    """
+    """The object that a `_target_` names: package.module.name, or package.module.Class.name. Raises ModuleNotFoundError
+    for a module that is missing, and ValueError for whatever else goes wrong, both with one line."""
     module, _, name = target.rpartition(".")
     if not module or not name:
         raise ValueError(f"must be package.module.name, got {target or 'nothing'}")
@@ -234,7 +216,6 @@ def located(target: str) -> Any:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    """Yield all `_target_` in a value, however nested."""
     if isinstance(value, Mapping):
         if "_target_" in value:
             yield value["_target_"]
@@ -247,11 +228,8 @@ def _targets(value: Any) -> Iterator[str]:
 
 def class_of(group: str, builder: Callable[..., Any], target: str, given: Mapping[str, Any]) -> type[Own]:
     """The class of the group's objects that `builder` makes. Its options are those of the group and the builder's
-    arguments.
-
-    given: keys and values of a config. An argument with a default whose name the group uses is no option. Raises
-    ValueError for one without a default.
-    """
+    arguments. given: keys and values of a config. An argument with a default whose name the group uses is no option.
+    Raises ValueError for one without a default."""
     more = {*given} & {*_SPECIAL}
     if not isinstance(positional := given.get("_args_") or [], list):
         raise OptionError("_args_", f"must be a list of arguments in their order, got {shown(positional)}")

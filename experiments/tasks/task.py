@@ -27,12 +27,10 @@ Batch = dict[str, Tensor]
 class Task:
     """A model, and the functions and classes for its training.
 
-    - model: the module.
     - loss: (model, batch) → scalar tensor. The model is an argument because it may be wrapped (DDP, FSDP) by then.
       The batch is one of `experiments.tasks.data.Data.batches` for `inputs`, with floats in the model's dtype.
     - block_classes: names of the module classes of which the default wrap policy makes units. Parameters outside of
       them (embeddings, head, stem) are in separate units.
-    - inputs: the inputs that the model reads.
     """
 
     model: nn.Module
@@ -49,11 +47,9 @@ _GIVE_LOSS = "model.loss: null is cross-entropy of logits [labels…, class] or 
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy over the labelled positions of the batch, for tokens and for images.
-
-    transformers' own losses cast logits to float32, which rounds a float64 model's logits. Here only half precision is
-    widened, so runs compared in float64 are float64 throughout.
-    """
+    """Mean cross-entropy over the labelled positions of the batch, for tokens and for images. transformers' own losses
+    cast logits to float32, which rounds a float64 model's logits. Here only half precision is widened, so runs compared
+    in float64 are float64 throughout."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     output = model(**inputs) if len(inputs) > 1 else model(*inputs.values())
     logits, labels = output if isinstance(output, Tensor) else getattr(output, "logits", None), batch["labels"]
@@ -68,10 +64,8 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
-_AT_ONCE = 1e-3
-"""Seconds. If compute starts later than this after a wait, it has waited for something else."""
-_SAMPLED = 256
-"""About how many elements of a parameter the loss depends on, evenly spaced."""
+_AT_ONCE = 1e-3  # Seconds. If compute starts later than this after a wait, it has waited for something else.
+_SAMPLED = 256  # about how many elements of a parameter the loss depends on, evenly spaced
 
 
 class Clock:
@@ -85,11 +79,10 @@ class Clock:
         begin = time.perf_counter()
         if begin - self._ended < _AT_ONCE:
             begin -= self._overslept
-        due = begin + seconds
-        if (left := due - time.perf_counter()) > 0:
+        if (left := begin + seconds - time.perf_counter()) > 0:
             time.sleep(left)
         self._ended = time.perf_counter()
-        self._overslept = self._ended - due
+        self._overslept = self._ended - (begin + seconds)
 
 
 class Block(nn.Module):
@@ -116,8 +109,7 @@ class Block(nn.Module):
         """The total [batch] plus the terms of this block, with its input [batch]."""
         if not self._checkpointing:
             return self._terms(total, inputs)
-        out: Tensor = checkpoint(self._terms, total, inputs, use_reentrant=False, preserve_rng_state=False)
-        return out
+        return checkpoint(self._terms, total, inputs, use_reentrant=False, preserve_rng_state=False)
 
     def _terms(self, total: Tensor, inputs: Tensor) -> Tensor:
         # memory that is allocated and never written
@@ -137,7 +129,6 @@ class Waiting(nn.Module):
         self.blocks = blocks
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Run all blocks."""
         total = inputs.new_zeros(len(inputs))
         for i, block in enumerate(self.blocks):
             total = block(total, inputs[:, i])
@@ -145,9 +136,7 @@ class Waiting(nn.Module):
 
 
 def squared_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean squared difference between the sums and their labels."""
-    total: Tensor = model(batch["inputs"])
-    return (total - batch["labels"]).square().mean()
+    return (model(batch["inputs"]) - batch["labels"]).square().mean()
 
 
 class _Term(torch.autograd.Function):
@@ -169,8 +158,7 @@ class _Term(torch.autograd.Function):
         [gradient], [inputs, _] = gradients, ctx.saved_tensors
         ctx.clock.wait(ctx.seconds)
         numel, dtype = ctx.like
-        filled = None
-        if ctx.needs_input_grad[2]:
-            filled = torch.empty(numel, dtype=dtype, device=gradient.device)
+        filled = torch.empty(numel, dtype=dtype, device=gradient.device) if ctx.needs_input_grad[2] else None
+        if filled is not None:
             filled.fill_((gradient * inputs).sum() / ctx.root)
         return gradient, None, filled, None, None, None

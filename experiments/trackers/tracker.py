@@ -19,50 +19,42 @@ from typing import Any, ClassVar
 from mdcs.options import Checked
 
 Event = Mapping[str, Any]
+PATIENCE_S = 30.0
+"""Seconds that a call of a mirror may take before it is given up, of a tracker that has no `timeout_s`."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Description of a run for its mirror.
+    """Description of a run for its mirror."""
 
-    - folder: for the tracker's own files.
-    - id: unique; ids of equal jobs begin with the same text.
-    - name: of the run.
-    - group: of the runs of a sweep.
-    - kind: profile, plan, train, compare, or sweep, which stands for all runs of a group.
-    - config: the resolved config as plain containers.
-    """
-
-    folder: Path
-    id: str
+    folder: Path  # for the tracker's own files
+    id: str  # unique; ids of equal jobs begin with the same text
     name: str
-    group: str | None
-    kind: str
-    config: Mapping[str, Any]
+    group: str | None  # of the runs of a sweep
+    kind: str  # profile, plan, train, compare, or sweep, which stands for all runs of a group
+    config: Mapping[str, Any]  # the resolved config as plain containers
 
 
 class Mirror:
-    """Receives a run's events and files. A method that is not overridden shows nothing. Methods may raise."""
+    """Receives a run's events and files. A method that is not overridden shows nothing. Methods may raise.
+
+    - event: of metrics.jsonl (:mod:`analysis.events`).
+    - pictures: PNG files.
+    - document: a file that describes the run: its "profile" or its "plan". used: another run has made it.
+    - table: of a sweep, a row per run.
+    - finish: the last call.
+    """
 
     def past(self, steps: Sequence[Event]) -> None:
         """Show the earlier steps and evaluations of a resumed run again. A mirror that has kept them overrides this."""
         for step in steps:
             self.event(step)
 
-    def event(self, event: Event) -> None:
-        """Show an event of metrics.jsonl (:mod:`analysis.events`)."""
-
-    def pictures(self, files: Sequence[Path]) -> None:
-        """Show PNG files."""
-
-    def document(self, kind: str, file: Path, used: bool) -> None:
-        """Show a file that describes the run: its "profile" or its "plan". used: another run has made it."""
-
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Show a sweep's table, a row per run."""
-
-    def finish(self, ok: bool) -> None:
-        """End the mirror. This is the last call."""
+    def event(self, event: Event) -> None: ...
+    def pictures(self, files: Sequence[Path]) -> None: ...
+    def document(self, kind: str, file: Path, used: bool) -> None: ...
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
+    def finish(self, ok: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,14 +63,7 @@ class Tracker(Checked, ABC):
 
     name: ClassVar[str] = "tracker"
     title: ClassVar[str] = "the tracker"
-
-    shows: ClassVar[bool] = True
-    """Whether the tracker shows anything. If not, neither a mirror nor pictures are made."""
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds that a call of the mirror may take before it is given up."""
-        return 30.0
+    shows: ClassVar[bool] = True  # Whether the tracker shows anything. If not, neither a mirror nor pictures are made.
 
     @abstractmethod
     def mirror(self, run: Shown) -> Mirror:
@@ -87,13 +72,12 @@ class Tracker(Checked, ABC):
 
 @dataclass(frozen=True)
 class NoTracker(Tracker):
-    """Keep Only metrics.jsonl."""
+    """Only metrics.jsonl."""
 
     name = "none"
     shows = False
 
     def mirror(self, run: Shown) -> Mirror:
-        """A mirror that shows nothing."""
         return Mirror()
 
 
@@ -108,32 +92,22 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-_CHARTS = {"loss": "loss_rank0"}
-
-
 def train_values(step: Event) -> dict[str, Any]:
     """Values of a step event by the names of charts: train/step, train/step_s, train/bytes/AR. The loss is rank 0's."""
-    return flat({_CHARTS.get(key, key): value for key, value in step.items() if key != "event"}, "train/")
+    named = {"loss_rank0" if key == "loss" else key: value for key, value in step.items() if key != "event"}
+    return flat(named, "train/")
 
 
 def predicted_values(start: Event) -> dict[str, Any]:
     """Predicted values of a start event, for charts beside `train_values`: predicted/step_s; of others none."""
-    return {
-        f"predicted/{key}": value
-        for key, value in start.get("predicted", {}).items()
-        if isinstance(value, (int, float))
-    }
-
-
-SECRETS = ("WANDB_API_KEY",)
+    predicted = start.get("predicted", {}).items()
+    return {f"predicted/{key}": value for key, value in predicted if isinstance(value, (int, float))}
 
 
 class Aside:
-    """Calls a mirror's methods in order, in another thread. The caller waits only in `finish`.
-
-    title: for warnings. timeout_s (s): the mirror is given up when one call takes longer. make: starts the mirror.
-    Warnings come from the caller's thread, at its next call.
-    """
+    """Calls a mirror's methods in order, in another thread. The caller waits only in `finish`. title: for warnings.
+    timeout_s (s): the mirror is given up when one call takes longer. make: starts the mirror. Warnings come from the
+    caller's thread, at its next call."""
 
     def __init__(self, title: str, timeout_s: float, make: Callable[[], Mirror]) -> None:
         self._title, self._timeout_s = title, timeout_s
@@ -145,7 +119,6 @@ class Aside:
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Have the mirror call `method` after all earlier calls."""
         self._look()
         if not self._left_alone:
             self._calls.put((method, arguments))
@@ -171,22 +144,19 @@ class Aside:
             while self._doing != "finish":
                 self._since = math.inf
                 method, arguments = self._calls.get()
-                self._doing, self._since = _WORDS.get(method, f"log {method}"), time.monotonic()
+                words = {"event": "log", "finish": "finish"}.get(method, f"log {method}")
+                self._doing, self._since = words, time.monotonic()
                 getattr(mirror, method)(*arguments)
             self._since = math.inf
         except Exception as error:  # a tracker may raise anything; training continues
             self._failure = one_line(error)
 
 
-_WORDS = {"event": "log", "finish": "finish"}
-
-
 def one_line(error: Exception) -> str:
     """An error's type and text, without secrets."""
     text = str(error)
-    for name in SECRETS:
-        if secret := os.environ.get(name):
-            text = text.replace(secret, f"${name}")
+    if secret := os.environ.get("WANDB_API_KEY"):
+        text = text.replace(secret, "$WANDB_API_KEY")
     return f"{type(error).__name__}: {' '.join(text.split()) or 'no reason given'}"
 
 
@@ -201,7 +171,6 @@ class TensorBoard(Tracker):
     title = "TensorBoard"
 
     def mirror(self, run: Shown) -> Mirror:
-        """A mirror that writes event files in the run's folder."""
         return TensorBoardMirror(run)
 
 
@@ -210,7 +179,6 @@ class TensorBoardMirror(Mirror):
 
     def __init__(self, run: Shown) -> None:
         from torch.utils.tensorboard import SummaryWriter
-
         folder = run.folder / FOLDER
         shutil.rmtree(folder, ignore_errors=True)
         self._predicted: dict[str, Any] = {}
@@ -219,7 +187,6 @@ class TensorBoardMirror(Mirror):
         self._text("run", {"id": run.id, "name": run.name, "group": run.group, "kind": run.kind})
 
     def event(self, event: Event) -> None:
-        """Write numbers of steps and evaluations as curves, other events as text."""
         name = event["event"]
         if name == "step":
             self._scalars(train_values(event) | self._predicted, int(event["step"]))
@@ -232,25 +199,19 @@ class TensorBoardMirror(Mirror):
         self._writer.flush()
 
     def pictures(self, files: Sequence[Path]) -> None:
-        """Add the pictures under the names of their files."""
         import numpy as np
         from PIL import Image
-
         for file in files:
             self._writer.add_image(file.stem, np.asarray(Image.open(file).convert("RGB")), dataformats="HWC")
 
     def document(self, kind: str, file: Path, used: bool) -> None:
-        """Add the path of the file, which is in the same folder as the event files."""
         self._writer.add_text(kind, str(file))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Add the table as Markdown."""
         from analysis.table import markdown  # late: pandas takes a second
-
         self._writer.add_text("runs", markdown(columns, rows))
 
     def finish(self, ok: bool) -> None:
-        """Close the event file."""
         self._writer.close()
 
     def _scalars(self, values: dict[str, Any], step: int) -> None:

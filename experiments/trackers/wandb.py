@@ -19,8 +19,7 @@ from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, on
 from mdcs.options import option
 
 STEP = "train/step"
-SCATTER = ("budget_bytes", "step_s")
-"""Columns of a sweep's table for a scatter plot: x, y."""
+SCATTER = ("budget_bytes", "step_s")  # columns of a sweep's table for a scatter plot: x, y
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Wandb(Tracker):
 
     name = "wandb"
     title = "W&B"
-
     project: str = option("mdcs", "W&B project")
     entity: str | None = option(None, "W&B entity")
     group: str | None = option(None, "W&B group; null: the sweep")
@@ -37,30 +35,20 @@ class Wandb(Tracker):
     mode: str | None = option(
         None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
     )
-
     private: bool = option(
         False, "true: send only the config and the run's events; no system metrics, commit, command line or host"
     )
     timeout_s: float = option(
-        30.0,
-        "seconds to wait for W&B, uploads included; without a connection after half of it the run is offline",
+        30.0, "seconds to wait for W&B, uploads included; without a connection after half of it the run is offline",
         above=0,
     )  # fmt: skip
 
-    @property
-    def patience_s(self) -> float:
-        """The option `timeout_s`."""
-        return self.timeout_s
-
     def mirror(self, run: Shown) -> Mirror:
-        """A run of W&B with its files in the run's folder."""
         return WandbMirror(self, run)
 
 
-_PRIVATE = ("commit", "command", "host")
-"""Keys of a job event that W&B does not get with `private`."""
-_UNREACHED: list[str] = []
-"""Why W&B was not reached. Later runs of this process are then offline at once."""
+_PRIVATE = ("commit", "command", "host")  # keys of a job event that W&B does not get with `private`
+_UNREACHED: list[str] = []  # Why W&B was not reached. Later runs of this process are then offline at once.
 
 
 class WandbMirror(Mirror):
@@ -84,7 +72,6 @@ class WandbMirror(Mirror):
 
     def _begin(self, tracker: Wandb, run: Shown, own: str, mode: str) -> None:
         import wandb
-
         self._wandb: Any = wandb
         self._predicted: dict[str, Any] = {}
         self._offline = mode == "offline"
@@ -93,9 +80,8 @@ class WandbMirror(Mirror):
             for former in run.folder.glob(f"wandb/offline-run-*-{own}"):
                 shutil.rmtree(former)
         private = self._private = tracker.private
-        place: dict[str, Any] = (
-            {"host": "private"} if private else {"git_root": str(Path(__file__).resolve().parents[2])}
-        )
+        root = str(Path(__file__).resolve().parents[2])
+        place: dict[str, Any] = {"host": "private"} if private else {"git_root": root}
         self._run = self._wandb.init(
             project=tracker.project, entity=tracker.entity, group=tracker.group or run.group, job_type=run.kind, id=own,
             name=run.name, dir=str(run.folder), mode=mode, config=dict(run.config),
@@ -134,7 +120,6 @@ class WandbMirror(Mirror):
                 self._run.summary.update(flat(values))
 
     def pictures(self, files: Sequence[Path]) -> None:
-        """Log the pictures under the names of their files."""
         if files:
             self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
 
@@ -156,21 +141,17 @@ class WandbMirror(Mirror):
         x, y = (columns.index(name) for name in SCATTER)
         points = [row for row in rows if row[x] is not None and row[y] is not None]
         if points:
+            title = "step time over budget"
             drawn = self._wandb.Table(columns=list(columns), data=[list(row) for row in points])
-            self._run.log(
-                {"step time over budget": self._wandb.plot.scatter(drawn, *SCATTER, title="step time over budget")}
-            )
+            self._run.log({title: self._wandb.plot.scatter(drawn, *SCATTER, title=title)})
 
     def finish(self, ok: bool) -> None:
-        """End the run, as failed or not."""
         self._run.finish(exit_code=0 if ok else 1)
 
 
 def default_mode(env: Mapping[str, str]) -> str:
-    """W&B's mode when the config has none: $WANDB_MODE, else online with an account, else offline.
-
-    Without an account W&B would ask for one on the terminal, or fail where there is no terminal.
-    """
+    """W&B's mode when the config has none: $WANDB_MODE, else online with an account, else offline. Without an account
+    W&B would ask for one on the terminal, or fail where there is no terminal."""
     if mode := env.get("WANDB_MODE"):
         return mode
     if env.get("WANDB_API_KEY"):
@@ -179,14 +160,10 @@ def default_mode(env: Mapping[str, str]) -> str:
         hosts = netrc.netrc(env.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
     except (OSError, netrc.NetrcParseError):
         return "offline"
-    server = urllib.parse.urlsplit(env.get("WANDB_BASE_URL") or _base_url(env)).hostname
-    return "online" if server in hosts else "offline"
-
-
-def _base_url(env: Mapping[str, str]) -> str:
-    """The server that `wandb login --host` has noted, else W&B's own."""
-    settings = configparser.ConfigParser()
+    settings = configparser.ConfigParser()  # in which `wandb login --host` has noted its server
     with suppress(configparser.Error, OSError):
         settings.read(Path(env.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")) / "settings")
-    return settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    noted = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    server = urllib.parse.urlsplit(env.get("WANDB_BASE_URL") or noted).hostname
+    return "online" if server in hosts else "offline"
 

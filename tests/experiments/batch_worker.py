@@ -16,16 +16,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from experiments.config.checks import load
-from experiments.job import training, worker
+from experiments.job import worker
 from experiments.job.checkpoints import Checkpoints
 from tests.experiments import hurry  # noqa: F401
 
 PATIENT = {"timeout": datetime.timedelta(seconds=200)}
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
-evaluate, save = training.evaluate, Checkpoints.save
+evaluate, save = worker.evaluate, Checkpoints.save
 pause = 0
-training.evaluate = lambda *arguments: (evaluate(*arguments), time.sleep(pause))
+worker.evaluate = lambda *arguments: (evaluate(*arguments), time.sleep(pause))
 Checkpoints.save = lambda *arguments: (save(*arguments), time.sleep(pause))
 
 

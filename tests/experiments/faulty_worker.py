@@ -4,11 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-from experiments.job import training, worker
+from experiments.job import worker
 from launch import status
 from tests.experiments import hurry  # noqa: F401
 
-train_step = training.train_step
+train_step = worker.train_step
 
 
 def fail(gradient):
@@ -26,5 +26,5 @@ def train_step_with_a_fault(workload, batches, engine):
     return train_step(workload, batches, engine)
 
 
-training.train_step = train_step_with_a_fault
+worker.train_step = train_step_with_a_fault
 worker.main(Path(sys.argv[1]))

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from experiments import plan as program
 from experiments import profile
-from experiments.config import help
 from experiments.explain import UnitChoice
+from experiments.job.arguments import help_text
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
 from mdcs.planner.schedulers import Wfbp
@@ -154,10 +154,10 @@ def test_a_launcher_that_would_copy_the_jobs_into_its_processes_is_refused(tmp_p
 @pytest.mark.parametrize("flags", [("--config-dir", "{}", "--config-name", "mine"), ("--config-dir={}", "-cn", "mine.yaml")])
 def test_help_begins_with_the_config_that_a_command_line_names(tmp_path, flags):
     (tmp_path / "mine.yaml").write_text("defaults: [config, override data: synthetic, _self_]\nrun: {steps: 7}\n")
-    said = help.text("", [flag.format(tmp_path) for flag in flags])
+    said = help_text("", [flag.format(tmp_path) for flag in flags])
     assert "run.steps=7 " in said and "data=synthetic* " in said
 
 
 def test_help_has_the_keys_of_this_program_and_not_of_others():
-    said = help.text("", [], ("plan",))
+    said = help_text("", [], ("plan",))
     assert "plan.format=text" in said and "run.steps=30" in said and "compare.rounds" not in said

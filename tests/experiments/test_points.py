@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from experiments.points import Make, best, front, plane, point, shares
+from experiments.curve import Make, best, front, plane, point, shares
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import Scheduler, StrategyPlanner, floor_bytes, make_plan

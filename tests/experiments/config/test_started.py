@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import checks, started
+from experiments.config import checks
+from experiments.config.checks import Started, require_as_asked
 from experiments.config.identity import about
 from experiments.config.schema import ConfigError
-from experiments.config.started import Started, require_as_asked
 
 THREE = Started("torchrun", 3, 1, "lo", print)
 SIX = Started("srun", 6, 2, "eth0", print)
@@ -19,7 +19,7 @@ PROFILE = Path(__file__).parents[1] / "profile.json"
 @pytest.fixture
 def composed(monkeypatch):
     def compose(here, *overrides):
-        monkeypatch.setattr(started, "here", here)
+        monkeypatch.setattr(checks, "here", here)
         return checks.compose_config(["model=mlp", "data=synthetic", *overrides])
 
     return compose

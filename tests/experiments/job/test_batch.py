@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments import plan as program
 from experiments.config import checks, rules
 from experiments.config.schema import Config, ConfigError
-from experiments.job import batch
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from mdcs.plan.plan import Plan
@@ -33,7 +33,7 @@ def composed(*overrides: str) -> Config:
     return composed_job("strategy=greedy", *overrides)
 
 
-def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> tuple[batch.Found, str, Config]:
+def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> tuple[program.Found, str, Config]:
     """Result of the job when these profiles are known, by `of_N`."""
     known, base = Profiles(), composed("recompute=planned")  # auto measures it, too: some batch needs it
     for name, profile in profiles.items():
@@ -42,7 +42,7 @@ def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> 
         size = int(name.removeprefix("of_"))
         known.keep(dataclasses.replace(base, data=dataclasses.replace(base.data, batch_size=size)), tmp_path / name)
     config = composed("batch.find=largest", f"budget='{budget}'", *overrides)
-    return *batch.find(config, tmp_path / "job", QUIET, known=known), config
+    return *program.find(config, tmp_path / "job", QUIET, known=known), config
 
 
 def planned_again(folder: Path) -> Plan:
@@ -103,7 +103,7 @@ def test_a_budget_below_one_sample_is_one_error(tmp_path):
 
 def test_programs_that_train_take_a_number(tmp_path):
     config = composed("batch.find=largest", "budget=1GiB")
-    for program in (jobs.run, functools.partial(jobs.prepare, "profile")):
+    for job in (jobs.run, functools.partial(jobs.prepare, "profile")):
         with pytest.raises(ConfigError, match=r"batch\.find: is for mdcs plan; other commands take data\.batch_size"):
-            program(config, tmp_path, QUIET)
+            job(config, tmp_path, QUIET)
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from experiments.job.progress import JobProgress
+from experiments.job.run import JobProgress
 from launch.status import Status
 
 

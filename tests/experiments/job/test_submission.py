@@ -11,9 +11,9 @@ import pytest
 
 from analysis.events import METRICS, read_events
 from experiments.config import checks
+from experiments.config.checks import Started
 from experiments.config.identity import identity
 from experiments.config.schema import BudgetConfig
-from experiments.config.started import Started
 from experiments.job import record, submission
 from experiments.job.events import provenance
 from experiments.job.resolved import with_absolute_paths
@@ -48,7 +48,7 @@ def run(folder, what=submission.TRAIN, start=lambda *_, **__: Outcome(False, "as
 
 def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, monkeypatch, config):
     submission.freeze(config, tmp_path, SLURM, tmp_path)
-    monkeypatch.setattr("experiments.config.started.here", Started("srun", 3, 1, "", pytest.fail))
+    monkeypatch.setattr("experiments.config.checks.here", Started("srun", 3, 1, "", pytest.fail))
     assert run(tmp_path) == 2
     said = record.read(tmp_path)
     assert (said.state, said.reason) == (record.FAILED, "cluster.ranks: must be 3, as many as are started; got 2")

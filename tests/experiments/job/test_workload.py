@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.job.training import train
+from experiments.job.worker import train
 from experiments.job.workload import Workload
 from launch import elastic
 from tests.experiments.batch import composed

@@ -39,7 +39,7 @@ def told(run: Shown, tracker: Wandb, *calls: tuple, ok: bool = True) -> None:
     """The calls, aside, as in a job; no warning may come of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        aside = Aside(tracker.title, tracker.patience_s, lambda: tracker.mirror(run))
+        aside = Aside(tracker.title, tracker.timeout_s, lambda: tracker.mirror(run))
         for method, *arguments in calls:
             aside.call(method, *arguments)
         aside.finish(ok)

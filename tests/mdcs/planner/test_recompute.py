@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.layers import Decoder, Precision
 from benchmarks.rings import Cluster, cluster_profile
-from experiments.points import front
+from experiments.curve import front
 from mdcs.plan.job import Job
 from mdcs.plan.period import choices
 from mdcs.plan.plan import Plan

@@ -60,9 +60,9 @@ def write_report(
                 run = load_run(best["folder"])
                 title = " · ".join([workload, ask.label(best), ask.budget_words(best["budget_bytes"])])
                 of_rows += period_of(run, title, best["budget_bytes"])
-                if shown := _with_prediction(run):
+                if timeline := _with_prediction(run):
                     written.append(out / f"trace{suffix}.json")
-                    written[-1].write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
+                    written[-1].write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
             pictures += [(f"{name}{suffix}", figure) for name, figure in of_rows]
             if "tex" in formats:
                 written.append(write_latex(rows, out / f"table{suffix}.tex"))

@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -52,6 +53,7 @@ class MdcsSweeper(Sweeper):
     params: axes of the grid by key, values separated by commas; arguments of the command line replace them.
     """
 
+    launcher: Launcher
     begin: ClassVar[Begin] = staticmethod(lambda config: None)
     judge: ClassVar[Judge] = staticmethod(lambda compose, overrides: "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -98,9 +97,11 @@ def check(config: Config) -> None:
             raise ConfigError(key, error.complaint) from error
     for keys, wrong, words in _CONTRADICTIONS:
         for key in keys.split():
-            value = functools.reduce(lambda of, part: getattr(of, part, None), key.split("."), config)
-            if wrong(config, value):
-                raise ConfigError(key, words.format(c=config, value=shown(value)))
+            found: Any = config
+            for part in key.split("."):
+                found = getattr(found, part, None)
+            if wrong(config, found):
+                raise ConfigError(key, words.format(c=config, value=shown(found)))
     for key, asked in (("curve.budgets", config.curve.budgets), ("compare.budgets", config.compare.budgets)):
         try:
             for each in asked:

@@ -195,8 +195,8 @@ def repartition(among: Candidates, now: Candidate, score: Score, rng: random.Ran
     """Send a unit in twice as many blocks, or half as many. Takes as long as a dozen other moves."""
     plan = among.plan(now)
     u = rng.randrange(len(plan.blocks))
-    now = len(plan.blocks[u])
-    count = rng.choice((now * 2, now // 2, now // 2))
+    before = len(plan.blocks[u])
+    count = rng.choice((before * 2, before // 2, before // 2))
     total, step = plan.profile.layouts[u].elements, 16 * plan.world  # blocks are multiples of ``step``
     if not 1 <= count <= _MOST_PARTS or total < step * count:
         return None

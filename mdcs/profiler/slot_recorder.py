@@ -254,10 +254,10 @@ class SlotRecorder:
         for slot, begin, end in self._waits:
             seconds[slot] -= begin.until(end)
         self.seconds.append(seconds)
-        for use, begin, end in self._recomputed:
-            self.recomputations.setdefault(use, []).append(begin.until(end))
-        for key, (slot, mark) in self._arrived.items():
-            self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
+        for again, begin, end in self._recomputed:
+            self.recomputations.setdefault(again, []).append(begin.until(end))
+        for gradient, (slot, mark) in self._arrived.items():
+            self.came.setdefault(gradient, []).append((slot, self._times[slot].until(mark)))
         if self.reads_bytes:
             self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
             self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]

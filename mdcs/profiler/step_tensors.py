@@ -84,7 +84,7 @@ class AliasTracker(TorchDispatchMode):
         owner, used = self._owners.get(storage_of(tensor)), self._used()
         if not (self._is_off or owner is None or used is None or not tensor.numel()):
             with self.off():
-                used(owner, tensor.storage_offset())
+                used(owner, int(tensor.storage_offset()))
 
 
 def refuse_kept(storages: list[UnitStorage]) -> None:
@@ -124,7 +124,14 @@ def storage_of(tensor: Tensor) -> int:
 
 
 _watching: weakref.WeakSet[AliasTracker] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [tracker.stop() for tracker in [*_watching]])
+
+
+def _stop_all() -> None:
+    for tracker in [*_watching]:
+        tracker.stop()
+
+
+os.register_at_fork(after_in_child=_stop_all)
 
 
 # ---- units

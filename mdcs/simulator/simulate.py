@@ -312,10 +312,11 @@ def compiled_loops() -> Loops:
             for loop in kernel.LOOPS:
                 setattr(kernel, loop.__name__, _compiled(loop))  # they call each other
             _is_compiled = True
-    as_python: list[Callable[..., Any]] = [
-        schedule.arrange, schedule.fold_seconds, schedule.fold_bytes, ledger.fill_demands,
-    ]  # fmt: skip
-    return Loops(*([_compiled(loop) for loop in as_python] if _is_compiled else as_python), kernel.run)
+    made: Callable[[Callable[..., Any]], Callable[..., Any]] = _compiled if _is_compiled else lambda loop: loop
+    return Loops(
+        made(schedule.arrange), made(schedule.fold_seconds), made(schedule.fold_bytes), made(ledger.fill_demands),
+        kernel.run,
+    )  # fmt: skip
 
 
 @cache

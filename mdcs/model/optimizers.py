@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from mdcs.model.elementwise import StateLayout, state_layouts
 from mdcs.model.units import ModelUnit, UnsupportedModel, marked
 from mdcs.sizes import aligned
-from mdcs.torch_compat import without_torch_function
 
 NOT_TRAINED = -1
 """Parameter group of trainable parameters that no optimizer has: reduced, as by DDP, and never updated."""
@@ -235,7 +234,11 @@ class ParameterPlace(NamedTuple):
 
 def dense_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the largest stride to the smallest; in order if the tensor leaves gaps or overlaps."""
-    strides, dims = tensor.stride(), range(tensor.dim())
-    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))
-    with without_torch_function():  # closed parameters would refuse the call
-        return order if tensor.permute(order).is_contiguous() else tuple(dims)
+    strides, step = tensor.stride(), 1
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    for dim in reversed(order):
+        if tensor.shape[dim] > 1:
+            if strides[dim] != step:
+                return tuple(range(tensor.dim()))
+            step *= tensor.shape[dim]
+    return order

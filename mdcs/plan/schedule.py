@@ -104,7 +104,7 @@ class MessageSeconds(NamedTuple):
     copy: Numbers  # summing and unpacking
     update: Numbers
     idle: Numbers  # ``transfer`` while nothing computes
-    lost: Numbers  # compute time lost when it completes while something computes
+    lost: Numbers  # compute time lost while something computes beside it
 
 
 class SizeTable(NamedTuple):

@@ -230,7 +230,7 @@ class Contention:
     All values are 0 on a GPU. :func:`mdcs.profiler.cost_fit.fit_costs` fits them. Raises ValueError for a negative
     number.
 
-    - ``compute_per_message`` (s): compute time lost per message that completes while computing; ``compute_per_byte``
+    - ``compute_per_message`` (s): compute time lost per message beside it; ``compute_per_byte``
       (s/byte): per byte that it sends; ``compute_per_work``: per second of copying, summing and updating.
     - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
       gap and β are measured while nothing computes. The longer of the two counts, never their sum.

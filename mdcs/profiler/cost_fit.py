@@ -2,8 +2,8 @@
 
 Each cost is read from the times that it changes, by least squares, so that each has a standard error:
 
-- Compute of a slot, over the plans: seconds alone, and what messages that complete in it take from it, by number, by
-  bytes, and by seconds of copies and updates. Where updates run beside compute (CUDA): how much slower it is while a
+- Compute of a slot, over the plans: seconds alone, and what messages beside it take from it, by number, by bytes,
+  and by seconds of copies and updates. Where updates run beside compute (CUDA): how much slower it is while a
   message is in flight.
 - Time of a message on the link, over messages: latency α or gap, β for each operation, the wait for the last rank, and
   what compute adds by number and by bytes (:mod:`mdcs.profiler.link_fit`).
@@ -276,21 +276,25 @@ def _slots(profile: Profile, run: Run, between_s: float, sizes: Sequence[int]) -
     work = np.add(run.plan.seconds.copy, run.plan.seconds.update)
     of_messages = np.array([work, np.ones(len(work)), sizes]).T
     shares = profile.execution.updates == "cores"
-    counts = np.mean([_completing(each, of_messages) if shares else _beside(each) for each in run.periods], axis=0)
+    counts = np.mean([_shares(each, of_messages) if shares else _beside(each) for each in run.periods], axis=0)
     for q, slot in enumerate(run.plan.period.slots):
         busy = statistics.median(trace.slots[q][1] - trace.slots[q][0] for trace in run.periods)
         yield slot.place, busy + between_s - grown[slot.place], counts[q]
 
 
-def _completing(trace: PeriodTrace, of_messages: np.ndarray) -> np.ndarray:
-    """Return for each slot the sums over the messages that complete in it. ``of_messages`` [messages, values]."""
-    begins, ends = np.array(trace.slots).T
-    counts = np.zeros((len(ends), of_messages.shape[1]))
-    for at in (np.array(trace.done), np.array(trace.done) - trace.period_s):  # some complete in the next period
-        slot = np.minimum(np.searchsorted(ends, at), len(ends) - 1)
-        inside = (begins[slot] < at) & (at <= ends[slot])
-        np.add.at(counts, slot[inside], of_messages[inside])
-    return counts
+def _shares(trace: PeriodTrace, of_messages: np.ndarray) -> np.ndarray:
+    """Return for each slot the sums over the messages beside it, each by its part from the begin of its bytes until it
+    is done. ``of_messages`` [messages, values].
+    """
+    begins, ends = np.array(trace.slots).T[:, :, None]
+    starts, finishes = np.array(trace.messages).T
+    done, before = np.array(trace.done), np.roll(finishes, 1) - np.r_[trace.period_s, np.zeros(len(finishes) - 1)]
+    began = np.maximum(starts, before)
+    beside = sum(  # some are done in the next period
+        np.clip(np.minimum(ends, done - late) - np.maximum(begins, began - late), 0, None)
+        for late in (0, trace.period_s)
+    )
+    return np.asarray(beside / np.maximum(done - began, 1e-9) @ of_messages)
 
 
 def _beside(trace: PeriodTrace) -> np.ndarray:

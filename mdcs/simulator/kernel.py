@@ -57,10 +57,10 @@ class ReplayArrays(NamedTuple):
 
 
 # Indices into Track.count.
-# SENT: messages sent. BUSY: first message that may be in flight. PAID: messages whose ``lost`` compute has paid.
+# SENT: messages sent. BUSY: first message that may be in flight. PAST: messages done before the slot.
 # RETIRED: messages whose bytes are freed. HELD: bytes held. MOST: upper bound of bytes in flight.
 # ARRIVALS: entries of ``arrival``. STUCK: slot of a deadlock. NEEDED: bytes that the slot needs.
-SENT, BUSY, PAID, RETIRED, HELD, MOST, ARRIVALS, STUCK, NEEDED = range(9)
+SENT, BUSY, PAST, RETIRED, HELD, MOST, ARRIVALS, STUCK, NEEDED = range(9)
 
 
 def finish_time_under_interference(
@@ -86,14 +86,30 @@ def finish_time_under_interference(
     return now + work
 
 
-def add_message_overhead(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
-    """Return when a slot from ``begin`` to ``end`` ends, with what it loses to messages that complete during it."""
-    n, g = len(lost), count[PAID]
-    while g < count[SENT] and done[g] <= end:
-        if done[g] > begin:  # otherwise it completed while compute was waiting, and cost nothing
-            end += lost[g % n]
+def add_message_overhead(
+    start: Numbers, finish: Numbers, done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float
+) -> float:
+    """Return when a slot from ``begin`` to ``end`` ends, with what it loses to the messages beside it.
+
+    A message takes what it takes evenly, from the begin of its bytes until it is done: the part during which compute
+    waits is free, and a plan gains nothing from messages that end in a short wait.
+    """
+    n, sent, g = len(lost), count[SENT], count[PAST]
+    while g < sent and done[g] <= begin:
         g += 1
-    count[PAID] = g
+    count[PAST] = g
+    while g < sent:
+        began = finish[g - 1] if g > 0 and finish[g - 1] > start[g] else start[g]
+        since = began if began > begin else begin
+        if since >= end:
+            break
+        if done[g] > since:
+            taken = lost[g % n] / (done[g] - began)
+            longer = taken * (done[g] - since)
+            if taken < 1 and (end - since) * taken / (1 - taken) < longer:  # it goes on after the slot
+                longer = (end - since) * taken / (1 - taken)
+            end += longer
+        g += 1
     return end
 
 
@@ -104,7 +120,7 @@ def end_slot(
     """Return and record the end of the slot that computes from ``begin`` for ``work`` s; free ``released`` bytes."""
     end = finish_time_under_interference(start, finish, count, slowdown, begin, work)
     if contended:
-        end = add_message_overhead(done, lost, count, begin, end)
+        end = add_message_overhead(start, finish, done, lost, count, begin, end)
     count[HELD] -= released
     arrival[count[ARRIVALS]] = end
     count[ARRIVALS] += 1

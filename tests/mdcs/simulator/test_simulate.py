@@ -106,12 +106,13 @@ def test_computing_beside_a_message_is_slower() -> None:
     assert spans(short, "compute")["B:a"] == (2, round(2 + 1 + 4 / 3, 6))
 
 
-def test_computing_loses_time_to_messages_that_are_done_beside_it() -> None:
+def test_computing_loses_time_to_messages_beside_it() -> None:
     plan = planned(replace(PROFILE, contention=Contention(compute_per_message=0.25, compute_per_byte=1 / 128)), "zero2", Wfbp())
-    # RS:b is done in B:a, which takes 2 s alone: 0.25 s for it and 0.25 s for the 32 bytes that it sends.
+    # Each message of 32 bytes takes 0.25 s for itself and 0.25 s for its bytes from B:a, 2 s long alone: RS:b all of it,
+    # AG_F:b, which takes 2 s, a quarter of each second from 4 s on.
     assert spans(plan, "message")["RS:b"] == (2, 4)
-    assert spans(plan, "compute")["B:a"] == (2, 4.5)
-    # What is done while compute waits for it costs compute nothing.
+    assert spans(plan, "compute")["B:a"] == (2, round(4 + 0.5 / (1 - 0.25), 6))
+    # What is on the link while compute waits for it costs compute nothing.
     waited = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
     assert spans(waited, "compute")["B:a"] == (4, 6.5)
 

@@ -11,7 +11,8 @@ Each cost is read from the times that it changes, by least squares, so that each
 - Delays of compute: between the end of a message and the slot that waits for it, and between backward and forward.
 - The host's time for a message, where it enqueues ahead of a device.
 
-A cost that the plans do not determine keeps its value in the profile given. One that is not significantly above 0 is 0.
+A cost that the plans do not determine keeps its value in the profile given; that of updates and copies is the time that
+they take. One that is not significantly above 0, but below this value, is 0.
 :attr:`mdcs.Profile.calibration_runs` compares each plan's measured step with the prediction of a fit without that plan.
 """
 
@@ -51,6 +52,8 @@ _ENOUGH = 16  # periods of a run that are looked at, of many ranks and steps
 _STEP_ERROR = 0.01  # relative error of a run's step
 _MORE_S, _MOST_S = 1e-4, 5e-4  # compute of a message beyond the slots': a step for the derivative, and the most
 _SLOTS_ERROR_S = 2e-4  # the least error of what slots show: a message delays more slots than the one in which it ends
+_OF_COMPUTE = "compute_per_work", "compute_per_message", "compute_per_byte"
+_WORK = 1.0  # s of compute that a second of copies and updates takes where steps do not tell: all cores are busy
 _FEW = 3  # samples of a delay from which on it is determined
 
 
@@ -253,8 +256,9 @@ def _per_message(profile: Profile, seconds: float) -> Profile:
 
 def _compute_costs(profile: Profile, slots: Sequence[_Sample]) -> tuple[dict[int, float], Estimates]:
     """Return the seconds of each slot of the profile without messages, and what messages take from compute."""
-    names = "compute_per_work", "compute_per_message", "compute_per_byte"
-    terms = [Term(name, getattr(profile.contention, name)) for name in names]
+    terms = [Term(name, getattr(profile.contention, name)) for name in _OF_COMPUTE]
+    if _OF_COMPUTE[0] not in profile.errors:
+        terms[0] = Term(_OF_COMPUTE[0], _WORK)
     if profile.execution.updates != "cores":
         terms = [Term(_LOST, profile.interference / (1 + profile.interference))]
     by_place = defaultdict[int, list[int]](list)

@@ -49,7 +49,8 @@ class Term:
     """A coefficient of a linear model, at least 0.
 
     - ``prior``: its value where the rows do not determine it.
-    - ``is_effect``: a coefficient that is not significantly above 0 is 0. Otherwise it then stays at its prior.
+    - ``is_effect``: a coefficient that is significantly above 0 neither nor below its prior stays at it, others that
+      are not significantly above 0 are 0. If it is no effect it stays at its prior in both cases.
     """
 
     name: str
@@ -81,7 +82,8 @@ def estimate(terms: Sequence[Term], x: np.ndarray, y: np.ndarray, means: int = 0
             break
         term = terms[free.pop(weakest)]
         if term.is_effect:
-            values[term.name], errors[term.name] = 0.0, float(deviations[weakest])
+            is_likely = found[weakest] + _SIGNIFICANT * deviations[weakest] >= term.prior
+            values[term.name], errors[term.name] = term.prior if is_likely else 0.0, float(deviations[weakest])
     return Estimates(values, errors)
 
 

@@ -48,3 +48,12 @@ def test_what_the_rows_do_not_tell_stays_at_its_prior() -> None:
     rate = estimate([TERMS[0], replace(TERMS[1], is_effect=False), TERMS[2]], x, y)
     assert rate.values["b"] == 7.0 and "b" not in rate.errors  # a rate is never 0
     assert estimate(TERMS, x[:0], y[:0]).values == estimate(TERMS, x[:2], y[:2], means=2).values == dict.fromkeys("abc", 7.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_effect_that_may_be_as_large_as_its_prior_stays_at_it(seed: int) -> None:
+    x, y = rows(seed)
+    error = estimate(TERMS, x, y).errors["b"]
+    for prior, stays in ((error, True), (100 * error, False)):
+        found = estimate([TERMS[0], Term("b", prior), TERMS[2]], x, y)
+        assert found.values["b"] == (prior if stays else 0.0) and "b" in found.errors

@@ -139,15 +139,16 @@ def fail(folder: Path, identity: str, reason: str) -> None:
 def settled(folder: Path, *, waited: bool) -> str | None:
     """Why the submitted job in this folder has failed; empty if it has ended well, None if it has not ended. One that
     was ended from outside has failed from now on in its files too. waited: the launcher has waited for its end."""
-    said, code = record.read(folder), submitted.exit_code(folder)
+    code, said = submitted.exit_code(folder), record.read(folder)  # a job writes its record first
     state = record.RUNNING if said is None else said.state
     if not waited and code is None and state not in (record.OK, record.FAILED, record.INFEASIBLE):
         return None
     if said is not None and state not in (record.SUBMITTED, record.RUNNING):
         return said.reason
     reason = next(filter(None, map(why_no_profile, submitted.before(folder))), "") or submitted.failure(folder)
-    if reason and said is not None and state == record.RUNNING:
-        fail(folder, said.identity, reason)
+    now = record.read(folder)  # it may have ended well meanwhile
+    if reason and now is not None and now.state == record.RUNNING:
+        fail(folder, now.identity, reason)
     return reason
 
 

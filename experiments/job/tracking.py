@@ -151,7 +151,7 @@ def former(folder: Path) -> list[Event]:
 
 
 def _beside(config: Config, shown: Shown) -> Aside:
-    patience_s = getattr(config.tracker, "timeout_s", PATIENCE_S)
+    patience_s = getattr(config.tracker, "timeout_s", None) or PATIENCE_S
     return Aside(config.tracker.title, patience_s, partial(config.tracker.mirror, shown))
 
 

@@ -62,13 +62,10 @@ class Strategy(str, Enum):
 
 
 def choices(profile: Profile, limited: bool = True) -> list[Strategy]:
-    """Return the strategies that are possible on the ranks of a profile; unless bytes are ``limited``, only those that
-    gain something without a limit.
-
-    sdp sends what zero2 sends, and gathers for backward only make ranks wait for each other there.
+    """Return the strategies that are possible on the ranks of a profile; unless bytes are ``limited``, none that
+    gathers again for backward: that only saves bytes, and ranks wait there for each other.
     """
-    possible = [k for k in Strategy if profile.per_node or not k.in_node]
-    return possible if limited else [k for k in possible if not k.regathers and k is not Strategy.sdp]
+    return [k for k in Strategy if (profile.per_node or not k.in_node) and (limited or not k.regathers)]
 
 
 def block_ready_fractions(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mdcs.profile.schema import SCHEMA, Profile
 
-MEASURED = 13
+MEASURED = 14
 """Version of the measurements. Raise it when equal jobs measure other values than before, e.g. with a new runtime."""
 
 

@@ -115,6 +115,11 @@ def test_joint_takes_no_scheduler_and_no_share() -> None:
         mdcs.make_plan(job(0), Greedy())
 
 
+def test_without_a_limit_nothing_is_gathered_again_for_backward() -> None:
+    plan = mdcs.make_plan(job(0), Joint(seconds=2))
+    assert not any(strategy.regathers for strategy in plan.strategies)
+
+
 def test_without_a_limit_messages_are_issued_as_early_as_their_order_allows() -> None:
     moved = 0
     for seed in range(4):

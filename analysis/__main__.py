@@ -31,7 +31,7 @@ _COMMANDS = {
     "wandb": ("Write a sweep's report on W&B's server, with predictions beside measurements, and print its address.",
               "a sweep's folder, the address of a sweep or a run at W&B, or wandb:ENTITY/PROJECT/GROUP", ""),
 }  # fmt: skip
-"""What a command does, what it reads, and the folder that it writes unless another is asked for."""
+"""By command: its work, its input, and the folder that it writes unless another is asked for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,7 +118,7 @@ class Ranks:
 
     @property
     def lead(self) -> dict[str, Any]:
-        """What rank 0 says."""
+        """Return the message of rank 0."""
         return self._lead if self.place.rank == 0 else self.beat.heard.get(0, {})
 
     def _said(self) -> dict[str, Any]:
@@ -346,6 +346,6 @@ def _streams_by_thread() -> Any:
 
 
 def _prefix() -> str:
-    """Of the name of a rank's folder. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes that of a killed one."""
+    """The first part of the folder's name. SLURM's task epilog (`hydra_plugins.mdcs_slurm`) removes a killed rank's."""
     names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"
     return f"mdcs-rank-{'.'.join(os.environ.get(name, '') for name in names)}-"

@@ -25,7 +25,7 @@ _WORKING_SECONDS, _WORKING_SHARE, _WORKING_BYTES = 2.0, 0.02, 4096
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank has reported last, at the unix `time`. `step` is counted from 1; 0 before the first step."""
+    """The last report of a rank, at the unix `time`. `step` is counted from 1; 0 before the first step."""
 
     rank: int
     pid: int

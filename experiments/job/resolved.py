@@ -1,4 +1,4 @@
-"""What this machine decides of a job: settings in its config, and its ranks, if torchrun or srun has started them.
+"""A job as this machine resolves it: settings in its config, and its ranks, if torchrun or srun has started them.
 
 Of such ranks, rank 0 runs the program, and every process is a rank of its jobs. Only rank 0 composes configs, and its
 folder is the job's folder. The other ranks get the resolved config and a temporary folder; their logs are kept in the

@@ -49,8 +49,8 @@ class Term:
     """A coefficient of a linear model, at least 0.
 
     - ``prior``: its value where the rows do not determine it.
-    - ``is_effect``: a coefficient that is significantly above 0 neither nor below its prior stays at it, others that
-      are not significantly above 0 are 0. If it is no effect it stays at its prior in both cases.
+    - ``is_effect``: a coefficient that is not significantly above 0 is 0, unless it may be as large as its prior, and
+      then stays there. Other coefficients stay at their prior.
     """
 
     name: str

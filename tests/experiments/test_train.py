@@ -203,7 +203,7 @@ def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
 
 
 def test_the_scripts_work_from_any_folder(tmp_path):
-    """That of train.py is started below."""
+    """The one of train.py is started below."""
     command = [sys.executable, str(ROOT / "experiments/plan.py"), "--cfg", "job"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0

@@ -132,7 +132,7 @@ STARTS = {
     "made.model.double()": ("ValueError", "is float64; the plan is for float32"),
     "plan = replace(plan, budget=plan.prediction.peak_bytes // 2)": ("PlanError", "cycle: slot"),
 }  # fmt: skip
-"""What is wrong where a run starts; the error, with other words on rank 1 where there are others."""
+"""A fault at the start of a run; the error, with other words on rank 1 where there are others."""
 
 
 def start(change: str) -> None:

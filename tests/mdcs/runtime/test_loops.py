@@ -327,7 +327,7 @@ UNTRAINED = {
     "model.body.weight.register_post_accumulate_grad_hook(print)": "body.weight: has a hook for its accumulated gradient",
     "start()": "body.weight: is parallelized already: close() that first",
 }
-"""What the loop does before it starts a run, and the error; the last one leaves a run behind."""
+"""Deeds of the loop before it starts a run, and the error; the last one leaves a run behind."""
 
 
 def start_untrained() -> list[str]:

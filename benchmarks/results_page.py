@@ -148,7 +148,8 @@ def _verdicts(results: Sequence[Result]) -> str:
             judged = "none", "", "is the only one that fits"
             if other is not None:
                 ratio = Spread.of(ratios(own, other))
-                verdict = "wins" if ratio.low > 1 else "**loses**" if ratio.high < 1 else "cannot be told apart"
+                low, high = round(ratio.low, 2), round(ratio.high, 2)  # as shown: 0.03 % is no win
+                verdict = "wins" if low > 1 else "**loses**" if high < 1 else "cannot be told apart"
                 judged = other["name"], _ratio(ratio), verdict
             rows.append((_title(result), _budget(part), _ms(Spread.of(steps(own))), *judged))
     return table(

@@ -61,6 +61,10 @@ def test_who_wins_is_said_with_its_interval(result):
     for run in slow["comparison"]["candidates"][3]["rounds"]:
         run["step_s"] = 2.0
     assert rows(page([slow]), "| 60 MiB (floor+50%) |", "1.82 [1.67 to 2.00] | wins |")
+    for other in slow["comparison"]["candidates"][2:]:
+        for run in other["rounds"]:
+            run["step_s"] = 1.0003 * 2.0
+    assert rows(page([slow]), "| none |", "1.00 [1.00 to 1.00] | cannot be told apart |")
 
 
 def test_a_plane_has_a_row_for_each_share_of_the_schedule(result):

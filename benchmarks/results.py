@@ -46,6 +46,8 @@ def main() -> int:
         parser.error(f"no such result {unknown[0]}; results: {', '.join(NAMES)}")
     failed = 0
     for name in [] if asked.page else names or NAMES:
+        if not asked.quick:
+            _wait_until_quiet()
         failed |= _measure(name, [*(QUICK if asked.quick else ()), *overrides], asked.out / time.strftime("%Y-%m-%d"))
     if not asked.quick:
         print(f"the page is {write_page(newest(asked.out), asked.out.parent)}")
@@ -54,7 +56,7 @@ def main() -> int:
 
 def _measure(name: str, overrides: list[str], out: Path) -> int:
     """Run a comparison and keep what it measured. Return its exit code."""
-    load = [_quiet()]
+    load = [os.getloadavg()]
     folder = Path("outputs/results", time.strftime("%Y-%m-%d_%H-%M-%S"), name).absolute()
     compare = [sys.executable, str(ROOT / "experiments/compare.py"), f"experiment=results_{name}", *overrides]
     code = subprocess.run([*compare, f"hydra.run.dir={folder}"], check=False).returncode
@@ -69,12 +71,11 @@ def _measure(name: str, overrides: list[str], out: Path) -> int:
     return code
 
 
-def _quiet(longest_s: float = 300.0) -> tuple[float, float, float]:
-    """Wait until the load of the last minute is below 1, or for so many seconds. Return the load."""
+def _wait_until_quiet(longest_s: float = 300.0) -> None:
+    """Wait until the load of the last minute is below 1, or for so many seconds."""
     end = time.monotonic() + longest_s
-    while (load := os.getloadavg())[0] >= 1 and time.monotonic() < end:
+    while os.getloadavg()[0] >= 1 and time.monotonic() < end:
         time.sleep(2)
-    return load
 
 
 def surroundings() -> dict[str, Any]:
